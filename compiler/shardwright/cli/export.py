@@ -1,0 +1,19 @@
+"""`shardwright export STEP_FOLDER -o HF_FOLDER`: a checkpoint as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="STEP_FOLDER", type=Path, help="one `step-XXXXXXXX` folder")
+    parser.add_argument("-o", "--output", metavar="HF_FOLDER", type=Path, required=True, help="folder to write; must not exist")
+
+
+def run(args: argparse.Namespace) -> int:
+    from shardwright.runtime.export import export_checkpoint
+
+    export_checkpoint(args.checkpoint, args.output)
+    print(f"wrote {args.output}: load it with AutoModelForCausalLM.from_pretrained")
+    return 0

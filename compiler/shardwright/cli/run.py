@@ -1,0 +1,23 @@
+"""`shardwright run DIR`: train a compiled folder under the deepspeed launcher."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="DIR", type=Path, help="a folder that `shardwright compile` wrote")
+    parser.add_argument("--hostfile", type=Path, help="hosts to run on, a line `name slots=N` each")
+    parser.add_argument(
+        "--resume",
+        default="auto",
+        metavar="auto|never|PATH",
+        help="auto (default): from the newest checkpoint, else start; never: start; PATH: one step folder",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from shardwright.runtime.launcher import run_folder
+
+    return run_folder(args.folder, args.hostfile, args.resume)

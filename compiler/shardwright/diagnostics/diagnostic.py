@@ -1,0 +1,74 @@
+"""What a user is told: a code, one line, where it is in the recipe, and how to go on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shardwright.diagnostics.codes import CODES
+
+Severity = Literal["error", "warning"]
+KeyPath = tuple[str | int, ...]
+"""Where in the recipe: ("parallelism", "tensor"); () is the document itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Location:
+    """A place in a text file. `line` and `column` count from 1; 0 means "the file as a whole"."""
+
+    file: str
+    line: int
+    column: int
+    length: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where each key of the recipe stands, and the text to show.
+
+    locations: key path -> place of the *value*; key_locations: key path -> place of the key itself.
+    texts: file name as printed -> its text.
+    """
+
+    file: str
+    locations: Mapping[KeyPath, Location] = field(default_factory=dict)
+    key_locations: Mapping[KeyPath, Location] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnostic:
+    """One finding.
+
+    code: a key of CODES, e.g. "SW3101".
+    message: one line, the cause, with the offending value in it.
+    help: what to do next; may be several sentences.
+    key: the recipe key it is about; the renderer turns it into file, line and caret.
+    location: set instead of `key` where there is no recipe key (a YAML syntax error).
+    valid: the nearest valid values, where such exist.
+    """
+
+    code: str
+    message: str
+    severity: Severity = "error"
+    help: str = ""
+    key: KeyPath | None = None
+    location: Location | None = None
+    valid: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.code not in CODES:
+            raise ValueError(f"{self.code} is not in the registry of diagnostic codes")
+
+
+class Refusal(Exception):
+    """Bad input: carries every independent error found, never just the first.
+
+    source: where the recipe's keys stand, so that the renderer can show lines; set by whoever knows the recipe.
+    """
+
+    def __init__(self, *diagnostics: Diagnostic, source: Source | None = None) -> None:
+        super().__init__("; ".join(f"{d.code}: {d.message}" for d in diagnostics))
+        self.diagnostics: tuple[Diagnostic, ...] = diagnostics
+        self.source = source

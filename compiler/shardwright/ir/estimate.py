@@ -1,0 +1,65 @@
+"""What a layout is predicted to cost: the objects of `estimate --json`, field by field."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwright.diagnostics import Diagnostic
+from shardwright.ir.strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """Bytes on the fullest rank of one pipeline rank's devices. peak = sum of the parts."""
+
+    stage: int
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    workspace_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    peak_bytes: int
+    capacity_bytes: int
+    fits: bool
+    stages: tuple[StageMemory, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Time:
+    """compute + tensor_comm + pipeline_comm + data_comm + optimizer + bubble = step, within 1e-6 relative."""
+
+    step_seconds: float
+    compute_seconds: float
+    tensor_comm_seconds: float
+    pipeline_comm_seconds: float
+    data_comm_seconds: float
+    optimizer_seconds: float
+    bubble_seconds: float
+    bubble_fraction: float
+    tokens_per_second_per_gpu: float
+    model_tflops_per_gpu: float
+    hardware_tflops_per_gpu: float
+    mfu: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    steps: int
+    days: float
+    gpu_hours: float
+    cost: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    strategy: Strategy
+    feasible: bool
+    diagnostics: tuple[Diagnostic, ...]
+    memory: Memory
+    time: Time
+    training: Training

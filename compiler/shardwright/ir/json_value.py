@@ -1,0 +1,12 @@
+"""JSON as a type, so that no `Any` is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from typing_extensions import TypeAliasType
+
+JsonScalar = str | int | float | bool | None
+# A named alias: pydantic resolves its recursion when it reads plan.json.
+JsonValue = TypeAliasType("JsonValue", "JsonScalar | Sequence[JsonValue] | Mapping[str, JsonValue]")
+JsonObject = Mapping[str, JsonValue]

@@ -1,0 +1,159 @@
+"""Stage 1's output: the recipe, typed. Field names are the recipe's own keys; `None` stands for `auto`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardwright.diagnostics import Source
+from shardwright.ir.json_value import JsonObject
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSection:
+    """`source` (hub id or local folder, already made absolute if a folder) or `config`, exactly one."""
+
+    source: str | None
+    config: JsonObject | None
+    revision: str
+    weights: str  # pretrained | random
+    attention: str  # auto | sdpa | eager | flash_attention_2
+    loss: str  # auto | full | chunked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InlineGpu:
+    memory_gib: float
+    hbm_gbytes_per_second: float
+    peak_tflops: Mapping[str, float]  # precision -> dense TFLOP/s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSection:
+    nodes: int | None
+    gpus_per_node: int
+    gpu: str | InlineGpu
+    intra_node_gbytes_per_second: float | None
+    inter_node_gbits_per_second: float | None
+    host_memory_gib: float | None
+    shared_filesystem: bool
+    price_per_gpu_hour: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSection:
+    name: str  # adamw
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSection:
+    """`warmup_ratio`, `min_lr_ratio` and `decay_steps` are resolved against the steps in stage 6."""
+
+    name: str  # constant | linear | cosine | wsd
+    warmup_steps: int | None
+    warmup_ratio: float | None
+    min_lr: float | None
+    min_lr_ratio: float | None
+    decay_steps: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSection:
+    """Exactly one of steps, tokens, epochs is set."""
+
+    sequence_length: int
+    global_batch_size: int
+    steps: int | None
+    tokens: int | None
+    epochs: float | None
+    precision: str  # bf16 | fp16 | fp32
+    gradient_accumulation_dtype: str | None  # None = auto
+    optimizer: OptimizerSection
+    scheduler: SchedulerSection
+    gradient_clipping: float
+    seed: int
+    days_at_most: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSection:
+    """`options` holds the keys that only some kinds know (messages, template, train_on, mixture...)."""
+
+    kind: str  # text | jsonl | parquet | chat | tokens | megatron | synthetic | mixture
+    path: str | None  # made absolute; the literal "python-stdlib" stays
+    tokenizer: str | None  # "byte", a HF name, or a folder made absolute
+    packing: bool
+    shuffle: bool
+    options: JsonObject
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelismSection:
+    """None = auto, the compiler chooses."""
+
+    tensor: int | None
+    pipeline: int | None
+    data: int | None
+    zero_stage: int | None
+    micro_batch_size: int | None
+    activation_checkpointing: str | None  # none | selective | full
+    schedule: str | None  # 1f1b | dualpipev
+    offload: str | None  # none | optimizer | parameters; None = auto
+    memory_headroom: float | None
+    expert: int
+    context: int
+    virtual_stages: int
+    sequence_parallel: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssumeSection:
+    kernels: str  # hf | megatron | compiled
+    mfu: float | None
+    ignore_memory: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchSection:
+    launcher: str  # auto | local | pdsh | slurm | no_ssh | openmpi | kubernetes
+    hostfile: str | None  # made absolute
+    master_addr: str | None  # None = auto
+    master_port: int | None
+    env: Mapping[str, str]
+    env_from: tuple[str, ...]
+    setup_script: str | None  # made absolute
+    slurm: JsonObject
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSection:
+    directory: str
+    every_steps: int | None  # None = only after the last step
+    keep: int | None  # None = all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A recipe that passed stage 1. `document` is the merged input (extends and --set applied) with every
+    default filled in, as plain JSON: what the compiled folder stores as its resolved recipe."""
+
+    version: int
+    name: str
+    target: str  # deepspeed | megatron
+    model: ModelSection
+    cluster: ClusterSection
+    training: TrainingSection
+    data: DataSection | None
+    validation: JsonObject | None
+    parallelism: ParallelismSection
+    objective: str  # throughput | memory | cost
+    assume: AssumeSection
+    launch: LaunchSection
+    checkpoint: CheckpointSection
+    directory: str  # absolute folder of the recipe file: relative paths start here
+    document: JsonObject
+    source: Source

@@ -1,0 +1,31 @@
+"""Stage 4's subject: one layout, everything that the search decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    tensor: int
+    pipeline: int
+    data: int
+    zero_stage: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    activation_checkpointing: str  # none | selective | full
+    schedule: str  # 1f1b | dualpipev
+    offload: str  # none | optimizer | parameters
+    expert: int = 1
+    context: int = 1
+    virtual_stages: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages to cut the layers into: DualPipeV holds two on each pipeline rank."""
+        return 2 * self.pipeline if self.schedule == "dualpipev" else self.pipeline

@@ -1,0 +1,272 @@
+"""Stage 6: every decision, gathered into one Plan. Nothing here searches or guesses."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import math
+from pathlib import Path
+
+import shardwright
+from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.ir.cluster import Cluster
+from shardwright.ir.estimate import Estimate
+from shardwright.ir.model_graph import ModelGraph
+from shardwright.ir.partition import StagePartition, TensorParallelMap
+from shardwright.ir.recipe import DataSection, LaunchSection, Recipe, TrainingSection
+from shardwright.ir.strategy import Strategy
+from shardwright.plan.plan import (
+    PLAN_VERSION,
+    Plan,
+    PlanCheckpoint,
+    PlanData,
+    PlanLaunch,
+    PlanModel,
+    PlanOptimizer,
+    PlanScheduler,
+    PlanStage,
+    PlanTensorParallel,
+    PlanTraining,
+    Predicted,
+    Versions,
+)
+from shardwright.plan.ranks import place_ranks
+from shardwright.plan.zero import zero_section
+
+CONFIG_FILE = "model/config.json"
+TOKENIZER_DIRECTORY = "tokenizer"
+HOSTFILE = "launch/hostfile"
+RUN_DIRECTORY = "run"
+FOLDER_ROOTS: tuple[str, ...] = ("launch", "model", TOKENIZER_DIRECTORY)
+ARTIFACT_ROOTS: tuple[str, ...] = (
+    ".shardwright",
+    "plan.json",
+    "ds_config.json",
+    "recipe.resolved.json",
+    "launch.sh",
+    "train.py",
+    *FOLDER_ROOTS,
+)
+"""First path components that `compile` may write, and therefore may replace or remove."""
+
+
+def installed_versions() -> Versions:
+    """Public versions ("2.13.0", not "2.13.0+cpu"): a build's tag says nothing about what it computes."""
+    public = {name: importlib.metadata.version(name).split("+")[0] for name in ("torch", "deepspeed", "transformers")}
+    return Versions(
+        shardwright=shardwright.__version__,
+        torch=public["torch"],
+        deepspeed=public["deepspeed"],
+        transformers=public["transformers"],
+    )
+
+
+def build_plan(
+    recipe: Recipe,
+    graph: ModelGraph,
+    cluster: Cluster,
+    estimate: Estimate,
+    partition: StagePartition,
+    tensor_map: TensorParallelMap,
+    versions: Versions,
+) -> Plan:
+    """Raises Refusal where the model's weights, the data or the checkpoint folder cannot be what the run needs."""
+    strategy = estimate.strategy
+    errors = (*_weights_errors(recipe), *_data_errors(recipe, graph), *_checkpoint_errors(recipe.checkpoint.directory))
+    if recipe.data is None or errors:
+        raise Refusal(*errors)
+    steps = training_steps(recipe.training)
+    return Plan(
+        version=PLAN_VERSION,
+        name=recipe.name,
+        recipe_hash=canonical_hash(recipe.document),
+        versions=versions,
+        model=_model(recipe, graph),
+        strategy=strategy,
+        nodes=cluster.nodes,
+        gpus_per_node=cluster.gpus_per_node,
+        gpu=cluster.gpu.name,
+        is_cpu=cluster.gpu.is_cpu,
+        stages=_stages(graph, partition, strategy),
+        tensor_parallel=PlanTensorParallel(
+            degree=tensor_map.degree, sharded_fraction=tensor_map.sharded_fraction, modules=tensor_map.modules
+        ),
+        ranks=place_ranks(graph, cluster, strategy, partition, tensor_map, recipe.training.precision),
+        training=PlanTraining(
+            sequence_length=recipe.training.sequence_length,
+            global_batch_size=recipe.training.global_batch_size,
+            steps=steps,
+            precision=recipe.training.precision,
+            gradient_accumulation_dtype=accumulation_dtype(recipe.training, strategy),
+            gradient_clipping=recipe.training.gradient_clipping,
+            seed=recipe.training.seed,
+        ),
+        optimizer=PlanOptimizer(
+            name=recipe.training.optimizer.name,
+            lr=recipe.training.optimizer.lr,
+            betas=recipe.training.optimizer.betas,
+            eps=recipe.training.optimizer.eps,
+            weight_decay=recipe.training.optimizer.weight_decay,
+        ),
+        scheduler=resolve_scheduler(recipe.training, steps),
+        data=_data(recipe.data),
+        checkpoint=PlanCheckpoint(
+            directory=recipe.checkpoint.directory,
+            every_steps=recipe.checkpoint.every_steps,
+            keep=recipe.checkpoint.keep,
+        ),
+        launch=_launch(recipe.launch, cluster.nodes),
+        predicted=Predicted(memory=estimate.memory, time=estimate.time, training=estimate.training),
+        zero=zero_section(strategy, is_cpu=cluster.gpu.is_cpu),
+    )
+
+
+def canonical_hash(document: object) -> str:
+    """sha256 (hex) of the JSON text with sorted keys and no spaces."""
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def training_steps(training: TrainingSection) -> int:
+    """steps, or ceil(tokens / (batch x S)). Raises Refusal for epochs: their length needs prepared data."""
+    if training.steps is not None:
+        return training.steps
+    if training.tokens is not None:
+        return math.ceil(training.tokens / (training.global_batch_size * training.sequence_length))
+    raise Refusal(
+        Diagnostic(
+            code="SW1906",
+            message=f"training.epochs: {training.epochs} needs prepared data, which this version does not have",
+            help="Give `steps` or `tokens`.",
+            key=("training", "epochs"),
+        )
+    )
+
+
+def resolve_scheduler(training: TrainingSection, steps: int) -> PlanScheduler:
+    """Ratios become steps and a learning rate; warmup_ratio rounds to the nearest step."""
+    s, lr = training.scheduler, training.optimizer.lr
+    warmup = round(s.warmup_ratio * steps) if s.warmup_ratio is not None else s.warmup_steps or 0
+    min_lr = s.min_lr_ratio * lr if s.min_lr_ratio is not None else s.min_lr or 0.0
+    return PlanScheduler(name=s.name, warmup_steps=warmup, min_lr=min_lr, decay_steps=s.decay_steps)
+
+
+def accumulation_dtype(training: TrainingSection, strategy: Strategy) -> str:
+    """auto: fp32 for fp32 and bf16, fp16 for fp16.
+
+    bf16 under ZeRO-0 accumulates in bf16: DeepSpeed raises NotImplementedError for fp32 there.
+    """
+    if training.gradient_accumulation_dtype is not None:
+        return training.gradient_accumulation_dtype
+    if training.precision == "bf16":
+        return "fp32" if strategy.zero_stage >= 1 else "bf16"
+    return training.precision
+
+
+def _model(recipe: Recipe, graph: ModelGraph) -> PlanModel:
+    return PlanModel(
+        model_type=graph.model_type,
+        architecture=graph.architecture,
+        config_file=CONFIG_FILE,
+        config_hash=graph.config_hash,
+        weights=recipe.model.weights,
+        weights_path=recipe.model.source if recipe.model.weights == "pretrained" else None,
+        revision=None,  # a local folder has none
+        attention=graph.attention,
+        loss="full",
+        layers_module=graph.layers_module,
+        attention_module=graph.attention_module,
+        tied=graph.tied,
+        total_parameters=graph.total_parameters,
+        vocabulary_size=graph.vocabulary_size,
+    )
+
+
+def _stages(graph: ModelGraph, partition: StagePartition, strategy: Strategy) -> tuple[PlanStage, ...]:
+    owner = {stage: rank for rank in range(strategy.pipeline) for stage in partition.stages_of_pipeline_rank(rank)}
+    bounds = zip(partition.boundaries, partition.boundaries[1:], strict=False)
+    return tuple(
+        PlanStage(
+            stage=stage,
+            pipeline_rank=owner[stage],
+            first_layer=first,
+            layers=tuple(layer.name for layer in graph.layers[first:stop]),
+        )
+        for stage, (first, stop) in enumerate(bounds)
+    )
+
+
+def _data(data: DataSection) -> PlanData:
+    tokenizer = data.tokenizer if data.tokenizer in (None, "byte") else TOKENIZER_DIRECTORY
+    return PlanData(
+        kind=data.kind,
+        path=None if data.kind == "synthetic" else data.path,
+        tokenizer=tokenizer if data.kind == "text" else None,
+        packing=data.packing,
+        shuffle=data.shuffle,
+    )
+
+
+def _launch(launch: LaunchSection, nodes: int) -> PlanLaunch:
+    """hostfile: relative to the compiled folder, or None where the hosts are named when the run starts."""
+    auto = "local" if nodes == 1 else "pdsh"
+    has_hostfile = nodes == 1 or launch.hostfile is not None
+    return PlanLaunch(
+        launcher=auto if launch.launcher == "auto" else launch.launcher,
+        hostfile=HOSTFILE if has_hostfile else None,
+        master_addr=launch.master_addr,
+        master_port=launch.master_port,
+        env=tuple(sorted(launch.env.items())),
+        env_from=tuple(sorted(set(launch.env_from))),
+        setup_script=None,
+    )
+
+
+def _weights_errors(recipe: Recipe) -> tuple[Diagnostic, ...]:
+    if recipe.model.weights != "pretrained":
+        return ()
+    source = recipe.model.source
+    if source is not None and any(Path(source).glob("*.safetensors")):
+        return ()
+    where = "there is no model.source" if source is None else f"no *.safetensors file in {source!r}"
+    return (
+        Diagnostic(
+            code="SW1913",
+            message=f"model.weights: pretrained, but {where}",
+            help="Give a folder that `save_pretrained` wrote, or `weights: random`.",
+            key=("model", "weights"),
+        ),
+    )
+
+
+def _data_errors(recipe: Recipe, graph: ModelGraph) -> tuple[Diagnostic, ...]:
+    data = recipe.data
+    if data is None:
+        return (Diagnostic(code="SW1910", message="the recipe has no `data` section", key=("data",)),)
+    if data.kind == "text" and data.tokenizer == "byte" and graph.vocabulary_size < 256:
+        return (
+            Diagnostic(
+                code="SW1912",
+                message=f"the byte tokenizer has 256 symbols, the model's vocabulary {graph.vocabulary_size}",
+                help="Give the model a vocab_size of at least 256.",
+                key=("data", "tokenizer"),
+            ),
+        )
+    return ()
+
+
+def _checkpoint_errors(directory: str) -> tuple[Diagnostic, ...]:
+    """A checkpoint folder must not be, hold or lie inside what `compile` and `run` write."""
+    parts = [part for part in directory.split("/") if part not in ("", ".")]
+    taken = (*ARTIFACT_ROOTS, RUN_DIRECTORY)
+    if directory.startswith("/") or (parts and parts[0] not in taken and ".." not in parts):
+        return ()
+    return (
+        Diagnostic(
+            code="SW5105",
+            message=f"checkpoint.directory: {directory!r} is not a folder of its own inside the compiled folder",
+            help="Use a name that compile and run do not write to, such as `checkpoints`, or an absolute path.",
+            key=("checkpoint", "directory"),
+        ),
+    )

@@ -1,0 +1,194 @@
+"""Stage 6's output: everything decided. plan.json is this, field by field; the runtime reads nothing else.
+
+Rules for change: adding a field with a default is a minor change; renaming or removing one raises PLAN_VERSION.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwright.ir.estimate import Memory, Time, Training
+from shardwright.ir.json_value import JsonObject
+from shardwright.ir.partition import ModuleSplit
+from shardwright.ir.strategy import Strategy
+
+PLAN_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Versions:
+    shardwright: str
+    torch: str
+    deepspeed: str
+    transformers: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanModel:
+    """config_file, tokenizer_directory: relative to the compiled folder.
+
+    weights_path: absolute folder of safetensors files where weights is "pretrained", else None.
+    """
+
+    model_type: str
+    architecture: str
+    config_file: str
+    config_hash: str
+    weights: str
+    weights_path: str | None
+    revision: str | None
+    attention: str
+    loss: str
+    layers_module: str
+    attention_module: str
+    tied: tuple[tuple[str, ...], ...]
+    total_parameters: int
+    vocabulary_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanStage:
+    """One pipeline stage: layers[first:first+len(layers)] of embedding, decoder..., head."""
+
+    stage: int
+    pipeline_rank: int
+    first_layer: int
+    layers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanTensorParallel:
+    degree: int
+    sharded_fraction: float
+    modules: tuple[ModuleSplit, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRank:
+    """parameter_bytes: resident parameters in the compute dtype, after tensor, pipeline and ZeRO-3 splits."""
+
+    rank: int
+    node: int
+    slot: int
+    pipeline: int
+    data: int
+    tensor: int
+    parameter_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanTraining:
+    sequence_length: int
+    global_batch_size: int
+    steps: int
+    precision: str
+    gradient_accumulation_dtype: str
+    gradient_clipping: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptimizer:
+    name: str
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanScheduler:
+    """Update k (from 1) uses lr * min(1, k / warmup_steps), then `name`'s curve to min_lr at the last step."""
+
+    name: str
+    warmup_steps: int
+    min_lr: float
+    decay_steps: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanData:
+    """path: absolute (a glob for text), the literal "python-stdlib", or None for synthetic.
+
+    tokenizer: "byte", or a folder relative to the compiled folder, or None.
+    """
+
+    kind: str
+    path: str | None
+    tokenizer: str | None
+    packing: bool
+    shuffle: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanCheckpoint:
+    directory: str
+    every_steps: int | None
+    keep: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanLaunch:
+    launcher: str
+    hostfile: str | None
+    master_addr: str | None
+    master_port: int | None
+    env: tuple[tuple[str, str], ...]
+    env_from: tuple[str, ...]
+    setup_script: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    memory: Memory
+    time: Time
+    training: Training
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    version: int
+    name: str
+    recipe_hash: str
+    versions: Versions
+    model: PlanModel
+    strategy: Strategy
+    nodes: int
+    gpus_per_node: int
+    gpu: str
+    is_cpu: bool
+    stages: tuple[PlanStage, ...]
+    tensor_parallel: PlanTensorParallel
+    ranks: tuple[PlanRank, ...]
+    training: PlanTraining
+    optimizer: PlanOptimizer
+    scheduler: PlanScheduler
+    data: PlanData
+    checkpoint: PlanCheckpoint
+    launch: PlanLaunch
+    predicted: Predicted
+    zero: JsonObject
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        last = self.stages[-1]
+        return (*(s.first_layer for s in self.stages), last.first_layer + len(last.layers))
+
+    def verify(self) -> None:
+        """Raises ValueError where the plan contradicts itself (a bug of ours, not the user's)."""
+        s = self.strategy
+        if not s.world_size == self.nodes * self.gpus_per_node == len(self.ranks):
+            raise ValueError(f"tensor x pipeline x data = {s.world_size}, ranks = {len(self.ranks)}")
+        if s.micro_batch_size * s.gradient_accumulation_steps * s.data != self.training.global_batch_size:
+            raise ValueError("micro_batch_size x gradient_accumulation_steps x data is not the global batch")
+        if len(self.stages) != s.stages or any(not stage.layers for stage in self.stages):
+            raise ValueError(f"{len(self.stages)} stages in the plan, {s.stages} in the strategy")
+        layers = [name for stage in self.stages for name in stage.layers]
+        if len(layers) != len(set(layers)):
+            raise ValueError("a layer is on two stages")
+        for r in self.ranks:
+            # DeepSpeed's PipeModelDataParallelTopology: axes pipe, data, model, the last one fastest.
+            if r.rank != (r.pipeline * s.data + r.data) * s.tensor + r.tensor:
+                raise ValueError(f"rank {r.rank} does not have the coordinates of DeepSpeed's topology")
+            if r.rank != r.node * self.gpus_per_node + r.slot:
+                raise ValueError(f"rank {r.rank} is not on slot {r.slot} of node {r.node}")

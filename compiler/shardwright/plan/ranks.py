@@ -1,0 +1,68 @@
+"""Which rank sits where, and how many bytes of parameters it holds."""
+
+from __future__ import annotations
+
+from shardwright.ir.cluster import Cluster
+from shardwright.ir.model_graph import ModelGraph
+from shardwright.ir.partition import StagePartition, TensorParallelMap
+from shardwright.ir.strategy import Strategy
+from shardwright.plan.plan import PlanRank
+
+BYTES_PER_ELEMENT: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def place_ranks(
+    graph: ModelGraph,
+    cluster: Cluster,
+    strategy: Strategy,
+    partition: StagePartition,
+    tensor_map: TensorParallelMap,
+    precision: str,
+) -> tuple[PlanRank, ...]:
+    """DeepSpeed's PipeModelDataParallelTopology: axes pipe, data, model, the last one fastest; nodes in order."""
+    bytes_held = {
+        (pipeline, tensor): _parameter_bytes(graph, strategy, partition, tensor_map, precision, pipeline, tensor)
+        for pipeline in range(strategy.pipeline)
+        for tensor in range(strategy.tensor)
+    }
+    ranks = []
+    for rank in range(strategy.world_size):
+        rest, tensor = divmod(rank, strategy.tensor)
+        pipeline, data = divmod(rest, strategy.data)
+        node, slot = divmod(rank, cluster.gpus_per_node)
+        ranks.append(
+            PlanRank(
+                rank=rank,
+                node=node,
+                slot=slot,
+                pipeline=pipeline,
+                data=data,
+                tensor=tensor,
+                parameter_bytes=bytes_held[pipeline, tensor],
+            )
+        )
+    return tuple(ranks)
+
+
+def _parameter_bytes(
+    graph: ModelGraph,
+    strategy: Strategy,
+    partition: StagePartition,
+    tensor_map: TensorParallelMap,
+    precision: str,
+    pipeline: int,
+    tensor: int,
+) -> int:
+    """A tensor that is tied over two stages counts on both, but only once on one rank.
+
+    ZeRO-3 keeps ceil(numel / data) elements of each parameter.
+    """
+    shard_numel = {p.name: p.shard_numel(tensor) for module in tensor_map.modules for p in module.parameters}
+    names = {
+        parameter.name
+        for stage in partition.stages_of_pipeline_rank(pipeline)
+        for layer in graph.layers[partition.boundaries[stage] : partition.boundaries[stage + 1]]
+        for parameter in layer.parameters
+    }
+    parts = strategy.data if strategy.zero_stage == 3 else 1
+    return sum(-(-shard_numel[name] // parts) for name in names) * BYTES_PER_ELEMENT[precision]

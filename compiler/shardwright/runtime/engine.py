@@ -1,0 +1,181 @@
+"""One training step under DeepSpeed's two engines, behind one interface."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.module_inject.layers import set_autotp_mode
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
+from torch import nn
+
+from shardwright.plan.plan import Plan
+from shardwright.runtime.batches import MicroBatch
+from shardwright.runtime.loss import CausalLoss
+from shardwright.runtime.pipeline import build_pipeline
+from shardwright.runtime.recompute import apply_recompute
+from shardwright.runtime.schedule import decay_groups
+from shardwright.runtime.tensor_parallel import adjust_head_counts, split_module
+from shardwright.runtime.weights import build_model, conv1d_to_linear
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """loss: before the update. grad_norm: before clipping; both global."""
+
+    loss: float
+    grad_norm: float
+
+
+class Trainer(Protocol):
+    """engine: DeepSpeed's; grid: the process groups; data_rank and data_group of this process."""
+
+    engine: Any
+    grid: PipelineParallelGrid
+
+    def step(self, micro_batches: list[MicroBatch], learning_rate: float) -> StepResult: ...
+
+
+def build_trainer(plan: Plan, folder: Path) -> Trainer:
+    """Builds the model, cuts it as the plan says and hands it to the right engine. Process groups exist already."""
+    # Before any parallel layer: without it their requires_grad is False, in silence.
+    set_autotp_mode(training=True)
+    model = build_model(plan, folder)
+    conv1d_to_linear(model)
+    config = json.loads((folder / "ds_config.json").read_text(encoding="utf-8"))
+    if plan.strategy.pipeline > 1:
+        return PipelineTrainer(plan, model, config)
+    return DataTrainer(plan, model, config)
+
+
+def _causal_loss(plan: Plan, grid: PipelineParallelGrid) -> CausalLoss:
+    degree, vocabulary = plan.strategy.tensor, plan.model.vocabulary_size
+    if degree == 1:
+        return CausalLoss(vocabulary, None, None)
+    embedding = next(m for m in plan.tensor_parallel.modules if m.style == "vocabulary_embedding")
+    sizes, rank = embedding.parameters[0].sizes, grid.get_slice_parallel_rank()
+    first = sum(sizes[:rank])
+    return CausalLoss(vocabulary, grid.get_slice_parallel_group(), (first, first + sizes[rank]))
+
+
+def _keep_buffers(module: nn.Module) -> Iterator[None]:
+    """DeepSpeed casts every buffer to the compute dtype; rotary tables lose positions that way. Restored after."""
+    kept = [
+        (m, name, buffer.clone())
+        for m in module.modules()
+        for name, buffer in m.named_buffers(recurse=False)
+        if buffer.is_floating_point()
+    ]
+    yield
+    for m, name, buffer in kept:
+        m._buffers[name] = buffer.to(m._buffers[name].device)
+    yield
+
+
+def _initialize(plan: Plan, module: nn.Module, config: dict[str, Any], mpu: PipelineParallelGrid | None) -> Any:
+    keeper = _keep_buffers(module)
+    next(keeper)
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        model_parameters=decay_groups(module.named_parameters(), plan.optimizer.weight_decay),
+        config=config,
+        mpu=mpu,
+        dist_init_required=False,
+    )
+    next(keeper)
+    return engine
+
+
+def _set_rate(engine: Any, learning_rate: float) -> None:
+    for group in engine.optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def _predicted_tokens(micro_batches: list[MicroBatch], group: dist.ProcessGroup, device: torch.device) -> int:
+    """Labels that count in the global batch; packing makes their number differ between micro-batches and ranks."""
+    total = torch.tensor([sum(m.predicted for m in micro_batches)], dtype=torch.float64, device=device)
+    dist.all_reduce(total, group=group)
+    return int(total.item())
+
+
+class PipelineTrainer:
+    """PipelineModule x tensor-parallel layers x ZeRO-1, 1F1B or DualPipeV."""
+
+    def __init__(self, plan: Plan, model: nn.Module, config: dict[str, Any]) -> None:
+        self.plan = plan
+        self.device = torch.device(get_accelerator().current_device_name())
+        self.loss_fn = CausalLoss(plan.model.vocabulary_size, None, None)
+        module = build_pipeline(model, plan, lambda *a: self.loss_fn(*a), self.device, DTYPES[plan.training.precision])
+        self.grid = module.mpu()
+        self.loss_fn = _causal_loss(plan, self.grid)
+        self.engine = _initialize(plan, module, config, None)
+
+    def step(self, micro_batches: list[MicroBatch], learning_rate: float) -> StepResult:
+        predicted = _predicted_tokens(micro_batches, self.grid.get_data_parallel_group(), self.device)
+        self.loss_fn.scale = len(micro_batches) * self.plan.strategy.data / predicted
+        _set_rate(self.engine, learning_rate)
+        loss = self.engine.train_batch(data_iter=iter([self._wire(m) for m in micro_batches]))
+        return StepResult(loss=float(loss), grad_norm=float(self.engine.get_global_grad_norm()))
+
+    @staticmethod
+    def _wire(m: MicroBatch) -> tuple[Any, torch.Tensor]:
+        inputs = m.input_ids if m.position_ids is None else (m.input_ids, m.position_ids)
+        return inputs, m.labels
+
+
+class DataTrainer:
+    """The Hugging Face model itself under DeepSpeedEngine: ZeRO 0 to 3, tensor-parallel layers, no pipeline."""
+
+    def __init__(self, plan: Plan, model: nn.Module, config: dict[str, Any]) -> None:
+        self.plan = plan
+        strategy = plan.strategy
+        self.device = torch.device(get_accelerator().current_device_name())
+        topology = PipeModelDataParallelTopology(num_pp=1, num_mp=strategy.tensor, num_dp=strategy.data)
+        self.grid = PipelineParallelGrid(topology=topology)
+        layers = list(model.get_submodule(plan.model.layers_module))
+        if strategy.tensor > 1:
+            for split in plan.tensor_parallel.modules:
+                split_module(model, split, self.grid.get_slice_parallel_group())
+            for layer in layers:
+                adjust_head_counts(layer.get_submodule(plan.model.attention_module), strategy.tensor)
+        apply_recompute(layers, strategy.activation_checkpointing, plan.model.attention_module)
+        self.loss_fn = _causal_loss(plan, self.grid)
+        self.engine = _initialize(plan, model, config, self.grid)
+
+    def step(self, micro_batches: list[MicroBatch], learning_rate: float) -> StepResult:
+        predicted = _predicted_tokens(micro_batches, self.grid.get_data_parallel_group(), self.device)
+        self.loss_fn.scale = len(micro_batches) * self.plan.strategy.data / predicted
+        _set_rate(self.engine, learning_rate)
+        total, norm = torch.zeros((), device=self.device), None
+        for m in micro_batches:
+            positions = None if m.position_ids is None else m.position_ids.to(self.device)
+            output = self.engine(input_ids=m.input_ids.to(self.device), position_ids=positions, use_cache=False)
+            loss = self.loss_fn(output.logits, m.labels.to(self.device))
+            self.engine.backward(loss)
+            total += loss.detach()
+            if self.plan.strategy.zero_stage == 0 and self.engine.is_gradient_accumulation_boundary():
+                norm = self._zero0_grad_norm()
+            self.engine.step()
+        dist.all_reduce(total, group=self.grid.get_data_parallel_group())
+        mean = total.item() / (len(micro_batches) * self.plan.strategy.data)
+        return StepResult(loss=mean, grad_norm=norm if norm is not None else float(self.engine.get_global_grad_norm()))
+
+    def _zero0_grad_norm(self) -> float:
+        """DeepSpeed keeps no norm at ZeRO-0 in fp32, and none at all without clipping."""
+        first = self.grid.get_slice_parallel_rank() == 0
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for p in self.engine.module.parameters():
+            if p.grad is not None and (first or getattr(p, "tensor_model_parallel", False)):
+                total += p.grad.detach().double().square().sum()
+        dist.all_reduce(total, group=self.grid.get_slice_parallel_group())
+        return math.sqrt(total.item())

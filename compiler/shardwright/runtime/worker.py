@@ -1,0 +1,146 @@
+"""What every rank runs under the `deepspeed` launcher: the compiled folder's train.py calls main()."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from shardwright.diagnostics import Refusal
+from shardwright.plan.plan import Plan
+from shardwright.plan.serialize import read_plan
+from shardwright.runtime.journal import Metrics, read_json, write_json, write_status
+
+
+def main() -> int:
+    """Trains as plan.json and run/attempt.json say. The working directory is not relied on."""
+    folder = Path(sys.argv[0]).resolve().parent
+    rank = int(os.environ["RANK"])
+    attempt = read_json(folder / "run" / "attempt.json")
+    number = int(str(attempt.get("attempt", 1)))
+    if rank != 0:
+        _redirect_output(folder / "run" / "logs" / f"rank-{rank:05d}.log")
+    plan = read_plan(folder)
+    try:
+        _train(plan, folder, rank, number, attempt.get("resume"))
+    except BaseException as error:
+        _record_failure(folder, plan, rank, number, error)
+        # Not the interpreter's way out: a collective that other ranks are in could block it for minutes.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    return 0
+
+
+def _redirect_output(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+
+
+def _record_failure(folder: Path, plan: Plan, rank: int, attempt: int, error: BaseException) -> None:
+    """The launcher ends every rank once one is down; the earliest record is the cause, the others its echo."""
+    if isinstance(error, Refusal):
+        first = error.diagnostics[0]
+        cause, code, help_text = first.message, first.code, first.help
+    else:
+        cause, code, help_text = f"{type(error).__name__}: {error}", "SW6301", ""
+    write_json(
+        folder / "run" / "errors" / f"rank-{rank:05d}.json",
+        {
+            "attempt": attempt,
+            "time_ns": time.time_ns(),
+            "rank": rank,
+            "host": socket.gethostname(),
+            "stage": plan.ranks[rank].pipeline,
+            "code": code,
+            "cause": cause,
+            "help": help_text,
+            "traceback": traceback.format_exc(),
+        },
+    )
+
+
+def _train(plan: Plan, folder: Path, rank: int, attempt: int, resume: object) -> None:
+    if plan.is_cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    import torch
+
+    from shardwright.runtime.distributed import close_groups, open_groups
+
+    stop = _StopRequest(folder)
+    open_groups(plan)
+    if rank == 0:
+        write_status(folder, "running", attempt)
+
+    from deepspeed import comm as dist
+
+    from shardwright.runtime.batches import Batches
+    from shardwright.runtime.checkpoint import load_checkpoint, save_checkpoint
+    from shardwright.runtime.corpus import open_rows, prepare_rows
+    from shardwright.runtime.engine import build_trainer
+    from shardwright.runtime.live import live_record
+    from shardwright.runtime.schedule import learning_rate
+
+    cache = folder / "run" / "data"
+    if int(os.environ["LOCAL_RANK"]) == 0:
+        prepare_rows(plan, folder, cache)
+    dist.barrier()
+    batches = Batches(plan, open_rows(plan, cache))
+
+    trainer = build_trainer(plan, folder)
+    write_json(folder / "run" / "ranks" / f"rank-{rank:05d}.json", live_record(trainer.engine.module, rank))
+    data_rank = trainer.grid.get_data_parallel_rank()
+    # Dropout: data ranks and stages differ (tensor ranks share: the planner refuses dropout under tensor > 1).
+    torch.manual_seed(plan.training.seed + 1 + plan.ranks[rank].pipeline * plan.strategy.data + data_rank)
+    done = load_checkpoint(plan, trainer.engine, Path(str(resume))) if resume else 0
+    metrics = Metrics(folder, attempt, done) if rank == 0 else None
+
+    saved, every, tokens = done, plan.checkpoint.every_steps, plan.training.global_batch_size * plan.training.sequence_length
+    status = "done"
+    for step in range(done + 1, plan.training.steps + 1):
+        began = time.perf_counter()
+        rate = learning_rate(plan.optimizer, plan.scheduler, plan.training.steps, step)
+        result = trainer.step(batches.micro_batches(step, data_rank), rate)
+        if metrics:
+            metrics.write(step, result.loss, result.grad_norm, rate, tokens, time.perf_counter() - began)
+        done = step
+        if every and step % every == 0:
+            save_checkpoint(plan, folder, trainer.engine, step)
+            saved = step
+        if step < plan.training.steps and stop.agreed():
+            status = "preempted"
+            break
+    if saved != done:
+        save_checkpoint(plan, folder, trainer.engine, done)
+    dist.barrier()
+    if rank == 0:
+        write_status(folder, status, attempt, step=done)
+    close_groups()
+
+
+class _StopRequest:
+    """Preemption: run/stop, or SIGUSR1 to any rank; every rank hears of it in the same step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "run" / "stop"
+        self.signalled = False
+        signal.signal(signal.SIGUSR1, self._on_signal)
+
+    def _on_signal(self, *_: object) -> None:
+        self.signalled = True
+
+    def agreed(self) -> bool:
+        import torch
+        from deepspeed import comm as dist
+        from deepspeed.accelerator import get_accelerator
+
+        asked = self.signalled or (os.environ["RANK"] == "0" and self.file.exists())
+        flag = torch.tensor([float(asked)], device=get_accelerator().current_device_name())
+        dist.all_reduce(flag)
+        return bool(flag.item())

@@ -1,0 +1,207 @@
+"""One parity case: a recipe through `shardwright compile` and `run`, against the plain Hugging Face run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.parity.reference import Reference, initial_model, token_rows, train
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 257,  # odd: the vocabulary is cut unevenly under tensor parallelism
+    "max_position_embeddings": 64,
+    "rope_theta": 5000.0,
+    "tie_word_embeddings": False,
+}
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "n_embd": 64,
+    "n_layer": 4,
+    "n_head": 4,
+    "vocab_size": 257,
+    "n_positions": 64,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "scale_attn_by_inverse_layer_idx": True,
+}
+MODELS = {
+    "llama": LLAMA,
+    "gpt2": GPT2,
+    "llama-tied": {**LLAMA, "tie_word_embeddings": True},
+    "qwen2": {**LLAMA, "model_type": "qwen2"},
+    "gpt2-untied": {**GPT2, "tie_word_embeddings": False},
+}
+STEPS, LENGTH, SEED, WARMUP = 8, 32, 11, 3
+LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-3, 0.1
+LOSS_ABSOLUTE, NORM_RELATIVE, WEIGHT_ABSOLUTE = 1e-5, 1e-5, 2e-5
+BF16_RELATIVE = 2e-2
+
+
+@dataclass(frozen=True)
+class Case:
+    """accumulation x data x micro = the global batch. `training` overrides keys of the recipe's training section."""
+
+    model: str
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    zero_stage: int = 1
+    micro: int = 2
+    accumulation: int = 2
+    checkpointing: str = "none"
+    schedule: str = "1f1b"
+    precision: str = "fp32"
+    clipping: float = 0.5
+    pretrained: bool = False
+
+    @property
+    def world(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def batch(self) -> int:
+        return self.accumulation * self.data * self.micro
+
+
+def recipe(case: Case, folder: Path) -> dict[str, Any]:
+    model: dict[str, Any] = {"config": MODELS[case.model], "weights": "random"}
+    if case.pretrained:
+        model = {"source": "./weights", "weights": "pretrained"}
+    return {
+        "version": 1,
+        "name": "parity",
+        "model": model,
+        "cluster": {"nodes": 1, "gpus_per_node": case.world, "gpu": "cpu"},
+        "training": {
+            "sequence_length": LENGTH,
+            "global_batch_size": case.batch,
+            "steps": STEPS,
+            "precision": case.precision,
+            "optimizer": {"name": "adamw", "lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": DECAY},
+            "scheduler": {"name": "cosine", "warmup_steps": WARMUP, "min_lr": 0},
+            "gradient_clipping": case.clipping,
+            "seed": SEED,
+        },
+        "data": {"kind": "tokens", "path": "tokens.npy", "shuffle": False, "packing": False},
+        "parallelism": {
+            "tensor": case.tensor,
+            "pipeline": case.pipeline,
+            "data": case.data,
+            "zero_stage": case.zero_stage,
+            "micro_batch_size": case.micro,
+            "activation_checkpointing": case.checkpointing,
+            "schedule": case.schedule,
+        },
+    }
+
+
+def shardwright(*arguments: object, timeout: float = 600) -> subprocess.CompletedProcess[str]:
+    """The command itself, as a user starts it."""
+    return subprocess.run(
+        [sys.executable, "-m", "shardwright", *map(str, arguments)], capture_output=True, text=True, timeout=timeout
+    )
+
+
+def must(result: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
+    assert result.returncode == 0, f"{result.args}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
+    return result
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def newest_checkpoint(folder: Path) -> Path:
+    return sorted((folder / "checkpoints").glob("step-*"))[-1]
+
+
+def write_inputs(case: Case, folder: Path) -> np.ndarray:
+    """tokens.npy, recipe.yaml and, for pretrained weights, a Hugging Face folder; returns the tokens."""
+    folder.mkdir(parents=True, exist_ok=True)
+    vocabulary = MODELS[case.model]["vocab_size"]
+    tokens = np.random.default_rng(SEED).integers(0, vocabulary, (STEPS * case.batch, LENGTH), dtype=np.int32)
+    np.save(folder / "tokens.npy", tokens)
+    (folder / "recipe.yaml").write_text(json.dumps(recipe(case, folder), indent=1))
+    if case.pretrained:
+        initial_model(MODELS[case.model], SEED).save_pretrained(folder / "weights")
+    return tokens
+
+
+def run_case(case: Case, folder: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    """compile, run, export: the metrics and the trained weights."""
+    must(shardwright("compile", folder / "recipe.yaml", "-o", folder / "out"))
+    must(shardwright("run", folder / "out"))
+    must(shardwright("export", newest_checkpoint(folder / "out"), "-o", folder / "hf"))
+    trained = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float32)
+    return metrics(folder / "out"), dict(trained.named_parameters())
+
+
+def reference(case: Case, tokens: np.ndarray, dtype: torch.dtype = torch.float32) -> Reference:
+    return train(
+        initial_model(MODELS[case.model], SEED),
+        [token_rows(tokens, k, case.batch) for k in range(1, STEPS + 1)],
+        lr=LR,
+        betas=BETAS,
+        eps=EPS,
+        weight_decay=DECAY,
+        warmup=WARMUP,
+        clipping=case.clipping,
+        dtype=dtype,
+    )
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest over the steps (over the elements, for weights)."""
+
+    loss_absolute: float
+    norm_relative: float
+    weight_absolute: float
+
+
+def compare(case: Case, folder: Path) -> Difference:
+    """Runs the case and raises AssertionError outside DESIGN house rule 10."""
+    tokens = write_inputs(case, folder)
+    lines, weights = run_case(case, folder)
+    assert [m["step"] for m in lines] == list(range(1, STEPS + 1))
+    assert all(m["tokens"] == case.batch * LENGTH for m in lines)
+    wanted = reference(case, tokens)
+    for m, rate in zip(lines, wanted.learning_rates, strict=True):
+        assert abs(m["learning_rate"] - rate) <= 1e-12, (m["step"], m["learning_rate"], rate)
+    assert set(weights) == set(wanted.weights)
+    difference = _difference(lines, weights, wanted)
+    if case.precision == "fp32":
+        assert difference.loss_absolute <= LOSS_ABSOLUTE, difference
+        assert difference.norm_relative <= NORM_RELATIVE, difference
+        assert difference.weight_absolute <= WEIGHT_ABSOLUTE, difference
+        return difference
+    low = reference(case, tokens, torch.bfloat16)
+    for m, full, half in zip(lines, wanted.losses, low.losses, strict=True):
+        assert abs(m["loss"] / full - 1) <= BF16_RELATIVE, (m, full)
+        assert abs(m["loss"] / half - 1) <= BF16_RELATIVE, (m, half)
+    for m, full, half in zip(lines, wanted.grad_norms, low.grad_norms, strict=True):
+        assert min(abs(m["grad_norm"] / full - 1), abs(m["grad_norm"] / half - 1)) <= BF16_RELATIVE, (m, full, half)
+    return difference
+
+
+def _difference(lines: list[dict[str, Any]], weights: dict[str, torch.Tensor], wanted: Reference) -> Difference:
+    return Difference(
+        loss_absolute=max(abs(m["loss"] - w) for m, w in zip(lines, wanted.losses, strict=True)),
+        norm_relative=max(abs(m["grad_norm"] / w - 1) for m, w in zip(lines, wanted.grad_norms, strict=True)),
+        weight_absolute=max((weights[n] - w).abs().max().item() for n, w in wanted.weights.items()),
+    )

@@ -1,0 +1,88 @@
+"""A plain single-process Hugging Face run: no Shardwright, no DeepSpeed. What every layout is compared with."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+
+@dataclass(frozen=True)
+class Reference:
+    losses: list[float]
+    grad_norms: list[float]
+    learning_rates: list[float]
+    weights: dict[str, torch.Tensor]
+
+
+def initial_model(config: dict[str, Any], seed: int) -> torch.nn.Module:
+    config = dict(config)
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config), dtype=torch.float32)
+
+
+def train(
+    model: torch.nn.Module,
+    blocks: list[list[dict[str, torch.Tensor]]],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    warmup: int,
+    clipping: float,
+    dtype: torch.dtype = torch.float32,
+) -> Reference:
+    """blocks: per step, the rows of the global batch as model inputs with "labels"; the loss is Hugging Face's own,
+    sum over the predicted tokens / their number over all rows of the step."""
+    model.train()
+    master = {n: p.detach().clone() for n, p in model.named_parameters()}
+    decay = [p for p in master.values() if p.ndim >= 2]
+    rest = [p for p in master.values() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}],
+        lr=lr,
+        betas=betas,
+        eps=eps,
+    )
+    model.to(dtype)
+    for buffer_name, buffer in list(model.named_buffers()):
+        if buffer.is_floating_point():
+            owner, _, leaf = buffer_name.rpartition(".")
+            model.get_submodule(owner)._buffers[leaf] = buffer.float()
+    losses, norms, rates = [], [], []
+    for step, rows in enumerate(blocks, 1):
+        items = sum(int((r["labels"][:, 1:] != -100).sum()) for r in rows)
+        loss = sum(model(**r, use_cache=False, num_items_in_batch=items).loss for r in rows)
+        loss.backward()
+        for name, p in model.named_parameters():
+            master[name].grad = p.grad.float()
+            p.grad = None
+        norm = torch.sqrt(sum(p.grad.double().square().sum() for p in master.values()))
+        if clipping:
+            torch.nn.utils.clip_grad_norm_(list(master.values()), clipping)
+        rate = lr * step / warmup if step <= warmup else cosine(lr, step, warmup, len(blocks))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(master[name])
+        losses.append(float(loss))
+        norms.append(float(norm))
+        rates.append(rate)
+    return Reference(losses, norms, rates, {n: p.detach() for n, p in master.items()})
+
+
+def cosine(lr: float, step: int, warmup: int, steps: int) -> float:
+    return lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
+
+
+def token_rows(tokens: np.ndarray, step: int, batch: int) -> list[dict[str, torch.Tensor]]:
+    """Step k (from 1) of an unshuffled `tokens` data set, as one block of rows."""
+    ids = torch.from_numpy(tokens[(step - 1) * batch : step * batch].astype(np.int64))
+    return [{"input_ids": ids, "labels": ids}]
