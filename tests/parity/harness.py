@@ -66,6 +66,7 @@ class Case:
     checkpointing: str = "none"
     schedule: str = "1f1b"
     precision: str = "fp32"
+    accumulation_dtype: str = "auto"
     clipping: float = 0.5
     pretrained: bool = False
 
@@ -92,6 +93,7 @@ def recipe(case: Case, folder: Path) -> dict[str, Any]:
             "global_batch_size": case.batch,
             "steps": STEPS,
             "precision": case.precision,
+            "gradient_accumulation_dtype": case.accumulation_dtype,
             "optimizer": {"name": "adamw", "lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": DECAY},
             "scheduler": {"name": "cosine", "warmup_steps": WARMUP, "min_lr": 0},
             "gradient_clipping": case.clipping,
@@ -151,6 +153,27 @@ def run_case(case: Case, folder: Path) -> tuple[list[dict[str, Any]], dict[str, 
     return metrics(folder / "out"), dict(trained.named_parameters())
 
 
+def check_live_split(folder: Path) -> None:
+    """Every rank holds, byte for byte, what plan.json says, and tensor parallelism really cuts the layers."""
+    plan = json.loads((folder / "plan.json").read_text())
+    for rank in plan["ranks"]:
+        live = json.loads((folder / "run" / "ranks" / f"rank-{rank['rank']:05d}.json").read_text())
+        assert live["parameter_bytes"] == rank["parameter_bytes"], (rank, live)
+    degree = plan["tensor_parallel"]["degree"]
+    if degree == 1:
+        return
+    whole = {p["name"]: p["shape"] for m in plan["tensor_parallel"]["modules"] for p in m["parameters"]}
+    layers = plan["model"]["layers_module"] + "."
+    cut = total = 0
+    for path in (folder / "run" / "ranks").iterdir():
+        for name, shape in json.loads(path.read_text())["shapes"].items():
+            if name.startswith(layers) and len(shape) == 2:
+                total += np.prod(whole[name])
+                cut += np.prod(whole[name]) * (np.prod(shape) * degree == np.prod(whole[name]))
+    assert cut / total >= 0.95
+    assert plan["tensor_parallel"]["sharded_fraction"] >= 0.95
+
+
 def reference(case: Case, tokens: np.ndarray, dtype: torch.dtype = torch.float32) -> Reference:
     return train(
         initial_model(MODELS[case.model], SEED),
@@ -178,6 +201,7 @@ def compare(case: Case, folder: Path) -> Difference:
     """Runs the case and raises AssertionError outside DESIGN house rule 10."""
     tokens = write_inputs(case, folder)
     lines, weights = run_case(case, folder)
+    check_live_split(folder / "out")
     assert [m["step"] for m in lines] == list(range(1, STEPS + 1))
     assert all(m["tokens"] == case.batch * LENGTH for m in lines)
     wanted = reference(case, tokens)

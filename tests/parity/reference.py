@@ -22,7 +22,9 @@ class Reference:
 def initial_model(config: dict[str, Any], seed: int) -> torch.nn.Module:
     config = dict(config)
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config), dtype=torch.float32)
+    return AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(config.pop("model_type"), **config), dtype=torch.float32
+    )
 
 
 def train(
@@ -72,7 +74,7 @@ def train(
         with torch.no_grad():
             for name, p in model.named_parameters():
                 p.copy_(master[name])
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         norms.append(float(norm))
         rates.append(rate)
     return Reference(losses, norms, rates, {n: p.detach() for n, p in master.items()})

@@ -28,11 +28,11 @@ def strided(x: torch.Tensor) -> torch.Tensor:
 
 class _StridedGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):  # noqa: ANN001, ANN205
+    def forward(ctx, x):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, g):  # noqa: ANN001, ANN205
+    def backward(ctx, g):
         return strided(g)
 
 
@@ -111,7 +111,9 @@ def main() -> None:
     torch.manual_seed(0)
     plain = nn.Linear(8, 8)
     figures = {
-        "column_backward_error": [column_backward_error(group, k, plain) for k in (ColumnLinear, ds_layers.LinearLayer)],
+        "column_backward_error": [
+            column_backward_error(group, k, plain) for k in (ColumnLinear, ds_layers.LinearLayer)
+        ],
         "row_forward_error": [row_forward_error(group, k, plain) for k in (RowLinear, ds_layers.LinearAllreduce)],
         "requires_grad": [requires_grad(group, True), requires_grad(group, False)],
         "gradient_norm": gradient_norms(group, plain),

@@ -8,7 +8,9 @@ from pathlib import Path
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="STEP_FOLDER", type=Path, help="one `step-XXXXXXXX` folder")
-    parser.add_argument("-o", "--output", metavar="HF_FOLDER", type=Path, required=True, help="folder to write; must not exist")
+    parser.add_argument(
+        "-o", "--output", metavar="HF_FOLDER", type=Path, required=True, help="folder to write; must not exist"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ class StagePartition:
 
     def verify(self, layers: int) -> None:
         b = self.boundaries
-        if b[0] != 0 or b[-1] != layers or any(x >= y for x, y in zip(b, b[1:], strict=False)):
+        if b[0] != 0 or b[-1] != layers or any(x >= y for x, y in itertools.pairwise(b)):
             raise ValueError(f"boundaries {b} do not cut {layers} layers into non-empty stages")
 
 
@@ -75,6 +76,8 @@ class TensorParallelMap:
         for module in self.modules:
             for p in module.parameters:
                 if p.dimension is not None and (
-                    sum(p.sizes) != p.shape[p.dimension] or sum(p.blocks) != p.shape[p.dimension] or len(p.sizes) != self.degree
+                    sum(p.sizes) != p.shape[p.dimension]
+                    or sum(p.blocks) != p.shape[p.dimension]
+                    or len(p.sizes) != self.degree
                 ):
                     raise ValueError(f"{p.name}: {p.sizes} do not cut {p.shape} at dimension {p.dimension}")

@@ -186,7 +186,9 @@ class Plan:
         layers = [name for stage in self.stages for name in stage.layers]
         if len(layers) != len(set(layers)):
             raise ValueError("a layer is on two stages")
-        for r in self.ranks:
+        for number, r in enumerate(self.ranks):
+            if r.rank != number:
+                raise ValueError(f"rank {r.rank} stands at place {number}")
             # DeepSpeed's PipeModelDataParallelTopology: axes pipe, data, model, the last one fastest.
             if r.rank != (r.pipeline * s.data + r.data) * s.tensor + r.tensor:
                 raise ValueError(f"rank {r.rank} does not have the coordinates of DeepSpeed's topology")

@@ -18,6 +18,7 @@ from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import plan_to_json
 from shardwright.runtime.checkpoint_index import checkpoint_root, published_steps
 
+
 def save_checkpoint(plan: Plan, folder: Path, engine: Any, step: int) -> None:
     """Collective. Everything goes to a dot folder; global rank 0 renames it and prunes to `keep`."""
     root = checkpoint_root(plan, folder)
@@ -49,8 +50,13 @@ def load_checkpoint(plan: Plan, engine: Any, checkpoint: Path) -> int:
     rank = dist.get_rank()
     path, client = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
     if path is None:
-        raise Refusal(Diagnostic(code="SW6201", message=f"DeepSpeed found no state to load in {checkpoint}",
-                                 help="Resume from another step folder, or start again with --resume never."))
+        raise Refusal(
+            Diagnostic(
+                code="SW6201",
+                message=f"DeepSpeed found no state to load in {checkpoint}",
+                help="Resume from another step folder, or start again with --resume never.",
+            )
+        )
     _set_random_state(torch.load(checkpoint / f"random-rank-{rank:05d}.pt", weights_only=False))
     return int(client["step"])
 

@@ -25,7 +25,7 @@ def published_steps(root: Path) -> list[tuple[int, Path]]:
 
 
 def choose_checkpoint(plan: Plan, folder: Path, resume: str) -> Path | None:
-    """auto: the newest one, if any; never: none; else the named folder. Raises Refusal where it does not fit the plan."""
+    """auto: the newest one, if any; never: none; else the named folder. Refusal where it does not fit the plan."""
     if resume == "never":
         return None
     if resume == "auto":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ from torch import nn
 
 from shardwright.plan.plan import Plan
 from shardwright.runtime.batches import MicroBatch
+from shardwright.runtime.deepspeed_fixes import apply_fixes
 from shardwright.runtime.loss import CausalLoss
 from shardwright.runtime.pipeline import build_pipeline
 from shardwright.runtime.recompute import apply_recompute
@@ -50,6 +50,7 @@ def build_trainer(plan: Plan, folder: Path) -> Trainer:
     """Builds the model, cuts it as the plan says and hands it to the right engine. Process groups exist already."""
     # Before any parallel layer: without it their requires_grad is False, in silence.
     set_autotp_mode(training=True)
+    apply_fixes()
     model = build_model(plan, folder)
     conv1d_to_linear(model)
     config = json.loads((folder / "ds_config.json").read_text(encoding="utf-8"))
@@ -68,23 +69,17 @@ def _causal_loss(plan: Plan, grid: PipelineParallelGrid) -> CausalLoss:
     return CausalLoss(vocabulary, grid.get_slice_parallel_group(), (first, first + sizes[rank]))
 
 
-def _keep_buffers(module: nn.Module) -> Iterator[None]:
-    """DeepSpeed casts every buffer to the compute dtype; rotary tables lose positions that way. Restored after."""
-    kept = [
+def _float_buffers(module: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    return [
         (m, name, buffer.clone())
         for m in module.modules()
         for name, buffer in m.named_buffers(recurse=False)
         if buffer.is_floating_point()
     ]
-    yield
-    for m, name, buffer in kept:
-        m._buffers[name] = buffer.to(m._buffers[name].device)
-    yield
 
 
 def _initialize(plan: Plan, module: nn.Module, config: dict[str, Any], mpu: PipelineParallelGrid | None) -> Any:
-    keeper = _keep_buffers(module)
-    next(keeper)
+    buffers = _float_buffers(module)
     engine, *_ = deepspeed.initialize(
         model=module,
         model_parameters=decay_groups(module.named_parameters(), plan.optimizer.weight_decay),
@@ -92,7 +87,9 @@ def _initialize(plan: Plan, module: nn.Module, config: dict[str, Any], mpu: Pipe
         mpu=mpu,
         dist_init_required=False,
     )
-    next(keeper)
+    # DeepSpeed casts every buffer to the compute dtype; rotary tables would lose positions that way.
+    for owner, name, buffer in buffers:
+        owner._buffers[name] = buffer.to(engine.device)
     return engine
 
 
@@ -142,7 +139,7 @@ class DataTrainer:
         self.device = torch.device(get_accelerator().current_device_name())
         topology = PipeModelDataParallelTopology(num_pp=1, num_mp=strategy.tensor, num_dp=strategy.data)
         self.grid = PipelineParallelGrid(topology=topology)
-        layers = list(model.get_submodule(plan.model.layers_module))
+        layers = list(model.get_submodule(plan.model.layers_module).children())
         if strategy.tensor > 1:
             for split in plan.tensor_parallel.modules:
                 split_module(model, split, self.grid.get_slice_parallel_group())

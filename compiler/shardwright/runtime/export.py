@@ -62,7 +62,11 @@ def _parent(output: Path) -> Path:
         parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Refusal(
-            Diagnostic(code="SW6401", message=f"cannot create {str(parent)!r}: {error.strerror}", help="Give a writable folder.")
+            Diagnostic(
+                code="SW6401",
+                message=f"cannot create {str(parent)!r}: {error.strerror}",
+                help="Give a writable folder.",
+            )
         ) from None
     return parent
 
@@ -128,7 +132,7 @@ def _from_zero3(checkpoint: Path, rank: int) -> dict[str, torch.Tensor]:
 
 
 def join_shards(plan: Plan, shards: Shards, transposed: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Per-rank shards -> whole tensors in Hugging Face's layout, by the plan's map. Aliases of tied tensors drop out."""
+    """Per-rank shards -> whole tensors in Hugging Face's layout, by the plan's map. Tied aliases drop out."""
     turned = frozenset(transposed)
     state: dict[str, torch.Tensor] = {}
     for module in plan.tensor_parallel.modules:
@@ -149,4 +153,3 @@ def join(split: ParameterSplit, parts: list[torch.Tensor]) -> torch.Tensor:
     widths = [block // degree for block in split.blocks]
     pieces = [part.split(widths, dim=dimension) for part in parts]
     return torch.cat([rank[b] for b in range(len(widths)) for rank in pieces], dim=dimension)
-

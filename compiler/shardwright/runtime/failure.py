@@ -26,8 +26,8 @@ def report_failure(plan: Plan, folder: Path, attempt: int, launcher_code: int) -
     log = (run / "launcher.log").read_text(errors="replace") if (run / "launcher.log").exists() else ""
     killed = [(int(rank), int(code)) for rank, code in _LAST.findall(log) if int(code) < 0]
     if killed and (not records or _is_echo(str(records[0]["cause"]))):
-        rank, code = killed[0]
-        cause = _SIGNALS.get(code, f"ended by signal {-code}")
+        rank, exit_code = killed[0]
+        cause = _SIGNALS.get(exit_code, f"ended by signal {-exit_code}")
         _print_error("SW6301", f"rank {rank}: {cause}", f"its output: {_log_of(run, rank)}")
         write_status(folder, "failed", attempt, rank=rank, stage=plan.ranks[rank].pipeline, cause=cause)
         return 3

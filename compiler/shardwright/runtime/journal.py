@@ -44,7 +44,9 @@ class Metrics:
         os.replace(temporary, self.path)
         self._file = self.path.open("a", buffering=1)
 
-    def write(self, step: int, loss: float, grad_norm: float, learning_rate: float, tokens: int, seconds: float) -> None:
+    def write(
+        self, step: int, loss: float, grad_norm: float, learning_rate: float, tokens: int, seconds: float
+    ) -> None:
         line = {
             "step": step,
             "loss": loss,

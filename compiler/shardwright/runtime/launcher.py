@@ -33,9 +33,16 @@ TESTED = {"deepspeed": ">=0.19.8,<0.20", "transformers": ">=5.20,<6", "torch": "
 
 _PLAIN = re.compile(r"[\w@%+=:,./-]*")
 _CHATTER = re.compile(
-    r"^(\S+: )?(\[\d{4}-\d\d-\d\d [^]]*\] \[(INFO|WARNING)\]|\[Gloo\]|Using topology:|SEED_LAYERS=|stage=\d|\s+\d+: \w+$|  loss: |"
-    r"\[20\d\d-|`torch_dtype`|Setting ds_accelerator|\[rank\d+\]:\[W|W\d{4} )"
+    "|".join(
+        (
+            r"(\S+: )?\[20\d\d-",  # DeepSpeed's and torch's log lines
+            r"(MA|CPU Virtual Memory:|before|after|begin|end) ",  # DeepSpeed's memory reports
+            r"(Using topology:|SEED_LAYERS=|stage=\d|\s+\d+: \w+$|  loss: )",  # PipelineModule's construction
+            r"(\[Gloo\]|Rank: |\[rank\d+\]:\[W|W\d{4} )",
+        )
+    )
 )
+"""What DeepSpeed and torch say in passing: in run/launcher.log, not on the terminal."""
 
 
 def run_folder(folder: Path, hostfile: Path | None, resume: str) -> int:
@@ -81,7 +88,9 @@ def check_versions(plan: Plan) -> list[str]:
         if Version(installed).base_version == Version(planned).base_version:
             continue
         if SpecifierSet(tested).contains(Version(installed).base_version):
-            warnings.append(f"warning[SW6002]: planned with {name} {planned}, running with {installed} (tested: {tested})")
+            warnings.append(
+                f"warning[SW6002]: planned with {name} {planned}, running with {installed} (tested: {tested})"
+            )
         else:
             errors.append(
                 Diagnostic(
@@ -127,7 +136,7 @@ def _check_machine(plan: Plan, folder: Path, hostfile: Path | None) -> None:
 
 
 def _hostfile(plan: Plan, folder: Path, given: Path | None) -> Path | None:
-    compiled = folder / "hostfile"
+    compiled = folder / "launch" / "hostfile"
     return given or (compiled if compiled.is_file() else None)
 
 
@@ -169,7 +178,7 @@ def command(plan: Plan, hostfile: Path | None) -> list[str]:
             Diagnostic(
                 code="SW6005",
                 message="there is no `deepspeed` command in this environment",
-                help="Install shardwright with its dependencies (pip install shardwright) and use that environment's command.",
+                help="Install shardwright with its dependencies (pip install shardwright) and use its command.",
             )
         )
     port = str(plan.launch.master_port or free_port())
@@ -192,6 +201,7 @@ def free_port() -> int:
 def _environment(plan: Plan, folder: Path) -> dict[str, str]:
     env = {**os.environ, **dict(plan.launch.env), "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     env["HF_HUB_OFFLINE"] = "1"
+    env.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")  # of torch, about DeepSpeed's calls
     if plan.is_cpu:
         env["DS_ACCELERATOR"] = "cpu"
     if plan.nodes > 1:
@@ -213,7 +223,13 @@ def _launch(plan: Plan, folder: Path, hostfile: Path | None) -> int:
     previous = signal.signal(signal.SIGUSR1, ask_to_stop)
     log = folder / "run" / "launcher.log"
     process = subprocess.Popen(
-        line, cwd=folder, env=_environment(plan, folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        line,
+        cwd=folder,
+        env=_environment(plan, folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
     )
     assert process.stdout is not None
     try:

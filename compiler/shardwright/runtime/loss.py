@@ -17,9 +17,7 @@ class CausalLoss:
     global batch turns that mean of sums into the loss wanted, for its value and its gradient. Set it before each step.
     """
 
-    def __init__(
-        self, vocabulary: int, tensor_group: dist.ProcessGroup | None, held: tuple[int, int] | None
-    ) -> None:
+    def __init__(self, vocabulary: int, tensor_group: dist.ProcessGroup | None, held: tuple[int, int] | None) -> None:
         """held: [first, last) of the vocabulary whose logits this tensor rank holds; None where it holds all."""
         self.vocabulary = vocabulary
         self.tensor_group = tensor_group
@@ -30,7 +28,9 @@ class CausalLoss:
         target = labels[0] if isinstance(labels, tuple) else labels
         logits, target = logits[:, :-1].float(), target[:, 1:]
         if self.held is None:
-            total = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), target.reshape(-1), ignore_index=IGNORED, reduction="sum")
+            total = F.cross_entropy(
+                logits.reshape(-1, logits.shape[-1]), target.reshape(-1), ignore_index=IGNORED, reduction="sum"
+            )
         else:
             first, last = self.held
             total = vocab_parallel_cross_entropy(

@@ -46,7 +46,9 @@ class StageModel:
             return [layer]
         modules = edge_modules(plan)[layer]
         self._cut([m for m in plan.tensor_parallel.modules if m.module in modules])
-        return [path for path in modules if any(m.module == path and m.parameters for m in plan.tensor_parallel.modules)]
+        return [
+            path for path in modules if any(m.module == path and m.parameters for m in plan.tensor_parallel.modules)
+        ]
 
     def _cut(self, splits: list[Any]) -> None:
         # The embedding before a head that is tied to it: the head takes the slice that the embedding made.
@@ -64,9 +66,7 @@ def edge_modules(plan: Plan) -> dict[str, list[str]]:
     stack = plan.model.layers_module + "."
     outside = [m for m in plan.tensor_parallel.modules if not m.module.startswith(stack)]
     head_styles = ("vocabulary_head",)
-    first_inside = next(
-        i for i, m in enumerate(plan.tensor_parallel.modules) if m.module.startswith(stack)
-    )
+    first_inside = next(i for i, m in enumerate(plan.tensor_parallel.modules) if m.module.startswith(stack))
     before = {m.module for m in plan.tensor_parallel.modules[:first_inside]}
     embedding = [m.module for m in outside if m.module in before]
     head = [m.module for m in outside if m.module not in before or m.style in head_styles]
@@ -110,13 +110,11 @@ class Stages(PipelineModule):
 
     def __init__(self, stage: StageModel, loss_fn: Callable[..., torch.Tensor]) -> None:
         plan = stage.plan
-        object.__setattr__(self, "stage_model", stage)
+        self.__dict__["stage_model"] = stage  # DeepSpeed calls _partition_layers before this class can set attributes
         layers = [name for s in plan.stages for name in s.layers]
         specs = [LayerSpec(Piece, stage, name, i - 1) for i, name in enumerate(layers)]
         strategy = plan.strategy
-        topology = PipeModelDataParallelTopology(
-            num_pp=strategy.pipeline, num_mp=strategy.tensor, num_dp=strategy.data
-        )
+        topology = PipeModelDataParallelTopology(num_pp=strategy.pipeline, num_mp=strategy.tensor, num_dp=strategy.data)
         super().__init__(layers=specs, topology=topology, loss_fn=loss_fn)
 
     def _partition_layers(self, method: str = "uniform") -> None:
@@ -143,13 +141,11 @@ class Stages(PipelineModule):
         for tied in plan.model.tied:
             for data in range(plan.strategy.data):
                 for tensor in range(plan.strategy.tensor):
-                    ranks = [
-                        self._topo.get_rank(pipe=p, data=data, model=tensor) for p in sorted({embedding, head})
-                    ]
+                    ranks = [self._topo.get_rank(pipe=p, data=data, model=tensor) for p in sorted({embedding, head})]
                     group = dist.new_group(ranks=ranks)
                     if self.global_rank in ranks:
                         parameter = mine[tied[0]]
-                        parameter.ds_pipe_replicated = self.global_rank != ranks[0]
+                        parameter.ds_pipe_replicated = self.global_rank != ranks[0]  # type: ignore[attr-defined]
                         holder = nn.ParameterList([parameter])  # what PipelineEngine counts
                         comms[tied[0]] = {"ranks": ranks, "group": group, "weight_attr": [], "module": holder}
         return comms

@@ -29,7 +29,10 @@ class Progress:
     def show(self, text: str) -> None:
         """text: one line of metrics.jsonl."""
         m = json.loads(text)
-        figures = f"loss {m['loss']:.4f}  grad_norm {m['grad_norm']:.3f}  lr {m['learning_rate']:.2e}  {m['tokens_per_second']:,.0f} tokens/s"
+        figures = (
+            f"loss {m['loss']:.4f}  grad_norm {m['grad_norm']:.3f}  lr {m['learning_rate']:.2e}  "
+            f"{m['tokens_per_second']:,.0f} tokens/s"
+        )
         if self._bar is not None:
             self._bar.n = m["step"]
             self._bar.set_postfix_str(figures)

@@ -30,9 +30,7 @@ def learning_rate(optimizer: PlanOptimizer, scheduler: PlanScheduler, steps: int
     return low + (lr - low) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def decay_groups(
-    parameters: Iterable[tuple[str, torch.nn.Parameter]], weight_decay: float
-) -> list[dict[str, object]]:
+def decay_groups(parameters: Iterable[tuple[str, torch.nn.Parameter]], weight_decay: float) -> list[dict[str, object]]:
     """Two groups: ndim >= 2 decays (embeddings and 3-D experts too), the rest does not. Splits keep ndim."""
     named = [(n, p) for n, p in parameters if p.requires_grad]
     groups = [

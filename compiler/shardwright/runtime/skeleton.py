@@ -45,7 +45,7 @@ class Skeleton:
 
     def __init__(self, model: nn.Module, layers_module: str) -> None:
         self.model = model
-        self.layers: list[nn.Module] = list(model.get_submodule(layers_module))
+        self.layers: list[nn.Module] = list(model.get_submodule(layers_module).children())
         self._contexts: list[tuple[tuple[Any, ...], torch.Tensor | None, list[Context]]] = []
 
     def embed(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
@@ -95,13 +95,17 @@ class Skeleton:
     def _run(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> Any:
         return self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
 
+    def _edge(self, getter: str) -> nn.Module:
+        """Hugging Face's own accessor of the input or output embedding."""
+        return getattr(self.model, getter)()  # type: ignore[no-any-return]
+
     def _dummy_ids(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
 
     def _skip_embedding(self, stack: ExitStack, hidden: torch.Tensor) -> None:
         """The lookup of dummy ids is nothing but shape: no gather, and no all-reduce where it is cut."""
         zero = torch.zeros((), dtype=hidden.dtype, device=hidden.device).expand(hidden.shape)
-        stack.enter_context(_forward_replaced(self.model.get_input_embeddings(), lambda *a, **k: zero))
+        stack.enter_context(_forward_replaced(self._edge("get_input_embeddings"), lambda *a, **k: zero))
 
     def _context(self, hidden: torch.Tensor, position_ids: torch.Tensor | None) -> list[Context]:
         """Depends on shape and positions only. Two entries: recomputation comes back to an older micro-batch."""
@@ -129,7 +133,7 @@ class Skeleton:
             for layer in self.layers:
                 stack.enter_context(_forward_replaced(layer, record))
             # The skeleton's forward goes on to the head: stop before it, where there may be stubs only.
-            stack.enter_context(_forward_replaced(self.model.get_output_embeddings(), lambda h, *a, **k: h))
+            stack.enter_context(_forward_replaced(self._edge("get_output_embeddings"), lambda h, *a, **k: h))
             self._run(self._dummy_ids(hidden), position_ids)
         if len(contexts) != len(self.layers):
             raise RuntimeError(f"{len(contexts)} of {len(self.layers)} decoder layers ran once, in order")

@@ -98,7 +98,7 @@ def split_module(model: nn.Module, split: ModuleSplit, group: dist.ProcessGroup)
         parallel = ds_layers.VocabParallelEmbedding(module, group, name=name)
     elif split.style == "vocabulary_head":
         parallel = (
-            VocabularyHead(module, group, name=name) if split.parameters else TiedVocabularyHead(module.weight, group)
+            VocabularyHead(module, group, name=name) if split.parameters else TiedVocabularyHead(_weight(module), group)
         )
     elif split.style == "replicated":
         return
@@ -106,6 +106,12 @@ def split_module(model: nn.Module, split: ModuleSplit, group: dist.ProcessGroup)
         raise RuntimeError(f"{name}: no lowering for the tensor-parallel style {split.style!r}")
     model.set_submodule(name, parallel)
     _check(parallel, split, dist.get_rank(group))
+
+
+def _weight(module: nn.Module) -> nn.Parameter:
+    weight = module.weight
+    assert isinstance(weight, nn.Parameter)
+    return weight
 
 
 def _check(module: nn.Module, split: ModuleSplit, tensor_rank: int) -> None:

@@ -37,9 +37,7 @@ def build_model(plan: Plan, folder: Path) -> nn.Module:
         )
     else:
         torch.manual_seed(plan.training.seed)
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=plan.model.attention
-        )
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=plan.model.attention)
     model.train()
     for parameter in model.parameters():
         parameter.requires_grad_(True)

@@ -101,7 +101,11 @@ def _train(plan: Plan, folder: Path, rank: int, attempt: int, resume: object) ->
     done = load_checkpoint(plan, trainer.engine, Path(str(resume))) if resume else 0
     metrics = Metrics(folder, attempt, done) if rank == 0 else None
 
-    saved, every, tokens = done, plan.checkpoint.every_steps, plan.training.global_batch_size * plan.training.sequence_length
+    saved, every, tokens = (
+        done,
+        plan.checkpoint.every_steps,
+        plan.training.global_batch_size * plan.training.sequence_length,
+    )
     status = "done"
     for step in range(done + 1, plan.training.steps + 1):
         began = time.perf_counter()

@@ -1,6 +1,6 @@
 """SW1xxx: one line a code, what is wrong in general.
 
-10 the text, 11 one key, 12 keys against each other, 13 files that the recipe names, 19 valid, but not run by this version.
+10 the text, 11 one key, 12 keys against each other, 13 files that the recipe names, 19 what this version does not run.
 """
 
 RECIPE_CODES: dict[str, str] = {

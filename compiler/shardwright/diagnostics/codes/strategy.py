@@ -24,6 +24,8 @@ STRATEGY_CODES: dict[str, str] = {
     "SW3118": "the GPU does not have this precision",
     "SW3119": "fp16 does not run on a CPU",
     "SW3120": "ZeRO stage 3 over slow links",
+    "SW3122": "the gradient norm misses shards in half precision without ZeRO",
+    "SW3121": "gradients are summed in half precision",
     "SW3201": "the layout does not fit in memory",
     "SW3202": "no layout fits in memory",
     "SW3203": "no layout is legal",

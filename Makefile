@@ -1,0 +1,48 @@
+# Everything runs in .venv, made by `make setup` with a Python of 3.11 or newer: make setup PYTHON=python3.11
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DEMO := build/demo
+
+.PHONY: help setup demo test prove lint golden build
+
+help:
+	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' Makefile
+
+setup: $(STAMP) ## make .venv with the pinned versions
+
+# torch first and pinned: an open range would bring the newest CUDA build with gigabytes of libraries.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make setup PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[test,dev]'
+	touch $@
+
+demo: setup ## compile a tiny Llama, pipeline 2 x tensor 2, and train it on this CPU
+	$(BIN)/shardwright compile recipes/tiny-llama-cpu.yaml -o $(DEMO)
+	$(BIN)/shardwright run $(DEMO) --resume never
+	@echo
+	@echo "the plan             $(DEMO)/plan.json"
+	@echo "DeepSpeed's config   $(DEMO)/ds_config.json"
+	@echo "a line a step        $(DEMO)/run/metrics.jsonl"
+	@echo "the trained model    $(DEMO)/checkpoints"
+
+test: setup ## all tests but the full counts
+	$(BIN)/python -m pytest
+
+prove: setup ## the full counts; results go to benchmarks/
+	$(BIN)/python -m pytest -m prove
+
+lint: setup ## ruff, mypy --strict, import directions
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+golden: setup ## write tests/cases/*/expected anew; read the difference before you commit it
+	$(BIN)/python -m pytest tests/cases --update-golden
+
+build: setup ## sdist and wheel in dist/
+	$(BIN)/python -m build --no-isolation

@@ -1,0 +1,94 @@
+"""`shardwright compile R -o DIR`: a recipe becomes a folder that `run` trains from."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwright.compile import Compiled
+    from shardwright.plan.plan import PlanStage
+
+GIB = 2**30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", type=Path, help="the recipe file")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="the folder to write")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="replace one key of the recipe, such as training.steps=10 (may be repeated)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    from shardwright.cli.console import print_diagnostics
+    from shardwright.lower.folder import check_folder, write_folder
+    from shardwright.recipe.load import load_recipe
+
+    recipe = load_recipe(args.recipe, args.overrides)
+    check_folder(args.output)  # before the seconds that torch needs
+
+    from shardwright.compile import compile_recipe
+
+    compiled = compile_recipe(recipe)
+    write_folder(args.output, compiled.files)
+    print_diagnostics(compiled.warnings, recipe.source)
+    print(as_json(compiled, args.output) if args.json else summary(compiled, args.output))
+    return 0
+
+
+def as_json(compiled: Compiled, directory: Path) -> str:
+    from dataclasses import asdict
+
+    plan = compiled.plan
+    return json.dumps(
+        {
+            "directory": str(directory),
+            "name": plan.name,
+            "strategy": asdict(plan.strategy),
+            "stages": [asdict(stage) for stage in plan.stages],
+            "predicted": asdict(plan.predicted),
+            "files": sorted(compiled.files),
+            "warnings": [{"code": d.code, "severity": d.severity, "message": d.message} for d in compiled.warnings],
+        }
+    )
+
+
+def summary(compiled: Compiled, directory: Path) -> str:
+    """What was decided, in the recipe's own words, and the next command."""
+    import shlex
+
+    plan, files = compiled.plan, compiled.files
+    s, t, memory, time = plan.strategy, plan.training, plan.predicted.memory, plan.predicted.time
+    rows = [
+        ("recipe", plan.name),
+        ("model", f"{plan.model.architecture}, {plan.model.total_parameters:,} parameters"),
+        ("cluster", f"{plan.nodes} x {plan.gpus_per_node} {plan.gpu}"),
+        ("layout", f"tensor={s.tensor} pipeline={s.pipeline} data={s.data} zero_stage={s.zero_stage}"),
+        ("", f"activation_checkpointing={s.activation_checkpointing} schedule={s.schedule}"),
+        ("batch", f"{t.global_batch_size} = {s.micro_batch_size} x {s.gradient_accumulation_steps} x data {s.data}"),
+        ("training", f"{t.steps} steps of {t.global_batch_size} x {t.sequence_length} tokens, {t.precision}"),
+        *((f"stage {stage.stage}", _stage(stage)) for stage in plan.stages),
+        (
+            "memory",
+            f"{memory.peak_bytes / GIB:.1f} of {memory.capacity_bytes / GIB:.1f} GiB on the fullest rank, predicted",
+        ),
+        ("step", f"{time.step_seconds:.3g} s, {time.bubble_fraction:.0%} of it idle, predicted"),
+        ("written", f"{len(files)} files in {directory}"),
+        ("next", f"shardwright run {shlex.quote(str(directory))}"),
+    ]
+    width = max(len(name) for name, _ in rows) + 2
+    return "\n".join(f"{name:<{width}}{text}" for name, text in rows)
+
+
+def _stage(stage: PlanStage) -> str:
+    names = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} ... {stage.layers[-1]}"
+    return f"{len(stage.layers)} layers on pipeline rank {stage.pipeline_rank}: {names}"

@@ -1,0 +1,152 @@
+"""`shardwright estimate R...`: what the pinned layout costs. One JSON object a recipe with --json, else a page."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardwright.diagnostics import Diagnostic
+    from shardwright.ir.cluster import Cluster
+    from shardwright.ir.estimate import Estimate
+    from shardwright.ir.json_value import JsonValue
+    from shardwright.ir.model_graph import ModelGraph
+    from shardwright.ir.recipe import Recipe
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipes", nargs="+", metavar="RECIPE", help="recipe files")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--json", action="store_true", help="one JSON object a recipe, one a line, in order")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit 1 if any recipe is infeasible, after all of them."""
+    code = 0
+    for path in args.recipes:
+        feasible = _json_line(path, args.overrides) if args.json else _page(path, args.overrides)
+        code = code if feasible else 1
+    return code
+
+
+def model_and_cluster(recipe: Recipe) -> tuple[ModelGraph, Cluster]:
+    """Stages 2 and 3; the errors of both at once."""
+    from shardwright.cluster.resolve import resolve_cluster
+    from shardwright.diagnostics import Refusal
+    from shardwright.model.graph import build_model_graph
+
+    found: list[Diagnostic] = []
+    graph: ModelGraph | None = None
+    cluster: Cluster | None = None
+    try:
+        cluster = resolve_cluster(recipe.cluster)
+    except Refusal as refusal:
+        found += refusal.diagnostics
+    try:
+        graph = build_model_graph(recipe.model)
+    except Refusal as refusal:
+        found += refusal.diagnostics
+    if graph is None or cluster is None:
+        raise Refusal(*found, source=recipe.source)
+    return graph, cluster
+
+
+def estimate_recipe(path: str, overrides: Sequence[str]) -> tuple[Recipe, Estimate]:
+    """Raises Refusal where the recipe cannot be read, or its world or batch does not work out."""
+    from shardwright.diagnostics import Refusal
+    from shardwright.recipe.load import load_recipe
+
+    recipe = load_recipe(Path(path), overrides)
+    graph, cluster = model_and_cluster(recipe)
+    from shardwright.search.search import pinned_estimate
+
+    try:
+        return recipe, pinned_estimate(recipe, graph, cluster)
+    except Refusal as refusal:
+        raise Refusal(*refusal.diagnostics, source=refusal.source or recipe.source) from None
+
+
+def estimate_object(path: str, estimate: Estimate) -> dict[str, JsonValue]:
+    """The object of `estimate --json`, and of each plan of `plan --json`."""
+    return {
+        "recipe": path,
+        "feasible": estimate.feasible,
+        "diagnostics": diagnostic_objects(estimate.diagnostics),
+        "strategy": dataclasses.asdict(estimate.strategy),
+        "memory": dataclasses.asdict(estimate.memory),
+        "time": dataclasses.asdict(estimate.time),
+        "training": dataclasses.asdict(estimate.training),
+    }
+
+
+def diagnostic_objects(diagnostics: Sequence[Diagnostic]) -> list[JsonValue]:
+    return [
+        {"code": d.code, "severity": d.severity, "message": d.message, "help": d.help, "valid": list(d.valid)}
+        for d in diagnostics
+    ]
+
+
+def _json_line(path: str, overrides: Sequence[str]) -> bool:
+    from shardwright.diagnostics import Refusal
+
+    try:
+        _, estimate = estimate_recipe(path, overrides)
+        line, feasible = estimate_object(path, estimate), estimate.feasible
+    except Refusal as refusal:
+        # No "memory" and no "time": there was nothing to count.
+        line, feasible = (
+            {"recipe": path, "feasible": False, "diagnostics": diagnostic_objects(refusal.diagnostics)},
+            False,
+        )
+    print(json.dumps(line), flush=True)
+    return feasible
+
+
+def _page(path: str, overrides: Sequence[str]) -> bool:
+    from shardwright.cli.console import print_diagnostics, print_refusal
+    from shardwright.diagnostics import Refusal
+
+    try:
+        recipe, estimate = estimate_recipe(path, overrides)
+    except Refusal as refusal:
+        print_refusal(refusal)
+        return False
+    print("\n".join([path, *_lines(estimate), ""]), flush=True)
+    print_diagnostics(estimate.diagnostics, recipe.source)
+    return estimate.feasible
+
+
+def layout_text(estimate: Estimate) -> str:
+    s = estimate.strategy
+    return (
+        f"tensor={s.tensor} pipeline={s.pipeline} data={s.data} zero_stage={s.zero_stage} "
+        f"micro_batch_size={s.micro_batch_size} accumulation={s.gradient_accumulation_steps} "
+        f"activation_checkpointing={s.activation_checkpointing} schedule={s.schedule}"
+    )
+
+
+def _lines(estimate: Estimate) -> list[str]:
+    time, memory, training = estimate.time, estimate.memory, estimate.training
+    gib = 2**30
+    lines = [
+        f"  layout   {layout_text(estimate)}",
+        f"  memory   {memory.peak_bytes / gib:.1f} of {memory.capacity_bytes / gib:.1f} GiB, "
+        f"{'fits' if memory.fits else 'does not fit'}",
+        f"  step     {time.step_seconds:.4g} s, {time.tokens_per_second_per_gpu:.0f} tokens/s per GPU, "
+        f"{time.model_tflops_per_gpu:.4g} TFLOP/s per GPU, MFU {time.mfu:.1%}",
+        f"  of it    compute {time.compute_seconds:.4g} s, tensor {time.tensor_comm_seconds:.4g} s, "
+        f"pipeline {time.pipeline_comm_seconds:.4g} s, data {time.data_comm_seconds:.4g} s, "
+        f"optimizer {time.optimizer_seconds:.4g} s, bubble {time.bubble_seconds:.4g} s "
+        f"({time.bubble_fraction:.1%} idle)",
+    ]
+    if training.steps:
+        cost = "" if training.cost is None else f", cost {training.cost:.0f}"
+        lines.append(
+            f"  training {training.steps} steps, {training.days:.3g} days, {training.gpu_hours:.4g} GPU hours{cost}"
+        )
+    return lines

@@ -1,0 +1,158 @@
+"""The `shardwright` command: picks one command's module, runs it, and turns whatever happens into an exit code.
+
+0 done, 1 refused (bad input, usage), 2 our fault, 3 training did not finish, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn, Protocol, cast
+
+from shardwright import __version__
+
+DONE, REFUSED, OUR_FAULT, INTERRUPTED = 0, 1, 2, 130
+
+# name -> (module, one line of help); only the chosen module is imported.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "schema": ("shardwright.cli.schema", "print the JSON Schema of a recipe, with every default"),
+    "check": ("shardwright.cli.check", "check recipes and the files that they name"),
+    "plan": ("shardwright.cli.plan", "search the layouts of a recipe and rank them"),
+    "estimate": ("shardwright.cli.estimate", "predict memory and time of exactly the pinned layout"),
+    "compile": ("shardwright.cli.compile", "compile a recipe into a folder that can run"),
+    "run": ("shardwright.cli.run", "train a compiled folder under the deepspeed launcher"),
+    "export": ("shardwright.cli.export", "turn a checkpoint into a Hugging Face folder"),
+}
+
+NOT_YET: dict[str, str] = {
+    "init": "write a first recipe for a model and a cluster",
+    "models": "list the model types and how they are split",
+    "explain": "say why a plan is as it is",
+    "diff": "compare two plans",
+    "report": "draw a plan as an HTML page",
+    "verify": "compare a layout's training with a single process",
+    "prepare": "tokenize and download ahead of a run",
+    "doctor": "check the machines of a compiled folder",
+    "status": "say how a run is doing",
+    "logs": "show a run's output",
+    "stop": "end a run with a checkpoint",
+    "lint": "check a ds_config.json of your own",
+}
+
+
+class Command(Protocol):
+    """What each module of cli/ has."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, args: argparse.Namespace) -> int: ...
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse exits with 2 on a usage error; 2 is ours, so it is 1 here."""
+
+    def error(self, message: str) -> NoReturn:
+        from shardwright.cli.console import error
+
+        self.print_usage(sys.stderr)
+        error(message)
+        raise SystemExit(REFUSED)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console entry point. Never raises, whatever the command does."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        # A name that the terminal's encoding lacks shall not end a command.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+        return code
+    except SystemExit as leave:  # argparse: --help, a usage error
+        return leave.code if isinstance(leave.code, int) else REFUSED if leave.code else DONE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader (`| head`) has all it wanted. Python flushes once more at exit: give it somewhere to flush to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+    except Exception as error:
+        return _failed(error)
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments:
+        print(_help(), file=sys.stderr)
+        return REFUSED
+    first, rest = arguments[0], arguments[1:]
+    if first in ("-h", "--help", "help"):
+        print(_help())
+        return DONE
+    if first in ("-V", "--version"):
+        print(f"shardwright {__version__}")
+        return DONE
+    if first not in COMMANDS:
+        return _no_command(first)
+    module, summary = COMMANDS[first]
+    command = cast(Command, importlib.import_module(module))
+    parser = _Parser(prog=f"shardwright {first}", description=f"{summary[0].upper()}{summary[1:]}.", allow_abbrev=False)
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(rest))
+
+
+def _help() -> str:
+    rows = "\n".join(f"  {name:<10} {summary}" for name, (_, summary) in COMMANDS.items())
+    return (
+        "usage: shardwright COMMAND ...\n\n"
+        "A recipe (a Hugging Face model, a cluster, a training run) goes in;\n"
+        "a verified 3D-parallel DeepSpeed run comes out.\n\n"
+        f"commands:\n{rows}\n\n"
+        f"not in this version yet: {', '.join(NOT_YET)}\n\n"
+        "options:\n"
+        "  -h, --help     this page; `shardwright COMMAND --help` for one command\n"
+        "  -V, --version  the version"
+    )
+
+
+def _no_command(name: str) -> int:
+    import difflib
+
+    from shardwright.cli.console import error
+
+    if name in NOT_YET:
+        error(f"`{name}` ({NOT_YET[name]}) is not in this version yet")
+        return REFUSED
+    close = difflib.get_close_matches(name, COMMANDS, n=1)
+    what = f"unknown option {name}" if name.startswith("-") else f"there is no command `{name}`"
+    error(f"{what}; did you mean `{close[0]}`?" if close else f"{what}; `shardwright --help` lists the commands")
+    return REFUSED
+
+
+def _failed(error: Exception) -> int:
+    from shardwright.diagnostics import Refusal
+
+    if isinstance(error, Refusal):
+        from shardwright.cli.console import print_refusal
+
+        print_refusal(error)
+        return REFUSED
+    import tempfile
+    import traceback
+
+    text = f"shardwright {__version__}, Python {sys.version}\narguments: {sys.argv[1:]!r}\n\n"
+    text += "".join(traceback.format_exception(error))
+    with tempfile.NamedTemporaryFile("wb", prefix="shardwright-", suffix=".txt", delete=False) as file:
+        file.write(text.encode("utf-8", "backslashreplace"))
+    from shardwright.cli.console import error as say
+
+    say(
+        f"this is our fault, not yours: {type(error).__name__} inside shardwright. The details are in {file.name}; "
+        "please report them together with the recipe. Nothing of your input needs to change."
+    )
+    return OUR_FAULT

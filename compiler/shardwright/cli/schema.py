@@ -1,0 +1,30 @@
+"""schema [-o FILE]: the JSON Schema of a recipe."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", type=Path, help="write it there instead of to standard output"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from shardwright.recipe.schema import schema_text
+
+    output: Path | None = args.output
+    if output is None:
+        sys.stdout.write(schema_text())
+        return 0
+    try:
+        output.write_text(schema_text(), encoding="utf-8")
+    except OSError as problem:
+        from shardwright.cli.console import error
+
+        error(f"cannot write {output}: {problem.strerror}")
+        return 1
+    return 0

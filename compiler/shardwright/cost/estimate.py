@@ -1,0 +1,91 @@
+"""One layout -> Estimate: memory, time, and the rules that forbid it."""
+
+from __future__ import annotations
+
+import math
+
+from shardwright.cost.layout import make_layout
+from shardwright.cost.memory import estimate_memory
+from shardwright.cost.timing import estimate_time
+from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.ir.cluster import Cluster
+from shardwright.ir.estimate import Estimate, Memory, Time, Training
+from shardwright.ir.model_graph import ModelGraph
+from shardwright.ir.recipe import Recipe
+from shardwright.ir.strategy import Strategy
+from shardwright.rules.registry import UNCOUNTABLE_CODES, check_layout
+
+SECONDS_PER_DAY = 86_400
+
+
+def estimate_strategy(recipe: Recipe, graph: ModelGraph, cluster: Cluster, strategy: Strategy) -> Estimate:
+    """Numbers for any layout whose world and batch work out; rules and memory decide `feasible`.
+
+    Raises Refusal (SW3101, SW3102 and every other broken rule) where they do not: there is nothing to count.
+    """
+    diagnostics = check_layout(recipe, graph, cluster, strategy)
+    if any(d.code in UNCOUNTABLE_CODES for d in diagnostics):
+        raise Refusal(*diagnostics)
+    return price(recipe, graph, cluster, strategy, diagnostics)
+
+
+def price(
+    recipe: Recipe, graph: ModelGraph, cluster: Cluster, strategy: Strategy, diagnostics: tuple[Diagnostic, ...]
+) -> Estimate:
+    """As estimate_strategy, for a caller that has checked the rules already."""
+    layout = make_layout(recipe, graph, cluster, strategy)
+    memory = estimate_memory(layout)
+    time = estimate_time(layout)
+    if not memory.fits:
+        diagnostics = (*diagnostics, does_not_fit(memory, strategy))
+    return Estimate(
+        strategy=strategy,
+        feasible=all(d.severity != "error" for d in diagnostics),
+        diagnostics=diagnostics,
+        memory=memory,
+        time=time,
+        training=_training(recipe, cluster, time),
+    )
+
+
+def does_not_fit(memory: Memory, strategy: Strategy) -> Diagnostic:
+    fullest = max(memory.stages, key=lambda stage: stage.peak_bytes)
+    parts = {
+        "parameters": fullest.parameters_bytes,
+        "gradients": fullest.gradients_bytes,
+        "optimizer": fullest.optimizer_bytes,
+        "activations": fullest.activations_bytes,
+        "workspace": fullest.workspace_bytes,
+    }
+    listed = ", ".join(f"{name} {value / 2**30:.1f}" for name, value in parts.items())
+    return Diagnostic(
+        code="SW3201",
+        message=f"predicted peak {memory.peak_bytes / 2**30:.1f} GiB does not fit in "
+        f"{memory.capacity_bytes / 2**30:.1f} GiB (pipeline rank {fullest.stage})",
+        help=f"In GiB: {listed}. A higher tensor, pipeline or zero_stage, a smaller micro_batch_size or "
+        "activation_checkpointing: full would lower it.",
+        key=("parallelism", "micro_batch_size" if strategy.micro_batch_size > 1 else "tensor"),
+    )
+
+
+def training_steps(recipe: Recipe) -> int:
+    """Optimizer steps. 0 = not known yet: `epochs` counts the data, which is read only when it is prepared."""
+    training = recipe.training
+    if training.steps is not None:
+        return training.steps
+    if training.tokens is not None:
+        return math.ceil(training.tokens / (training.global_batch_size * training.sequence_length))
+    return 0
+
+
+def _training(recipe: Recipe, cluster: Cluster, time: Time) -> Training:
+    steps = training_steps(recipe)
+    seconds = steps * time.step_seconds
+    gpu_hours = seconds / 3600 * cluster.world_size
+    price_per_hour = cluster.price_per_gpu_hour
+    return Training(
+        steps=steps,
+        days=seconds / SECONDS_PER_DAY,
+        gpu_hours=gpu_hours,
+        cost=None if price_per_hour is None else gpu_hours * price_per_hour,
+    )

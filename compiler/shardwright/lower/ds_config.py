@@ -1,0 +1,59 @@
+"""ds_config.json: what DeepSpeed is told. Model sharding is not in it: the runtime's layers are sharded already."""
+
+from __future__ import annotations
+
+from shardwright.ir.json_value import JsonObject, JsonValue
+from shardwright.plan.plan import Plan
+
+NEVER = 1_000_000_000
+
+
+def ds_config(plan: Plan) -> JsonObject:
+    """No `scheduler`: the runtime sets each update's learning rate in closed form (DeepSpeed's WarmupLR warms up on
+    a log curve). No `tensor_parallel`: that would shard the layers a second time.
+    """
+    strategy, training, optimizer = plan.strategy, plan.training, plan.optimizer
+    config: dict[str, JsonValue] = {
+        "train_batch_size": training.global_batch_size,
+        "train_micro_batch_size_per_gpu": strategy.micro_batch_size,
+        "gradient_accumulation_steps": strategy.gradient_accumulation_steps,
+        "gradient_clipping": training.gradient_clipping,  # left out, DeepSpeed clips at 1.0
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": optimizer.lr,
+                "betas": list(optimizer.betas),
+                "eps": optimizer.eps,
+                "weight_decay": optimizer.weight_decay,
+                "torch_adam": True,  # else DeepSpeed compiles FusedAdam on each node
+            },
+        },
+        "zero_optimization": plan.zero,
+        **_precision(plan),
+        "steps_per_print": NEVER,  # run/metrics.jsonl has every step
+        "wall_clock_breakdown": False,
+    }
+    if strategy.pipeline > 1:
+        # Recomputation is torch's non-reentrant checkpoint around each layer, so the engine's own stays off
+        # (interval 0); its re-entrant one fails on the embedding stage.
+        pipeline: dict[str, JsonValue] = {"activation_checkpoint_interval": 0, "use_reentrant": False}
+        if strategy.schedule == "dualpipev":
+            # DualPipeV sends whole tensors between stages; the default (on) is an assertion under tensor parallelism.
+            pipeline |= {"pipe_partitioned": False, "grad_partitioned": False}
+        config["pipeline"] = pipeline
+    return config
+
+
+def _precision(plan: Plan) -> dict[str, JsonValue]:
+    training = plan.training
+    if training.precision == "bf16":
+        return {
+            "bf16": {"enabled": True},
+            "data_types": {"grad_accum_dtype": training.gradient_accumulation_dtype},
+        }
+    if training.precision == "fp16":
+        section: dict[str, JsonValue] = {"fp16": {"enabled": True}}
+        if training.gradient_accumulation_dtype != "fp16":
+            section["data_types"] = {"grad_accum_dtype": training.gradient_accumulation_dtype}
+        return section
+    return {}

@@ -1,0 +1,131 @@
+"""Writes the compiled folder: all of it or nothing, and never over something that is not ours."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.lower.lower import EXECUTABLE_FILES, MARKER, MARKER_TEXT
+from shardwright.plan.build import ARTIFACT_ROOTS, FOLDER_ROOTS
+
+
+def check_folder(directory: Path) -> None:
+    """Raises Refusal unless `directory` is absent, empty, or an earlier output of ours. Writes nothing."""
+    try:
+        if not directory.exists():
+            if directory.is_symlink():
+                raise _refusal("SW5101", f"{_show(directory)} is a link to nothing", "Remove the link.")
+            return
+        if not directory.is_dir():
+            raise _refusal("SW5101", f"{_show(directory)} is a file, not a folder", "Give -o another name.")
+        entries = sorted(path.name for path in directory.iterdir())
+        if entries and not _is_ours(directory):
+            raise _refusal(
+                "SW5102",
+                f"{_show(directory)} is not empty and was not written by shardwright (it holds {entries[0]!r})",
+                "Give -o a new folder, or empty this one yourself. Nothing was written.",
+            )
+        for root in ARTIFACT_ROOTS:
+            path = directory / root
+            folder_wanted = root in FOLDER_ROOTS
+            if path.is_symlink() or (path.exists() and path.is_dir() != folder_wanted):
+                raise _refusal(
+                    "SW5104", f"{_show(path)} is not what compile wrote there", "Remove it and compile again."
+                )
+    except OSError as error:
+        raise _os_refusal(directory, error) from None
+
+
+def write_folder(directory: Path, files: Mapping[str, bytes]) -> None:
+    """A new or empty folder appears whole, by one rename. In our own folder every file is replaced by one rename
+    each, artifacts that are no longer made go, and everything else (run/, checkpoints, notes) stays.
+    """
+    check_folder(directory)
+    created: list[Path] = []
+    staged: Path | None = None
+    try:
+        # Inside the folder where it exists: a rename does not cross file systems, and the folder may be a mount.
+        parent = directory if directory.exists() else directory.parent
+        created = _make_parents(parent)
+        staged = parent / f".shardwright-{secrets.token_hex(8)}"
+        _stage(staged, files)
+        if parent is directory:
+            _replace_files(staged, directory, files)
+            _remove_stale(directory, files)
+        else:
+            os.rename(staged, directory)
+    except OSError as error:
+        if staged is not None:
+            shutil.rmtree(staged, ignore_errors=True)
+        for folder in reversed(created):
+            if not any(folder.iterdir()):
+                folder.rmdir()
+        raise _os_refusal(directory, error) from None
+
+
+def _is_ours(directory: Path) -> bool:
+    marker = directory / MARKER
+    return marker.is_file() and marker.read_bytes() == MARKER_TEXT
+
+
+def _make_parents(folder: Path) -> list[Path]:
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    made = []
+    for path in reversed(missing):
+        path.mkdir()
+        made.append(path)
+    return made
+
+
+def _stage(staged: Path, files: Mapping[str, bytes]) -> None:
+    staged.mkdir()
+    for name, content in files.items():
+        path = staged / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        if name in EXECUTABLE_FILES:
+            mode = path.stat().st_mode
+            path.chmod(mode | (mode & 0o444) >> 2)  # who may read it may run it
+
+
+def _replace_files(staged: Path, directory: Path, files: Mapping[str, bytes]) -> None:
+    # The marker first: a folder that is cut off half way is still known as ours.
+    for name in sorted(files, key=lambda name: (name != MARKER, name)):
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(staged / name, directory / name)
+    shutil.rmtree(staged)
+
+
+def _remove_stale(directory: Path, files: Mapping[str, bytes]) -> None:
+    kept_roots = {name.split("/")[0] for name in files}
+    for root in ARTIFACT_ROOTS:
+        path = directory / root
+        if root not in kept_roots and path.is_dir():
+            shutil.rmtree(path)
+        elif root not in kept_roots:
+            path.unlink(missing_ok=True)
+        elif path.is_dir():
+            for child in path.iterdir():
+                if f"{root}/{child.name}" not in files and not child.is_dir():
+                    child.unlink()
+
+
+def _show(path: Path) -> str:
+    return repr(str(path))
+
+
+def _refusal(code: str, message: str, help: str) -> Refusal:
+    return Refusal(Diagnostic(code=code, message=message, help=help))
+
+
+def _os_refusal(directory: Path, error: OSError) -> Refusal:
+    place = f" ({error.filename})" if error.filename else ""
+    return _refusal(
+        "SW5103",
+        f"{_show(directory)} cannot be written: {error.strerror or error}{place}".replace("\n", "\\n"),
+        "Give -o a folder that you may write to, on a disk with room. Earlier files there are unharmed.",
+    )

@@ -1,0 +1,33 @@
+"""Stage 7: a Plan becomes files."""
+
+from __future__ import annotations
+
+import json
+
+from shardwright.ir.json_value import JsonValue
+from shardwright.ir.model_graph import ModelGraph
+from shardwright.ir.recipe import Recipe
+from shardwright.lower.ds_config import ds_config
+from shardwright.lower.launch import launch_files
+from shardwright.plan.plan import Plan
+from shardwright.plan.serialize import plan_to_json
+
+MARKER = ".shardwright"
+MARKER_TEXT = b"This folder was written by shardwright compile, which may replace its files.\n"
+EXECUTABLE_FILES: frozenset[str] = frozenset({"launch.sh"})
+
+
+def lower(plan: Plan, recipe: Recipe, graph: ModelGraph) -> dict[str, bytes]:
+    """Path relative to the compiled folder -> content. Depends on nothing but its arguments and the templates."""
+    return {
+        MARKER: MARKER_TEXT,
+        "plan.json": plan_to_json(plan).encode("utf-8"),
+        "ds_config.json": json_bytes(ds_config(plan)),
+        "recipe.resolved.json": json_bytes(recipe.document),
+        plan.model.config_file: json_bytes(graph.config),
+        **launch_files(plan),
+    }
+
+
+def json_bytes(value: JsonValue) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8")

@@ -1,0 +1,193 @@
+"""The recipe's `model` section -> a checked Hugging Face configuration, as plain JSON.
+
+Nothing here runs a model's own code: config.json is read as data and only types in FAMILIES go on.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+from transformers import PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from shardwright.diagnostics import Diagnostic, KeyPath, Refusal
+from shardwright.ir.json_value import JsonObject, JsonValue
+from shardwright.ir.recipe import ModelSection
+from shardwright.model.families import FAMILIES
+
+# Sizes that must be at least one, by transformers' common names.
+_SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "intermediate_size",
+    "n_inner",
+    "max_position_embeddings",
+    "head_dim",
+)
+# Read by transformers from any configuration although no class lists them.
+_COMMON_KEYS = {"model_type", "torch_dtype", "rope_theta", "rope_scaling", "transformers_version", "_name_or_path"}
+# Say who wrote the configuration and where it lay, not what the model is.
+_VOLATILE_KEYS = ("transformers_version", "_name_or_path", "_attn_implementation", "_attn_implementation_autoset")
+
+
+def read_config(section: ModelSection) -> tuple[JsonObject, KeyPath, bool]:
+    """The configuration as written, the recipe key it is under, and whether it is inline.
+
+    Errors: SW2001 a hub id; SW2002 no readable config.json.
+    """
+    if section.config is not None:
+        return section.config, ("model", "config"), True
+    source = section.source or ""
+    key: KeyPath = ("model", "source")
+    folder = Path(source)
+    if not folder.is_absolute():
+        raise Refusal(
+            Diagnostic(
+                code="SW2001",
+                message=f"{source!r} is not a folder on this machine, and downloading is not available in this version",
+                help="Download the model (for example `hf download`) and give the folder that holds its "
+                "config.json as model.source, or write the configuration inline under model.config.",
+                key=key,
+            )
+        )
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError(f"it holds a {type(config).__name__}, not an object")
+    except (OSError, ValueError) as error:
+        reason = (error.strerror or "") if isinstance(error, OSError) else _one_line(error)
+        raise Refusal(
+            Diagnostic(
+                code="SW2002",
+                message=f"cannot read {str(path)!r}: {reason}",
+                help="model.source must be a folder written by save_pretrained, with a config.json in it.",
+                key=key,
+            )
+        ) from None
+    return cast(JsonObject, config), key, False
+
+
+def check_model_type(config: JsonObject, key: KeyPath, inline: bool) -> str:
+    """The model type, which FAMILIES knows. Errors: SW2003 unknown, SW2004 not supported."""
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(str(model_type), [*FAMILIES, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES], n=3)
+        unknown = (
+            "the configuration names no model_type" if model_type is None else f"unknown model_type {model_type!r}"
+        )
+        raise Refusal(
+            Diagnostic(
+                code="SW2003",
+                message=unknown,
+                help=f"Supported in this version: {', '.join(FAMILIES)}.",
+                key=(*key, "model_type") if inline and model_type is not None else key,
+                valid=tuple(dict.fromkeys(near)) or tuple(FAMILIES),
+            )
+        )
+    if model_type not in FAMILIES:
+        raise Refusal(
+            Diagnostic(
+                code="SW2004",
+                message=f"model_type {model_type!r} is not supported in this version",
+                help=f"Supported in this version: {', '.join(FAMILIES)}.",
+                key=(*key, "model_type") if inline else key,
+                valid=tuple(FAMILIES),
+            )
+        )
+    return model_type
+
+
+def resolve_config(config: JsonObject, key: KeyPath, inline: bool) -> PretrainedConfig:
+    """The transformers configuration, every value checked. Errors: SW2005, SW2006 (all of them), SW2007."""
+    model_type = check_model_type(config, key, inline)
+    config_class = CONFIG_MAPPING[model_type]
+    known = {*config_class().to_dict(), *config_class.attribute_map, *_COMMON_KEYS}
+    diagnostics: list[Diagnostic] = []
+    probe = config_class()
+    for name, value in config.items():
+        where = (*key, name) if inline else key
+        if name not in known:
+            # A config.json in the wild often carries keys that transformers ignores; a recipe's own keys are checked.
+            if inline:
+                diagnostics.append(
+                    Diagnostic(
+                        code="SW2005",
+                        message=f"unknown key {name!r} for model_type {model_type!r}",
+                        help=f"model.config takes the keys of transformers' {config_class.__name__}.",
+                        key=where,
+                        valid=tuple(difflib.get_close_matches(name, sorted(known), n=3)),
+                    )
+                )
+            continue
+        problem = _value_problem(probe, name, value)
+        if problem:
+            diagnostics.append(
+                Diagnostic(
+                    code="SW2006",
+                    message=f"{name}: {value!r} {problem}",
+                    help=f"See transformers' {config_class.__name__} for what this key takes.",
+                    key=where,
+                )
+            )
+    if diagnostics:
+        raise Refusal(*diagnostics)
+    renamed = {"torch_dtype": "dtype"}  # the old name still works, with a warning of transformers' own
+    left_out = {*_VOLATILE_KEYS, "model_type"}
+    values = {renamed.get(name, name): value for name, value in config.items() if name not in left_out}
+    try:
+        return config_class(**values)
+    except Exception as error:
+        raise Refusal(contradiction(error, key)) from None
+
+
+def contradiction(error: Exception, key: KeyPath) -> Diagnostic:
+    """Whatever transformers raised while it built the configuration or the model, as a diagnostic."""
+    return Diagnostic(
+        code="SW2007",
+        message=f"transformers refuses this configuration: {_one_line(error)}",
+        help="Change the keys that the message names; the configuration must build with transformers alone.",
+        key=key,
+    )
+
+
+def config_json(config: PretrainedConfig, architecture: str) -> dict[str, JsonValue]:
+    """The complete configuration: sorted, without the keys that say where it came from."""
+    plain = {k: v for k, v in config.to_dict().items() if k not in _VOLATILE_KEYS}
+    plain["architectures"] = [architecture]
+    return cast(dict[str, JsonValue], json.loads(json.dumps(plain, sort_keys=True)))
+
+
+def _value_problem(probe: PretrainedConfig, name: str, value: JsonValue) -> str:
+    """Why `value` cannot be `name`, or "". transformers' configurations check a field's type when it is set."""
+    if name in ("model_type", "torch_dtype", "rope_parameters", "rope_scaling", *_VOLATILE_KEYS) or isinstance(
+        value, Mapping
+    ):
+        return ""
+    try:
+        setattr(probe, name, value)
+    except Exception as error:
+        return f"is refused: {_one_line(error)}"
+    canonical = {v: k for k, v in probe.attribute_map.items()}.get(name, name)
+    if canonical in _SIZES and isinstance(value, int | float) and value < 1:
+        return "is not a positive size"
+    if name.endswith(("dropout", "pdrop")) and isinstance(value, int | float) and not 0 <= value < 1:
+        return "is not a probability below 1"
+    return ""
+
+
+def _one_line(error: Exception) -> str:
+    """The last line of an error's text (transformers puts the cause there), without its own type prefix."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[-1] if lines else ""
+    if isinstance(error, KeyError):
+        return f"{text} is not known"
+    return text.removeprefix("TypeError: ").removeprefix("ValueError: ") or type(error).__name__

@@ -1,0 +1,174 @@
+"""Stage 5a: layers -> pipeline stages, so that the slowest pipeline rank does the least work.
+
+DeepSpeed's own `partition_method: parameters` charges the embedding lookup as compute (measured: up to 25 %
+slower); here a layer costs its forward FLOPs, the head included and the lookup nearly free.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+
+from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.ir.model_graph import ModelGraph
+from shardwright.ir.partition import StagePartition
+from shardwright.ir.recipe import Recipe
+from shardwright.ir.strategy import Strategy
+
+
+def layer_costs(graph: ModelGraph, sequence_length: int) -> tuple[int, ...]:
+    """Forward FLOPs per token of each layer at this sequence length; at least 1, so that no cut is free."""
+    return tuple(
+        max(1, layer.matmul_flops_per_token + layer.attention_flops_per_token_per_position * sequence_length)
+        for layer in graph.layers
+    )
+
+
+def partition_stages(recipe: Recipe, graph: ModelGraph, strategy: Strategy) -> StagePartition:
+    """Explicit boundaries over graph.layers; every stage holds at least one layer. Error: SW3106, too few layers."""
+    stages = strategy.stages
+    if len(graph.layers) < stages:
+        raise Refusal(too_few_layers(graph, strategy))
+    costs = layer_costs(graph, recipe.training.sequence_length)
+    cut = cut_mirrored if strategy.schedule == "dualpipev" else cut_evenly
+    partition = StagePartition(boundaries=cut(costs, stages), schedule=strategy.schedule)
+    partition.verify(len(graph.layers))
+    return partition
+
+
+def too_few_layers(graph: ModelGraph, strategy: Strategy) -> Diagnostic:
+    most = len(graph.layers) // (2 if strategy.schedule == "dualpipev" else 1)
+    return Diagnostic(
+        code="SW3106",
+        message=f"pipeline {strategy.pipeline} ({strategy.schedule}) makes {strategy.stages} stages, "
+        f"but the model has {len(graph.layers)} layers to put on them",
+        help=f"The layers are the embedding, {graph.decoder_layers} decoder layers and the head. "
+        f"Use pipeline <= {most}, or a deeper model.",
+        key=("parallelism", "pipeline"),
+        valid=(str(most),),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def cut_evenly(costs: tuple[int, ...], stages: int) -> tuple[int, ...]:
+    """Contiguous non-empty stages with the least slowest stage.
+
+    Of all such cuts the one with the least sum of squares is taken (the evenest), then the earliest cuts: a dynamic
+    programme over (stages used, layers placed), exact in integers.
+    """
+    layers = len(costs)
+    sums = [0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    limit = _least_slowest(costs, stages)
+    # best[i]: (sum of squares, boundaries) of the first i layers on `stage` stages, none slower than the limit.
+    best: list[tuple[int, tuple[int, ...]] | None] = [None] * (layers + 1)
+    best[0] = (0, (0,))
+    for stage in range(1, stages + 1):
+        following: list[tuple[int, tuple[int, ...]] | None] = [None] * (layers + 1)
+        for stop in range(stage, layers - (stages - stage) + 1):
+            for start in range(stop - 1, stage - 2, -1):
+                load = sums[stop] - sums[start]
+                if load > limit:
+                    break  # loads only grow as the stage starts earlier
+                before = best[start]
+                if before is None:
+                    continue
+                found = (before[0] + load * load, (*before[1], stop))
+                current = following[stop]
+                if current is None or found < current:
+                    following[stop] = found
+        best = following
+    last = best[layers]
+    assert last is not None, "the limit came from a cut that exists"
+    return last[1]
+
+
+def _least_slowest(costs: tuple[int, ...], stages: int) -> int:
+    """The least possible slowest stage, by bisection over the answer with a greedy check.
+
+    A greedy cut may use fewer stages than asked; splitting one further never makes the slowest slower.
+    """
+    low, high = max(costs), sum(costs)
+    while low < high:
+        middle = (low + high) // 2
+        used, load = 1, 0
+        for cost in costs:
+            if load + cost > middle:
+                used, load = used + 1, 0
+            load += cost
+        low, high = (low, middle) if used <= stages else (middle + 1, high)
+    return low
+
+
+@functools.lru_cache(maxsize=1024)
+def cut_mirrored(costs: tuple[int, ...], stages: int) -> tuple[int, ...]:
+    """DualPipeV: rank r holds stages r and stages-1-r; non-empty stages with the least slowest rank.
+
+    Bisection over the answer; for one answer, the outer ranks are placed from both ends inwards and every reachable
+    pair of edges (i, j) with layers [i, j) left over is kept.
+    """
+    sums = [0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    even = cut_evenly(costs, stages)
+    loads = [sums[stop] - sums[start] for start, stop in itertools.pairwise(even)]
+    low, high = max(-(-sums[-1] * 2 // stages), *costs), max(map(sum, zip(loads, reversed(loads), strict=True)))
+    while low < high:
+        middle = (low + high) // 2
+        if _final_edges(_edges_inwards(sums, stages // 2, middle)[-1], sums, middle) is None:
+            low = middle + 1
+        else:
+            high = middle
+    levels = _edges_inwards(sums, stages // 2, low)
+    final = _final_edges(levels[-1], sums, low)
+    assert final is not None, "the caller checked that there are at least as many layers as stages"
+    i, j = final
+    centre = min(range(i + 1, j), key=lambda m: (abs(2 * sums[m] - sums[i] - sums[j]), m))
+    left, right = [i], [j]
+    for level in reversed(levels[:-1]):
+        # The pair of outer edges whose two blocks are the evenest, among those within the limit.
+        _, a, b = min(
+            (abs((sums[i] - sums[a]) - (sums[b] - sums[j])), a, b)
+            for a, mask in level.items()
+            if a < i
+            for b in range(j + 1, len(sums))
+            if mask >> b & 1 and sums[i] - sums[a] + sums[b] - sums[j] <= low
+        )
+        i, j = a, b
+        left.append(i)
+        right.append(j)
+    return (*reversed(left), centre, *right)
+
+
+def _edges_inwards(sums: list[int], ranks: int, limit: int) -> list[dict[int, int]]:
+    """Per number of placed outer ranks: left edge -> bit mask of the right edges it can stand with, in the limit."""
+    layers = len(sums) - 1
+    levels = [{0: 1 << layers}]
+    for rank in range(ranks - 1):
+        inside = ranks - rank - 1  # ranks still to place: two layers each at least, `limit` each at most
+        following: dict[int, int] = {}
+        for i, mask in levels[-1].items():
+            for j in range(i + 2 * inside + 2, layers + 1):
+                if not mask >> j & 1:
+                    continue
+                for a in range(i + 1, j - 2 * inside):
+                    rest = limit - (sums[a] - sums[i])
+                    low = max(a + 2 * inside, bisect.bisect_left(sums, sums[j] - rest))
+                    high = min(j - 1, bisect.bisect_right(sums, sums[a] + inside * limit) - 1)
+                    if rest <= 0:
+                        break
+                    if low <= high:
+                        following[a] = following.get(a, 0) | (1 << (high + 1)) - (1 << low)
+        levels.append(following)
+    return levels
+
+
+def _final_edges(level: dict[int, int], sums: list[int], limit: int) -> tuple[int, int] | None:
+    """The first edges whose inside the last rank can hold, in two blocks."""
+    for i in sorted(level):
+        for j in range(i + 2, bisect.bisect_right(sums, sums[i] + limit)):
+            if level[i] >> j & 1:
+                return i, j
+    return None

@@ -1,0 +1,270 @@
+"""Keys against each other: what needs neither the model nor the files.
+
+Each check names the keys it reads and is skipped where one of those is wrong already, so that one mistake is told once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import cast
+
+from shardwright.diagnostics import Diagnostic, KeyPath
+from shardwright.ir.json_value import JsonObject, JsonValue
+from shardwright.recipe.describe import words_for
+
+
+class View:
+    """Reads a completed document by dotted key; None for what is absent or `auto`."""
+
+    def __init__(self, document: JsonObject) -> None:
+        self._document = document
+
+    def get(self, dotted: str) -> JsonValue:
+        value: JsonValue = self._document
+        for key in dotted.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        return None if value == "auto" else value
+
+    def number(self, dotted: str) -> int | None:
+        return cast("int | None", self.get(dotted))
+
+    def real(self, dotted: str) -> float | None:
+        return cast("float | None", self.get(dotted))
+
+    def text(self, dotted: str) -> str:
+        return str(self.get(dotted))
+
+    def given(self, *dotted: str) -> list[str]:
+        return [key for key in dotted if self.get(key) is not None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    keys: tuple[str, ...]
+    find: Callable[[View], Iterable[Diagnostic]]
+
+
+def cross_check(document: JsonObject, wrong: Iterable[KeyPath]) -> tuple[Diagnostic, ...]:
+    """`document` is completed; `wrong`: keys that have a diagnostic."""
+    bad, view = set(wrong), View(document)
+    found: list[Diagnostic] = []
+    for check in CHECKS:
+        paths = [tuple(key.split(".")) for key in check.keys]
+        # A key is unusable if it, or a section above it, is wrong.
+        if not any(path[:n] in bad for path in paths for n in range(1, len(path) + 1)):
+            found.extend(check.find(view))
+    return tuple(found)
+
+
+def _error(code: str, key: str, message: str, help: str, valid: tuple[str, ...] = ()) -> Diagnostic:
+    return Diagnostic(code=code, message=message, help=help, key=tuple(key.split(".")), valid=valid)
+
+
+def _exactly_one(section: str, names: tuple[str, ...], example: str) -> Check:
+    keys = tuple(f"{section}.{name}" for name in names)
+
+    def find(view: View) -> Iterable[Diagnostic]:
+        given = view.given(*keys)
+        if not given and view.get(section) is not None:  # `validation` is optional
+            yield _error("SW1201", section, f"`{section}` needs one of {words_for(names)}", f"Add `{example}`.")
+        if len(given) > 1:
+            shown = " and ".join(f"`{key.rpartition('.')[2]}`" for key in given)
+            yield _error("SW1202", given[1], f"`{section}` has {shown}; they exclude each other", "Keep one of them.")
+
+    return Check(keys=keys, find=find)
+
+
+def _at_most_one(section: str, first: str, second: str) -> Check:
+    keys = (f"{section}.{first}", f"{section}.{second}")
+
+    def find(view: View) -> Iterable[Diagnostic]:
+        if len(view.given(*keys)) == 2:
+            message = f"`{section}` has `{first}` and `{second}`; they exclude each other"
+            yield _error("SW1202", keys[1], message, "Keep one of them.")
+
+    return Check(keys=keys, find=find)
+
+
+def _weights(view: View) -> Iterable[Diagnostic]:
+    if view.get("model.weights") == "pretrained" and view.get("model.config") is not None:
+        message = "model.weights: pretrained needs model.source; a config has no weights"
+        yield _error(
+            "SW1209", "model.weights", message, "Write `weights: random`, or give `source:` instead of `config:`."
+        )
+
+
+def _data_parallel(view: View) -> tuple[int | None, str]:
+    """The data parallel degree that is pinned or follows from the world, and words for where it comes from."""
+    data = view.number("parallelism.data")
+    if data is not None:
+        return data, f"data={data}"
+    degrees = [view.number(key) for key in ("cluster.nodes", "cluster.gpus_per_node", *_DEGREES[:2])]
+    if None in degrees:
+        return None, ""
+    nodes, gpus, tensor, pipeline = cast("list[int]", degrees)
+    data, rest = divmod(nodes * gpus, tensor * pipeline)
+    if rest:
+        return None, ""  # the world does not divide: _world's finding
+    return data, f"data={data} (world {nodes * gpus} / (tensor={tensor} x pipeline={pipeline}))"
+
+
+_DEGREES = ("parallelism.tensor", "parallelism.pipeline", "parallelism.data")
+
+
+def _world(view: View) -> Iterable[Diagnostic]:
+    nodes, gpus = view.number("cluster.nodes"), view.number("cluster.gpus_per_node")
+    context = view.number("parallelism.context") or 1
+    pinned = {key: degree for key in _DEGREES if (degree := view.number(key)) is not None}
+    if nodes is None or gpus is None or not pinned or context != 1:
+        return
+    world, product = nodes * gpus, 1
+    for degree in pinned.values():
+        product *= degree
+    shown = " x ".join(f"{key.rpartition('.')[2]}={degree}" for key, degree in pinned.items())
+    total = f"{shown} = {product}" if len(pinned) > 1 else shown
+    world_shown = f"the {world} GPUs of the cluster (nodes={nodes} x gpus_per_node={gpus})"
+    # The largest degree is the likeliest mistake.
+    culprit = max(pinned, key=lambda key: pinned[key])
+    others, short = product // pinned[culprit], culprit.rpartition(".")[2]
+    if len(pinned) == 3 and product != world:
+        fits = (str(world // others),) if world % others == 0 else ()
+        help = f"Write `{short}: {fits[0]}` or `auto`." if fits else "Make the product the world size."
+        yield _error("SW1203", culprit, f"{total} does not make up {world_shown}", help, fits)
+    elif world % product:
+        room = world // others if world % others == 0 else world
+        near = tuple(str(degree) for degree in _nearest_divisors(room, pinned[culprit]))
+        help = f"{short} could be {words_for(near)}, or `auto`."
+        yield _error("SW1203", culprit, f"{total} does not divide {world_shown}", help, near)
+
+
+def _nearest_divisors(number: int, wanted: int) -> list[int]:
+    divisors = {d for low in range(1, int(number**0.5) + 1) if number % low == 0 for d in (low, number // low)}
+    return sorted(sorted(divisors, key=lambda d: (abs(d - wanted), d))[:3])
+
+
+def _batch(view: View) -> Iterable[Diagnostic]:
+    batch, micro = view.number("training.global_batch_size"), view.number("parallelism.micro_batch_size")
+    data, data_shown = _data_parallel(view)
+    group = (micro or 1) * (data or 1)
+    if batch is None or group == 1 or batch % group == 0:
+        return
+    shown = " x ".join(part for part in (f"micro_batch_size={micro}" if micro else "", data_shown) if part)
+    near = tuple(str(n) for n in (batch // group * group, (batch // group + 1) * group) if n)
+    message = f"global_batch_size {batch} is not a multiple of {shown}" + (f" = {group}" if micro and data else "")
+    help = f"The nearest batch sizes are {words_for(near)}."
+    yield _error("SW1204", "training.global_batch_size", message, help, near)
+
+
+def _steps(view: View) -> int | None:
+    tokens, batch = view.number("training.tokens"), view.number("training.global_batch_size")
+    length = view.number("training.sequence_length")
+    if tokens and batch and length:
+        return -(-tokens // (batch * length))
+    return view.number("training.steps")
+
+
+def _schedule(view: View) -> Iterable[Diagnostic]:
+    scheduler, steps = "training.scheduler", _steps(view)
+    warmup, decay = view.number(f"{scheduler}.warmup_steps") or 0, view.number(f"{scheduler}.decay_steps")
+    curve = view.text(f"{scheduler}.name")
+    if warmup and steps is not None and warmup >= steps:
+        message = f"warmup_steps {warmup} leaves nothing of the {steps} steps of the training"
+        yield _error("SW1205", f"{scheduler}.warmup_steps", message, f"Give fewer than {steps} steps, or warmup_ratio.")
+    if curve == "wsd" and decay is None:
+        message = "the wsd schedule needs decay_steps: over how many of the last steps the rate falls"
+        yield _error("SW1205", f"{scheduler}.name", message, "Add `decay_steps:`; a tenth of the steps is common.")
+    elif curve != "wsd" and decay is not None:
+        help = "Remove it, or write `name: wsd`."
+        yield _error("SW1205", f"{scheduler}.decay_steps", f"decay_steps is for wsd, and the schedule is {curve}", help)
+    elif decay is not None and steps is not None and warmup < steps < warmup + decay:
+        message = f"warmup_steps {warmup} and decay_steps {decay} are more than the {steps} steps of the training"
+        yield _error("SW1205", f"{scheduler}.decay_steps", message, f"Give at most {steps - warmup}.")
+
+
+def _min_lr(view: View) -> Iterable[Diagnostic]:
+    low, high = view.real("training.scheduler.min_lr"), view.real("training.optimizer.lr")
+    if low is not None and high is not None and low > high:
+        message = f"min_lr {low:g} is above optimizer.lr {high:g}"
+        yield _error("SW1205", "training.scheduler.min_lr", message, f"Give at most {high:g}.")
+
+
+# DeepSpeed accumulates in the compute type or in fp32.
+_ACCUMULATION: dict[str, tuple[str, ...]] = {"bf16": ("fp32", "bf16"), "fp16": ("fp32", "fp16"), "fp32": ("fp32",)}
+
+
+def _accumulation(view: View) -> Iterable[Diagnostic]:
+    key, precision = "training.gradient_accumulation_dtype", view.text("training.precision")
+    dtype, valid = view.get(key), ("auto", *_ACCUMULATION[precision])
+    if dtype is not None and dtype not in valid:
+        message = f"gradient_accumulation_dtype {dtype} does not go with precision {precision}"
+        yield _error("SW1206", key, message, f"Write {words_for(valid)}.", valid)
+
+
+def _auto_nodes(view: View) -> Iterable[Diagnostic]:
+    nodes, days = view.number("cluster.nodes"), view.real("training.days_at_most")
+    if nodes is None and days is None:
+        message = "cluster.nodes: auto needs training.days_at_most, the time that the training may take"
+        yield _error(
+            "SW1207", "cluster.nodes", message, "Add `days_at_most:` under `training`, or give the number of nodes."
+        )
+    if nodes is not None and days is not None:
+        message = f"training.days_at_most only chooses the number of nodes, and cluster.nodes is {nodes}"
+        yield _error("SW1207", "training.days_at_most", message, "Remove it, or write `nodes: auto`.")
+
+
+def _slurm(view: View) -> Iterable[Diagnostic]:
+    launcher = view.get("launch.launcher")
+    if view.get("launch.slurm") is not None and launcher not in (None, "slurm"):
+        message = f"a slurm section has no effect with launcher: {launcher}"
+        yield _error("SW1208", "launch.slurm", message, "Remove it, or write `launcher: slurm`.")
+
+
+def _environment(view: View) -> Iterable[Diagnostic]:
+    env = cast(JsonObject, view.get("launch.env") or {})
+    for index, variable in enumerate(cast("list[str]", view.get("launch.env_from") or [])):
+        if variable in env:
+            yield Diagnostic(
+                code="SW1211",
+                message=f"{variable} is in launch.env and in launch.env_from",
+                help="Keep one: env stores the value, env_from passes it through.",
+                key=("launch", "env_from", index),
+            )
+
+
+def _epochs(view: View) -> Iterable[Diagnostic]:
+    if view.get("training.epochs") is not None and view.get("data.kind") == "synthetic":
+        message = "synthetic data has no end, so there are no epochs of it"
+        yield _error("SW1210", "training.epochs", message, "Give `steps` or `tokens`.")
+
+
+_LAYOUT = ("cluster.nodes", "cluster.gpus_per_node", *_DEGREES, "parallelism.context")
+
+CHECKS: tuple[Check, ...] = (
+    _exactly_one("model", ("source", "config"), "source: org/name"),
+    _exactly_one("training", ("steps", "tokens", "epochs"), "steps: 1000"),
+    _at_most_one("training.scheduler", "warmup_steps", "warmup_ratio"),
+    _at_most_one("training.scheduler", "min_lr", "min_lr_ratio"),
+    Check(keys=("model.weights", "model.config"), find=_weights),
+    Check(keys=_LAYOUT, find=_world),
+    Check(keys=(*_LAYOUT, "training.global_batch_size", "parallelism.micro_batch_size"), find=_batch),
+    Check(
+        keys=(
+            "training.scheduler.name",
+            "training.scheduler.warmup_steps",
+            "training.scheduler.decay_steps",
+            "training.steps",
+            "training.tokens",
+            "training.global_batch_size",
+            "training.sequence_length",
+        ),
+        find=_schedule,
+    ),
+    Check(keys=("training.scheduler.min_lr", "training.optimizer.lr"), find=_min_lr),
+    Check(keys=("training.gradient_accumulation_dtype", "training.precision"), find=_accumulation),
+    Check(keys=("cluster.nodes", "training.days_at_most"), find=_auto_nodes),
+    Check(keys=("launch.launcher", "launch.slurm"), find=_slurm),
+    Check(keys=("launch.env", "launch.env_from"), find=_environment),
+    Check(keys=("training.epochs", "data.kind"), find=_epochs),
+    _exactly_one("validation", ("fraction", "kind"), "fraction: 0.01"),
+)

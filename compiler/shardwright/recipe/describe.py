@@ -1,0 +1,120 @@
+"""Words for keys, values and types in diagnostics, and where a misplaced key belongs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+
+from shardwright.diagnostics import KeyPath
+from shardwright.ir.json_value import JsonObject, JsonValue
+from shardwright.recipe.schema import properties, recipe_schema
+
+_TYPES: dict[str, str] = {
+    "integer": "an integer",
+    "number": "a number",
+    "string": "text",
+    "boolean": "true or false",
+    "array": "a list",
+    "object": "a mapping of keys",
+    "null": "null",
+}
+
+# Names from other tools; the value is the key path here.
+_SYNONYMS: dict[str, tuple[str, ...]] = {
+    "learning_rate": ("training", "optimizer", "lr"),
+    "max_lr": ("training", "optimizer", "lr"),
+    "adam_beta1": ("training", "optimizer", "betas"),
+    "max_steps": ("training", "steps"),
+    "train_steps": ("training", "steps"),
+    "train_iters": ("training", "steps"),
+    "num_train_epochs": ("training", "epochs"),
+    "train_batch_size": ("training", "global_batch_size"),
+    "batch_size": ("training", "global_batch_size"),
+    "seq_len": ("training", "sequence_length"),
+    "seq_length": ("training", "sequence_length"),
+    "max_length": ("training", "sequence_length"),
+    "max_grad_norm": ("training", "gradient_clipping"),
+    "dtype": ("training", "precision"),
+    "bf16": ("training", "precision"),
+    "fp16": ("training", "precision"),
+    "lr_scheduler_type": ("training", "scheduler", "name"),
+    "model_name_or_path": ("model", "source"),
+    "tp": ("parallelism", "tensor"),
+    "tensor_parallel": ("parallelism", "tensor"),
+    "tensor_parallel_size": ("parallelism", "tensor"),
+    "pp": ("parallelism", "pipeline"),
+    "pipeline_parallel_size": ("parallelism", "pipeline"),
+    "dp": ("parallelism", "data"),
+    "zero": ("parallelism", "zero_stage"),
+    "stage": ("parallelism", "zero_stage"),
+    "micro_batch": ("parallelism", "micro_batch_size"),
+    "per_device_train_batch_size": ("parallelism", "micro_batch_size"),
+    "train_micro_batch_size_per_gpu": ("parallelism", "micro_batch_size"),
+    "gradient_checkpointing": ("parallelism", "activation_checkpointing"),
+    "save_steps": ("checkpoint", "every_steps"),
+    "save_total_limit": ("checkpoint", "keep"),
+    "output_dir": ("checkpoint", "directory"),
+    "num_nodes": ("cluster", "nodes"),
+    "num_gpus": ("cluster", "gpus_per_node"),
+}
+
+
+def name(path: KeyPath) -> str:
+    """("training", "optimizer", "betas", 0) -> training.optimizer.betas[0]"""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return text.removeprefix(".") or "the recipe"
+
+
+def quote(text: str, limit: int = 60) -> str:
+    return repr(text if len(text) <= limit else f"{text[: limit - 3]}...")
+
+
+def say_value(value: JsonValue, *, typed: bool = False) -> str:
+    """typed: with its type, for "got ..."."""
+    if value is None:
+        return "nothing" if typed else "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return f"the text {quote(value)}" if typed else quote(value)
+    if isinstance(value, int | float):
+        return f"the number {value!r}" if typed else repr(value)
+    if isinstance(value, Mapping):
+        return "a mapping" if typed or value else "an empty mapping"
+    return f"a list of {len(value)}" if typed else "a list"
+
+
+def say_types(names: set[str]) -> list[str]:
+    """An integer is a number too; null is never suggested next to a real type."""
+    kept = names - {"null"} if len(names) > 1 else names
+    kept = kept - {"integer"} if "number" in kept else kept
+    return [words for type_name, words in _TYPES.items() if type_name in kept]
+
+
+def words_for(choices: Sequence[str]) -> str:
+    return choices[0] if len(choices) == 1 else f"{', '.join(choices[:-1])} or {choices[-1]}"
+
+
+def places_of_key(key: str) -> list[tuple[str, ...]]:
+    """Where a key of this name belongs, shallow places first."""
+    return [path for path in _all_keys() if path[-1] == key.lower()]
+
+
+def synonym(key: str) -> tuple[str, ...] | None:
+    """What other tools call so."""
+    return _SYNONYMS.get(key.lower().replace("-", "_"))
+
+
+@functools.cache
+def _all_keys() -> tuple[tuple[str, ...], ...]:
+    return tuple(sorted(dict.fromkeys(_walk(recipe_schema(), ())), key=len))
+
+
+def _walk(schema: JsonObject, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    # These values open the branches of `data` that depend on one; elsewhere they change nothing.
+    samples: tuple[JsonObject, ...] = ({}, {"kind": "jsonl"}, {"kind": "chat"}, {"mixture": []})
+    known = {key: sub for sample in samples for key, sub in properties(schema, sample).items()}
+    for key, sub in known.items():
+        if path != ("model", "config"):  # its keys are Hugging Face's, not ours
+            yield (*path, key)
+            yield from _walk(sub, (*path, key))

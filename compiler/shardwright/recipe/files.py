@@ -1,0 +1,136 @@
+"""The files that a recipe names: are they there, and are they what they should be? Apart from load_recipe, since an
+estimate needs none of them."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import os
+from collections.abc import Iterator
+from typing import cast
+
+from shardwright.diagnostics import Diagnostic, KeyPath
+from shardwright.ir.json_value import JsonObject
+from shardwright.ir.recipe import Recipe
+from shardwright.recipe.describe import name, quote
+from shardwright.recipe.paths import GLOB_KINDS, STDLIB
+
+
+def check_files(recipe: Recipe) -> tuple[Diagnostic, ...]:
+    """Every file or folder that the recipe names and that is missing or of the wrong kind."""
+    found: list[Diagnostic] = []
+    if recipe.model.source is not None:
+        found += _model_folder(recipe.model.source)
+    if recipe.data is not None:
+        data = {"kind": recipe.data.kind, "path": recipe.data.path, "tokenizer": recipe.data.tokenizer}
+        for index, part in enumerate(cast("list[JsonObject]", recipe.data.options.get("mixture", ()))):
+            found += _data(part, ("data", "mixture", index), recipe.training.sequence_length)
+        found += _data(data, ("data",), recipe.training.sequence_length)
+    if recipe.validation is not None:
+        found += _data(recipe.validation, ("validation",), recipe.training.sequence_length)
+    for key, path in (("hostfile", recipe.launch.hostfile), ("setup_script", recipe.launch.setup_script)):
+        if path is not None:
+            found += _file(path, ("launch", key))
+    # A tokenizer that follows from model.source has been reported there.
+    written = [d for d in found if d.key != ("data", "tokenizer") or recipe.source.locations.get(("data", "tokenizer"))]
+    return tuple(written)
+
+
+def _model_folder(source: str) -> Iterator[Diagnostic]:
+    key: KeyPath = ("model", "source")
+    if not os.path.isabs(source):
+        return  # a hub id: stage 2 asks for it
+    if not os.path.isdir(source):
+        cause = "is a file, not a folder" if os.path.exists(source) else "does not exist"
+        yield _missing(key, f"the folder {quote(source, 200)} {cause}", source, "A hub id is written org/name.")
+    elif not os.path.isfile(os.path.join(source, "config.json")):
+        yield Diagnostic(
+            code="SW1302",
+            message=f"{name(key)}: the folder {quote(source, 200)} has no config.json",
+            help="Give the folder that `save_pretrained` wrote.",
+            key=key,
+        )
+
+
+def _data(data: JsonObject, section: KeyPath, sequence_length: int) -> Iterator[Diagnostic]:
+    kind, path, tokenizer = data.get("kind"), data.get("path"), data.get("tokenizer")
+    if isinstance(tokenizer, str) and os.path.isabs(tokenizer) and not os.path.isdir(tokenizer):
+        key: KeyPath = (*section, "tokenizer")
+        yield _missing(
+            key, f"the folder {quote(tokenizer, 200)} does not exist", tokenizer, "Or write `tokenizer: byte`."
+        )
+    if not isinstance(path, str) or path == STDLIB:
+        return
+    key = (*section, "path")
+    if kind in GLOB_KINDS:
+        yield from _matches(path, key)
+    elif kind == "megatron":
+        for ending in (".idx", ".bin"):
+            yield from _file(path + ending, key)
+    elif kind == "tokens":
+        yield from _file(path, key) if not os.path.isfile(path) else _tokens(path, key, sequence_length)
+
+
+def _matches(path: str, key: KeyPath) -> Iterator[Diagnostic]:
+    if os.path.isfile(path) or any(os.path.isfile(match) for match in glob.iglob(path, recursive=True)):
+        return
+    if os.path.isdir(path):
+        yield Diagnostic(
+            code="SW1301",
+            message=f"{name(key)}: {quote(path, 200)} is a folder",
+            help=f"Name its files: {path}/* for those in it, {path}/** for all below.",
+            key=key,
+        )
+    else:
+        yield _missing(key, f"no file matches {quote(path, 200)}", path, "")
+
+
+def _file(path: str, key: KeyPath) -> Iterator[Diagnostic]:
+    if os.path.isdir(path):
+        yield Diagnostic(
+            code="SW1302", message=f"{name(key)}: {quote(path, 200)} is a folder", help="Name a file.", key=key
+        )
+    elif not os.path.exists(path):
+        yield _missing(key, f"the file {quote(path, 200)} does not exist", path, "")
+
+
+def _tokens(path: str, key: KeyPath, sequence_length: int) -> Iterator[Diagnostic]:
+    import numpy as np
+
+    problem = ""
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        problem = f"is not a .npy array: {' '.join(str(error).split())}"
+    else:
+        if not isinstance(array, np.ndarray) or array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
+            shape = f"{array.dtype} of shape {array.shape}" if isinstance(array, np.ndarray) else "an .npz archive"
+            problem = f"holds {shape}, not integers of shape (samples, sequence_length)"
+        elif array.shape[1] != sequence_length:
+            problem = f"has rows of {array.shape[1]} tokens, and training.sequence_length is {sequence_length}"
+    if problem:
+        yield Diagnostic(
+            code="SW1302",
+            message=f"{name(key)}: {quote(path, 200)} {problem}",
+            help="Save an integer array of shape (samples, sequence_length) with numpy.save.",
+            key=key,
+        )
+
+
+def _missing(key: KeyPath, what: str, path: str, help: str) -> Diagnostic:
+    """With the nearest name in the deepest folder that exists."""
+    folder, missing = os.path.split(path)
+    while folder and not os.path.isdir(folder) and folder != os.path.dirname(folder):
+        folder, missing = os.path.split(folder)
+    try:
+        close = difflib.get_close_matches(missing, sorted(os.listdir(folder))[:2000], n=3, cutoff=0.6)
+    except OSError:
+        close = []
+    hints = [f"In {folder} there is {', '.join(close)}." if close else f"{folder} exists, {missing} in it does not."]
+    return Diagnostic(
+        code="SW1301",
+        message=f"{name(key)}: {what}",
+        help=" ".join((*hints, "Relative paths start at the recipe's folder.", help)).strip(),
+        key=key,
+        valid=tuple(close),
+    )

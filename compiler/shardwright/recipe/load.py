@@ -1,0 +1,80 @@
+"""Stage 1, whole: a file and the command line's --set -> Recipe, or every error in them at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+from shardwright.diagnostics import Diagnostic, KeyPath, Location, Refusal, Source
+from shardwright.ir.json_value import JsonObject
+from shardwright.ir.recipe import Recipe
+from shardwright.recipe.checks import cross_check
+from shardwright.recipe.layers import STDIN, Layers
+from shardwright.recipe.node import Node, places, plain
+from shardwright.recipe.schema import complete, recipe_schema
+from shardwright.recipe.typed import build, decide, recipe_directory
+from shardwright.recipe.validate import integer_errors, meant_keys, validate
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = (), *, stdin_text: str | None = None) -> Recipe:
+    """`path` "-" is standard input. Raises Refusal, with the source to show, for anything wrong in the recipe.
+
+    Looks at the disk only for the recipe, its bases, and whether a model source or tokenizer is a folder; whether the
+    files that it names are there is files.check_files's question, because an estimate needs none of them.
+    """
+    name = STDIN if str(path) == "-" else str(path)
+    directory = os.getcwd() if name == STDIN else recipe_directory(name)
+    layers = Layers(stdin_text)
+    root = layers.read_file(name, directory)
+    if root is not None:
+        root = layers.override(root, overrides)
+    if root is None:
+        raise Refusal(*layers.errors, source=Source(file=name, texts=layers.texts))
+    source = _source(name, root, layers.texts)
+    return check_document(cast(JsonObject, plain(root)), directory, source, layers.errors)
+
+
+def check_document(given: JsonObject, directory: str, source: Source, errors: Sequence[Diagnostic] = ()) -> Recipe:
+    """The document as it was written -> Recipe. errors: what reading it has found already."""
+    found = list(errors)
+    told = _keys_at(source, [error.location for error in errors])
+    found += [error for error in validate(given) if error.key not in told]
+    completed = cast(JsonObject, complete(recipe_schema(), given))
+    told |= {error.key for error in found if error.key is not None}
+    found += [error for error in integer_errors(completed) if error.key not in told]
+    wrong = told | {error.key for error in found if error.key}
+    # What a misspelt key was meant to be is unknown too.
+    wrong |= meant_keys(found)
+    found += cross_check(completed, wrong)
+    if found:
+        raise Refusal(*sorted(found, key=lambda e: _order(e, source)), source=source)
+    return build(decide(completed), directory, source)
+
+
+def _source(name: str, root: Node, texts: dict[str, str]) -> Source:
+    values: dict[KeyPath, Location] = {}
+    keys: dict[KeyPath, Location] = {}
+    for path, value_place, key_place in places(root):
+        values[path] = value_place
+        if key_place is not None:
+            keys[path] = key_place
+    return Source(file=name, locations=values, key_locations=keys, texts=texts)
+
+
+def _keys_at(source: Source, wrong: list[Location | None]) -> set[KeyPath]:
+    """The keys whose value, or own name, already has a finding."""
+    spots = {(place.file, place.line, place.column) for place in wrong if place is not None}
+    both = (*source.locations.items(), *source.key_locations.items())
+    return {path for path, place in both if path and (place.file, place.line, place.column) in spots}
+
+
+def _order(error: Diagnostic, source: Source) -> tuple[int, str, int, int]:
+    """By place: the recipe first, then its bases, then the command line."""
+    place, key = error.location, error.key
+    while place is None and key is not None:
+        place = source.key_locations.get(key) or source.locations.get(key)
+        key = key[:-1] if key else None
+    place = place or Location(file=source.file, line=0, column=0)
+    return (place.file != source.file) + place.file.startswith("--"), place.file, place.line, place.column

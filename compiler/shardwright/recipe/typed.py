@@ -1,0 +1,235 @@
+"""A valid, completed document -> Recipe. The schema has already said that every type is right, hence the casts."""
+
+from __future__ import annotations
+
+import os
+from typing import cast
+
+from shardwright.diagnostics import Source
+from shardwright.ir.json_value import JsonObject, JsonValue
+from shardwright.ir.recipe import (
+    AssumeSection,
+    CheckpointSection,
+    ClusterSection,
+    DataSection,
+    InlineGpu,
+    LaunchSection,
+    ModelSection,
+    OptimizerSection,
+    ParallelismSection,
+    Recipe,
+    SchedulerSection,
+    TrainingSection,
+)
+from shardwright.recipe.paths import absolute, absolute_data_path, is_folder
+
+Text = dict[str, str]
+_GENERAL_DATA_KEYS = ("kind", "path", "tokenizer", "packing", "shuffle")
+# These hold token ids already.
+_WITHOUT_TOKENIZER = ("tokens", "megatron", "synthetic")
+
+
+def decide(document: JsonObject) -> JsonObject:
+    """Settles the `auto` values that depend on another key of the recipe: starting weights and tokenizers."""
+    decided = dict(document)
+    model = dict(cast(JsonObject, document["model"]))
+    if model["weights"] == "auto":
+        model["weights"] = "random" if model["source"] is None else "pretrained"
+    decided["model"] = model
+    for section in ("data", "validation"):
+        if decided.get(section) is not None:
+            decided[section] = _with_tokenizer(cast(JsonObject, decided[section]), cast("str | None", model["source"]))
+    decided.pop("extends", None)  # merged
+    return decided
+
+
+def _with_tokenizer(data: JsonObject, source: str | None) -> JsonObject:
+    if "mixture" in data:
+        parts = cast("list[JsonObject]", data["mixture"])
+        return {**data, "mixture": [_with_tokenizer(part, source) for part in parts]}
+    if data.get("tokenizer") != "auto":
+        return data
+    return {**data, "tokenizer": None if data.get("kind") in _WITHOUT_TOKENIZER else source or "byte"}
+
+
+def build(document: JsonObject, directory: str, source: Source) -> Recipe:
+    """directory: absolute folder of the recipe file."""
+
+    def path(value: JsonValue) -> str | None:
+        return None if value is None else absolute(str(value), directory)
+
+    model, cluster = _section(document, "model"), _section(document, "cluster")
+    launch, checkpoint, assume = (_section(document, key) for key in ("launch", "checkpoint", "assume"))
+    return Recipe(
+        version=cast(int, document["version"]),
+        name=cast(str, document["name"]),
+        target=cast(str, document["target"]),
+        model=ModelSection(
+            source=_folder_or_name(model["source"], directory),
+            config=cast("JsonObject | None", model["config"]),
+            revision=cast(str, model["revision"]),
+            weights=cast(str, model["weights"]),
+            attention=cast(str, model["attention"]),
+            loss=cast(str, model["loss"]),
+        ),
+        cluster=ClusterSection(
+            nodes=_integer(cluster["nodes"]),
+            gpus_per_node=cast(int, cluster["gpus_per_node"]),
+            gpu=_gpu(cluster["gpu"]),
+            intra_node_gbytes_per_second=_number(cluster["intra_node_gbytes_per_second"]),
+            inter_node_gbits_per_second=_number(cluster["inter_node_gbits_per_second"]),
+            host_memory_gib=_number(cluster["host_memory_gib"]),
+            shared_filesystem=cast(bool, cluster["shared_filesystem"]),
+            price_per_gpu_hour=_number(cluster["price_per_gpu_hour"]),
+        ),
+        training=_training(_section(document, "training")),
+        data=_data(cast("JsonObject | None", document["data"]), directory),
+        validation=_validation(cast("JsonObject | None", document["validation"]), directory),
+        parallelism=_parallelism(_section(document, "parallelism")),
+        objective=cast(str, document["objective"]),
+        assume=AssumeSection(
+            kernels=cast(str, assume["kernels"]),
+            mfu=_number(assume["mfu"]),
+            ignore_memory=cast(bool, assume["ignore_memory"]),
+        ),
+        launch=LaunchSection(
+            launcher=cast(str, launch["launcher"]),
+            hostfile=path(launch["hostfile"]),
+            master_addr=_choice(launch["master_addr"]),
+            master_port=_integer(launch["master_port"]),
+            env=cast(Text, launch["env"]),
+            env_from=tuple(cast("list[str]", launch["env_from"])),
+            setup_script=path(launch["setup_script"]),
+            slurm=cast(JsonObject, launch["slurm"] or {}),
+        ),
+        checkpoint=CheckpointSection(
+            directory=cast(str, checkpoint["directory"]),
+            every_steps=_integer(checkpoint["every_steps"]),
+            keep=_integer(checkpoint["keep"]),
+        ),
+        directory=directory,
+        document=document,
+        source=source,
+    )
+
+
+def _training(training: JsonObject) -> TrainingSection:
+    optimizer, scheduler = _section(training, "optimizer"), _section(training, "scheduler")
+    betas = cast("list[float]", optimizer["betas"])
+    warmup_ratio, min_lr_ratio = _number(scheduler["warmup_ratio"]), _number(scheduler["min_lr_ratio"])
+    warmup_steps, min_lr = _integer(scheduler["warmup_steps"]), _number(scheduler["min_lr"])
+    return TrainingSection(
+        sequence_length=cast(int, training["sequence_length"]),
+        global_batch_size=cast(int, training["global_batch_size"]),
+        steps=_integer(training["steps"]),
+        tokens=_integer(training["tokens"]),
+        epochs=_number(training["epochs"]),
+        precision=cast(str, training["precision"]),
+        gradient_accumulation_dtype=_choice(training["gradient_accumulation_dtype"]),
+        optimizer=OptimizerSection(
+            name=cast(str, optimizer["name"]),
+            lr=cast(float, optimizer["lr"]),
+            betas=(betas[0], betas[1]),
+            eps=cast(float, optimizer["eps"]),
+            weight_decay=cast(float, optimizer["weight_decay"]),
+        ),
+        scheduler=SchedulerSection(
+            name=cast(str, scheduler["name"]),
+            # Neither of a pair: no warm-up, and down to zero.
+            warmup_steps=0 if warmup_steps is None and warmup_ratio is None else warmup_steps,
+            warmup_ratio=warmup_ratio,
+            min_lr=0.0 if min_lr is None and min_lr_ratio is None else min_lr,
+            min_lr_ratio=min_lr_ratio,
+            decay_steps=_integer(scheduler["decay_steps"]),
+        ),
+        gradient_clipping=cast(float, training["gradient_clipping"]),
+        seed=cast(int, training["seed"]),
+        days_at_most=_number(training["days_at_most"]),
+    )
+
+
+def _parallelism(parallelism: JsonObject) -> ParallelismSection:
+    return ParallelismSection(
+        tensor=_integer(parallelism["tensor"]),
+        pipeline=_integer(parallelism["pipeline"]),
+        data=_integer(parallelism["data"]),
+        zero_stage=_integer(parallelism["zero_stage"]),
+        micro_batch_size=_integer(parallelism["micro_batch_size"]),
+        activation_checkpointing=_choice(parallelism["activation_checkpointing"]),
+        schedule=_choice(parallelism["schedule"]),
+        offload=_choice(parallelism["offload"]),
+        memory_headroom=_number(parallelism["memory_headroom"]),
+        expert=cast(int, parallelism["expert"]),
+        context=cast(int, parallelism["context"]),
+        virtual_stages=cast(int, parallelism["virtual_stages"]),
+        sequence_parallel=cast(bool, parallelism["sequence_parallel"]),
+    )
+
+
+def _data(data: JsonObject | None, directory: str) -> DataSection | None:
+    if data is None:
+        return None
+    located = _located(data, directory)
+    return DataSection(
+        kind=cast(str, data.get("kind", "mixture")),
+        path=cast("str | None", located.get("path")),
+        tokenizer=cast("str | None", located.get("tokenizer")),
+        packing=cast(bool, data.get("packing", True)),
+        shuffle=cast(bool, data.get("shuffle", True)),
+        options={key: value for key, value in located.items() if key not in _GENERAL_DATA_KEYS},
+    )
+
+
+def _validation(validation: JsonObject | None, directory: str) -> JsonObject | None:
+    return None if validation is None else _located(validation, directory)
+
+
+def _located(data: JsonObject, directory: str) -> JsonObject:
+    """With its paths made absolute, a mixture's parts included."""
+    located = dict(data)
+    if data.get("path") is not None:
+        located["path"] = absolute_data_path(cast(str, data["path"]), directory, str(data.get("kind")))
+    if data.get("tokenizer") is not None:
+        located["tokenizer"] = _folder_or_name(data["tokenizer"], directory)
+    if "mixture" in data:
+        located["mixture"] = [_located(part, directory) for part in cast("list[JsonObject]", data["mixture"])]
+    return located
+
+
+def _gpu(gpu: JsonValue) -> str | InlineGpu:
+    if isinstance(gpu, str):
+        return gpu
+    numbers = cast(JsonObject, gpu)
+    return InlineGpu(
+        memory_gib=cast(float, numbers["memory_gib"]),
+        hbm_gbytes_per_second=cast(float, numbers["hbm_gbytes_per_second"]),
+        peak_tflops=cast("dict[str, float]", numbers["peak_tflops"]),
+    )
+
+
+def _folder_or_name(value: JsonValue, directory: str) -> str | None:
+    if value is None:
+        return None
+    text = cast(str, value)
+    return absolute(text, directory) if is_folder(text, directory) else text
+
+
+def _section(document: JsonObject, key: str) -> JsonObject:
+    return cast(JsonObject, document[key])
+
+
+def _choice(value: JsonValue) -> str | None:
+    return None if value in (None, "auto") else cast(str, value)
+
+
+def _integer(value: JsonValue) -> int | None:
+    return None if value in (None, "auto") else cast(int, value)
+
+
+def _number(value: JsonValue) -> float | None:
+    return None if value in (None, "auto") else cast(float, value)
+
+
+def recipe_directory(name: str) -> str:
+    """The folder that relative paths start from; the working folder for a recipe on standard input."""
+    return os.path.dirname(os.path.abspath(name))

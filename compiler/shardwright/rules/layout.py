@@ -1,0 +1,361 @@
+"""The layout rules: one small function each, from a layout to a Diagnostic or None.
+
+Numbers like "rule 3" are those of the rule book that the project started from; lines are of DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwright.diagnostics import Diagnostic, KeyPath, Severity
+from shardwright.ir.cluster import Cluster
+from shardwright.ir.model_graph import ModelGraph
+from shardwright.ir.recipe import Recipe
+from shardwright.ir.strategy import Strategy
+from shardwright.partition.stages import too_few_layers
+
+SLOW_LINK_BYTES_PER_SECOND = 200e9 / 8  # rule 36: ZeRO-3 across links under 200 Gb/s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What a rule looks at."""
+
+    recipe: Recipe
+    graph: ModelGraph
+    cluster: Cluster
+    strategy: Strategy
+
+
+def _found(
+    code: str, key: str, message: str, help_text: str, valid: tuple[int, ...] = (), severity: Severity = "error"
+) -> Diagnostic:
+    path: KeyPath = tuple(key.split("."))
+    return Diagnostic(
+        code=code, message=message, help=help_text, key=path, valid=tuple(map(str, valid)), severity=severity
+    )
+
+
+def _nearest_divisors(value: int, wanted: int, count: int = 3) -> tuple[int, ...]:
+    """Divisors of `value` nearest to `wanted`, ascending."""
+    divisors = [n for n in range(1, value + 1) if value % n == 0]
+    return tuple(sorted(sorted(divisors, key=lambda n: (abs(n - wanted), n))[:count]))
+
+
+def world_size(x: Subject) -> Diagnostic | None:
+    """Rules 1, 2: dp = world / (tp pp) (pipe/module.py:174)."""
+    s, world = x.strategy, x.cluster.world_size
+    if s.world_size == world:
+        return None
+    pins = x.recipe.parallelism
+    key = next((k for k in ("data", "pipeline", "tensor") if getattr(pins, k) is not None), "tensor")
+    return _found(
+        "SW3101",
+        f"parallelism.{key}",
+        f"tensor {s.tensor} x pipeline {s.pipeline} x data {s.data} = {s.world_size}, "
+        f"but {x.cluster.nodes} nodes x {x.cluster.gpus_per_node} GPUs = {world}",
+        "The product must be the number of GPUs; leave one of the three keys at auto to have it computed.",
+        _nearest_divisors(world, getattr(s, key)),
+    )
+
+
+def batch(x: Subject) -> Diagnostic | None:
+    """Rule 1: train_batch = micro x accumulation x dp (runtime/config.py:925)."""
+    s, size = x.strategy, x.recipe.training.global_batch_size
+    if s.micro_batch_size * s.gradient_accumulation_steps * s.data == size:
+        return None
+    per_step = s.micro_batch_size * s.data
+    lower, upper = size // per_step * per_step, -(-size // per_step) * per_step
+    return _found(
+        "SW3102",
+        "training.global_batch_size",
+        f"global_batch_size {size} is not a multiple of micro_batch_size {s.micro_batch_size} x data {s.data}",
+        "Gradient accumulation takes whole micro-batches on every data rank.",
+        tuple(n for n in dict.fromkeys((lower, upper)) if n > 0),
+    )
+
+
+def heads(x: Subject) -> Diagnostic | None:
+    """Rule 13: a head is computed whole on one rank."""
+    t, count = x.strategy.tensor, x.graph.attention_heads
+    if count % t == 0:
+        return None
+    return _found(
+        "SW3103",
+        "parallelism.tensor",
+        f"tensor {t} does not divide the model's {count} attention heads",
+        "Each tensor rank computes whole attention heads.",
+        _nearest_divisors(count, t),
+    )
+
+
+def key_value_heads(x: Subject) -> Diagnostic | None:
+    """Rule 13, without the copies of key/value heads that a larger degree would need."""
+    t, count = x.strategy.tensor, x.graph.key_value_heads
+    if count % t == 0 or count == x.graph.attention_heads:
+        return None
+    return _found(
+        "SW3104",
+        "parallelism.tensor",
+        f"tensor {t} does not divide the model's {count} key/value heads",
+        "This version does not copy key/value heads to several tensor ranks.",
+        _nearest_divisors(count, t),
+    )
+
+
+def feed_forward(x: Subject) -> Diagnostic | None:
+    """Shards of a feed-forward matrix are equal (rule 13's counterpart)."""
+    t, size = x.strategy.tensor, x.graph.feed_forward_size
+    if size % t == 0:
+        return None
+    return _found(
+        "SW3105",
+        "parallelism.tensor",
+        f"tensor {t} does not divide the model's feed-forward size {size}",
+        "Each tensor rank holds an equal share of the feed-forward matrices.",
+        _nearest_divisors(size, t),
+    )
+
+
+def layers(x: Subject) -> Diagnostic | None:
+    """A stage holds at least one layer; embedding and head count as one each."""
+    if len(x.graph.layers) >= x.strategy.stages:
+        return None
+    return too_few_layers(x.graph, x.strategy)
+
+
+def pipeline_zero_0(x: Subject) -> Diagnostic | None:
+    """Measured: ZeRO-0 under a pipeline clips by a wrong norm in fp32 and cannot accumulate bf16 in fp32
+    (rule 9). ZeRO-1 does both, and costs nothing at data 1."""
+    if x.strategy.pipeline == 1 or x.strategy.zero_stage != 0:
+        return None
+    return _found(
+        "SW3107",
+        "parallelism.zero_stage",
+        f"zero_stage 0 with pipeline {x.strategy.pipeline} computes a wrong gradient norm",
+        "Use zero_stage: 1; with data 1 it shards nothing and costs nothing.",
+        (1,),
+    )
+
+
+def pipeline_zero_23(x: Subject) -> Diagnostic | None:
+    """Rule 3 (pipe/engine.py:76)."""
+    if x.strategy.pipeline == 1 or x.strategy.zero_stage < 2:
+        return None
+    return _found(
+        "SW3108",
+        "parallelism.zero_stage",
+        f"zero_stage {x.strategy.zero_stage} does not work with pipeline {x.strategy.pipeline}: "
+        "DeepSpeed's pipeline engine asserts stage 0 or 1",
+        "Use zero_stage: 1 with the pipeline, or pipeline: 1 with this stage.",
+        (1,),
+    )
+
+
+def dualpipev_micro_batches(x: Subject) -> Diagnostic | None:
+    """Rule 12 (pipe/schedule.py:353)."""
+    s = x.strategy
+    if s.schedule != "dualpipev" or s.pipeline == 1 or s.gradient_accumulation_steps >= 2 * s.pipeline:
+        return None
+    return _found(
+        "SW3109",
+        "parallelism.schedule",
+        f"dualpipev over pipeline {s.pipeline} needs {2 * s.pipeline} micro-batches a step, "
+        f"not {s.gradient_accumulation_steps}",
+        "Raise training.global_batch_size, lower micro_batch_size or data, or use schedule: 1f1b.",
+    )
+
+
+def dualpipev_alone(x: Subject) -> Diagnostic | None:
+    if x.strategy.schedule != "dualpipev" or x.strategy.pipeline > 1:
+        return None
+    return _found(
+        "SW3110",
+        "parallelism.schedule",
+        "schedule dualpipev with pipeline 1: there is no pipeline to schedule",
+        "Use schedule: 1f1b, or pipeline: 2 or more.",
+    )
+
+
+def offload(x: Subject) -> Diagnostic | None:
+    """Rules 11, 24-26 wait for the version that runs it."""
+    if x.strategy.offload == "none":
+        return None
+    return _found(
+        "SW3111",
+        "parallelism.offload",
+        f"offload {x.strategy.offload} cannot run in this version",
+        "Use offload: none; a higher zero_stage or activation_checkpointing: full also saves memory.",
+    )
+
+
+def tensor_in_node(x: Subject) -> Diagnostic | None:
+    """Rule 18, as an error: ranks are placed so that a tensor group fills part of one node."""
+    t, slots = x.strategy.tensor, x.cluster.gpus_per_node
+    if slots % t == 0:
+        return None
+    return _found(
+        "SW3112",
+        "parallelism.tensor",
+        f"tensor {t} does not divide the {slots} GPUs of a node, so a tensor group would cross nodes",
+        "Tensor parallelism sends every layer's activations; keep it inside a node.",
+        _nearest_divisors(slots, t),
+    )
+
+
+def dropout(x: Subject) -> Diagnostic | None:
+    """Sharded regions would need their own random stream, which attention dropout does not take by itself."""
+    if x.strategy.tensor == 1 or x.graph.max_dropout == 0:
+        return None
+    names = [
+        k
+        for k, v in x.graph.config.items()
+        if k.endswith(("dropout", "pdrop")) and not k.startswith(("summary", "classifier")) and v
+    ]
+    return _found(
+        "SW3113",
+        "parallelism.tensor",
+        f"tensor {x.strategy.tensor} with dropout {x.graph.max_dropout} cannot run in this version",
+        f"Set {', '.join(names)} to 0 in model.config, or use tensor: 1.",
+        (1,),
+    )
+
+
+def zero_0_accumulation(x: Subject) -> Diagnostic | None:
+    """Rule 9 (runtime/engine.py, _do_optimizer_sanity_check): without ZeRO both dtypes must be one."""
+    s, training = x.strategy, x.recipe.training
+    if s.zero_stage != 0 or s.pipeline > 1:
+        return None
+    default = "fp32" if training.precision == "bf16" else training.precision
+    accumulation = training.gradient_accumulation_dtype or default
+    if accumulation == training.precision:
+        return None
+    return _found(
+        "SW3114",
+        "parallelism.zero_stage",
+        f"zero_stage 0 cannot accumulate gradients in {accumulation} while computing in {training.precision}",
+        f"Use zero_stage: 1, or training.gradient_accumulation_dtype: {training.precision}.",
+        (1,),
+    )
+
+
+def half_precision_norm(x: Subject) -> Diagnostic | None:
+    """fp16/unfused_optimizer.py:209 takes the norm of bare gradients, without the marks of the cut parameters, so
+    only the first tensor rank's shards count in the clipping."""
+    s, training = x.strategy, x.recipe.training
+    if s.zero_stage != 0 or s.pipeline > 1 or s.tensor == 1 or training.precision == "fp32":
+        return None
+    return _found(
+        "SW3122",
+        "parallelism.zero_stage",
+        f"zero_stage 0 in {training.precision} with tensor {s.tensor} clips by a wrong gradient norm",
+        "Use zero_stage: 1; with data 1 it shards nothing and costs nothing.",
+        (1,),
+    )
+
+
+def half_precision_accumulation(x: Subject) -> Diagnostic | None:
+    """Rule 10: bf16 has eight bits of precision, so a long sum of micro-batches loses the small ones."""
+    training = x.recipe.training
+    if training.precision != "bf16" or training.gradient_accumulation_dtype in (None, "fp32"):
+        return None
+    if x.strategy.gradient_accumulation_steps == 1:
+        return None
+    return _found(
+        "SW3121",
+        "training.gradient_accumulation_dtype",
+        f"{x.strategy.gradient_accumulation_steps} micro-batches are summed in {training.gradient_accumulation_dtype}",
+        "gradient_accumulation_dtype: auto sums them in fp32, for two more bytes a parameter.",
+        severity="warning",
+    )
+
+
+def not_yet(x: Subject) -> Diagnostic | None:
+    """Keys that exist in plans and estimates but that no engine here runs."""
+    s, p = x.strategy, x.recipe.parallelism
+    values = {"expert": s.expert, "context": s.context}
+    if x.recipe.target == "deepspeed":  # target: megatron estimates these two
+        values |= {"virtual_stages": s.virtual_stages, "sequence_parallel": int(s.sequence_parallel) + 1}
+    wrong = {name: getattr(p, name) for name, value in values.items() if value > 1}
+    if not wrong:
+        return None
+    named = ", ".join(f"{name} {str(value).lower()}" for name, value in wrong.items())
+    return _found(
+        "SW3115",
+        f"parallelism.{next(iter(wrong))}",
+        f"{named} cannot run in this version",
+        "Use expert: 1, context: 1, virtual_stages: 1 and sequence_parallel: false.",
+    )
+
+
+def learned_positions(x: Subject) -> Diagnostic | None:
+    """A learned table has no row for a later position. It stands in the embedding layer, beside the tokens' table."""
+    length, most = x.recipe.training.sequence_length, x.graph.max_positions
+    if most is None or length <= most or not _has_position_table(x.graph):
+        return None
+    return _found(
+        "SW3116",
+        "training.sequence_length",
+        f"sequence_length {length} is longer than the model's table of {most} positions",
+        "Shorten the sequence, or raise the position count in model.config (with random weights).",
+        (most,),
+    )
+
+
+def rotary_positions(x: Subject) -> Diagnostic | None:
+    """Rotary positions go on beyond what the model was trained for, at some loss of quality."""
+    length, most = x.recipe.training.sequence_length, x.graph.max_positions
+    if most is None or length <= most or _has_position_table(x.graph):
+        return None
+    return _found(
+        "SW3117",
+        "training.sequence_length",
+        f"sequence_length {length} is longer than the model's max_position_embeddings {most}",
+        "It runs, but positions beyond that were never trained; set the model's rope scaling if that is meant.",
+        (most,),
+        severity="warning",
+    )
+
+
+def _has_position_table(graph: ModelGraph) -> bool:
+    return any(p.shape[0] == graph.max_positions for p in graph.layers[0].parameters[1:])
+
+
+def precision(x: Subject) -> Diagnostic | None:
+    wanted, gpu = x.recipe.training.precision, x.cluster.gpu
+    if wanted in gpu.peak_flops:
+        return None
+    return Diagnostic(
+        code="SW3118",
+        message=f"gpu {gpu.name} has no {wanted} peak",
+        help="Choose a precision that the GPU computes in, or give its peak in an inline gpu's peak_tflops.",
+        key=("training", "precision"),
+        valid=tuple(gpu.peak_flops),
+    )
+
+
+def fp16_on_cpu(x: Subject) -> Diagnostic | None:
+    """Measured: DeepSpeed's CPU accelerator refuses fp16 at start."""
+    if x.recipe.training.precision != "fp16" or not x.cluster.gpu.is_cpu:
+        return None
+    return _found(
+        "SW3119",
+        "training.precision",
+        "precision fp16 is lowered, but DeepSpeed refuses to run it on a CPU",
+        "Use bf16 or fp32 to run here.",
+        severity="warning",
+    )
+
+
+def zero_3_slow_links(x: Subject) -> Diagnostic | None:
+    """Rule 36 (DeepSpeed#6889, #7019, #2928): parameters cross the links three times a micro-batch."""
+    s, rate = x.strategy, x.cluster.inter_node_bytes_per_second
+    if s.zero_stage < 3 or x.cluster.nodes == 1 or rate >= SLOW_LINK_BYTES_PER_SECOND:
+        return None
+    return _found(
+        "SW3120",
+        "parallelism.zero_stage",
+        f"zero_stage 3 over links of {rate * 8 / 1e9:.0f} Gb/s per GPU: more nodes may be slower",
+        "A pipeline with zero_stage: 1 sends far less between nodes.",
+        severity="warning",
+    )

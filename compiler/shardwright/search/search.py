@@ -1,0 +1,197 @@
+"""Stage 4: rank every layout that the rules allow, and say why the others are out."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, fields
+
+from shardwright.cost.estimate import does_not_fit, estimate_strategy, price
+from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.ir.cluster import Cluster
+from shardwright.ir.estimate import Estimate
+from shardwright.ir.model_graph import ModelGraph
+from shardwright.ir.recipe import Recipe
+from shardwright.ir.strategy import Strategy
+from shardwright.rules.registry import UNCOUNTABLE_CODES, check_layout
+from shardwright.search.space import candidates, nearest, without_pins
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RejectedRegion:
+    """Layouts that one rule (or the memory) forbids. reason: that rule's message for the first of them."""
+
+    code: str
+    reason: str
+    count: int
+    example: Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """ranked: the feasible layouts, best first. rejected: one region a code, the largest first.
+
+    closest: the legal layout that misses memory by least, where none fits.
+    """
+
+    ranked: tuple[Estimate, ...]
+    rejected: tuple[RejectedRegion, ...]
+    closest: Estimate | None
+    seconds: float
+
+
+def search(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> SearchResult:
+    """Never raises for a layout that is illegal: that one is in `rejected`. Deterministic but for `seconds`."""
+    started = time.perf_counter()
+    feasible: list[Estimate] = []
+    closest: Estimate | None = None
+    regions: dict[str, RejectedRegion] = {}
+
+    def reject(found: Diagnostic, strategy: Strategy) -> None:
+        known = regions.get(found.code)
+        regions[found.code] = RejectedRegion(
+            code=found.code,
+            reason=known.reason if known else found.message,
+            count=known.count + 1 if known else 1,
+            example=known.example if known else strategy,
+        )
+
+    for strategy in candidates(recipe, graph, cluster):
+        diagnostics = check_layout(recipe, graph, cluster, strategy)
+        broken = next((d for d in diagnostics if d.severity == "error"), None)
+        if broken is not None:
+            reject(broken, strategy)
+            continue
+        estimate = price(recipe, graph, cluster, strategy, diagnostics)
+        if estimate.feasible:
+            feasible.append(estimate)
+            continue
+        reject(does_not_fit(estimate.memory, strategy), strategy)
+        if closest is None or estimate.memory.peak_bytes < closest.memory.peak_bytes:
+            closest = estimate
+    feasible.sort(key=lambda e: rank_key(recipe, e))
+    return SearchResult(
+        ranked=tuple(feasible),
+        rejected=tuple(sorted(regions.values(), key=lambda r: (-r.count, r.code))),
+        closest=None if feasible else closest,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def rank_key(recipe: Recipe, estimate: Estimate) -> tuple[float | int | str, ...]:
+    """By the objective (a fixed cluster costs what its time costs), then the simpler layout, then the text."""
+    s = estimate.strategy
+    goal = estimate.memory.peak_bytes if recipe.objective == "memory" else estimate.time.step_seconds
+    other = estimate.time.step_seconds if recipe.objective == "memory" else estimate.memory.peak_bytes
+    # Nine digits: what floating-point noise decides would not be a choice.
+    return (
+        float(f"{goal:.9g}"),
+        s.pipeline,
+        s.tensor,
+        s.zero_stage,
+        float(f"{other:.9g}"),
+        s.micro_batch_size,
+        s.activation_checkpointing,
+        s.schedule,
+    )
+
+
+def choose(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> Estimate:
+    """The best feasible layout. Errors: the rules that the pins break, at the pins; SW3202 where nothing fits."""
+    result = search(recipe, graph, cluster)
+    if result.ranked:
+        return result.ranked[0]
+    if result.closest is not None:
+        raise Refusal(_nothing_fits(result.closest, cluster))
+    raise Refusal(*why_not(recipe, graph, cluster))
+
+
+def why_not(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> tuple[Diagnostic, ...]:
+    """The errors of the layout within the pins that breaks the fewest rules."""
+    found = (
+        tuple(d for d in check_layout(recipe, graph, cluster, strategy) if d.severity == "error")
+        for strategy in candidates(recipe, graph, cluster)
+    )
+    fewest = min(found, key=len, default=())
+    if fewest:
+        return fewest
+    # No layout multiplies out: explain the pinned one, but not by the values that only fill the gaps.
+    pins = recipe.parallelism
+    pinned = {("parallelism", field.name) for field in fields(pins) if getattr(pins, field.name) is not None}
+    errors = tuple(
+        d
+        for d in check_layout(recipe, graph, cluster, nearest(recipe, cluster))
+        if d.severity == "error"
+        and (d.code in UNCOUNTABLE_CODES or d.key is None or d.key[0] != "parallelism" or d.key in pinned)
+    )
+    return errors or (
+        Diagnostic(
+            code="SW3203",
+            message=f"no layout of {cluster.world_size} GPUs divides a global batch of "
+            f"{recipe.training.global_batch_size}",
+            help="Choose a global_batch_size with more divisors, or pin fewer keys.",
+            key=("training", "global_batch_size"),
+        ),
+    )
+
+
+def pinned_estimate(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> Estimate:
+    """What `estimate` prints: the pinned layout, `auto` filled by the search.
+
+    Where no layout within the pins is feasible, the one that breaks least is priced all the same. Raises Refusal
+    where none multiplies out to the world and the batch.
+    """
+    strategies = tuple(candidates(recipe, graph, cluster))
+    if len(strategies) == 1:
+        return estimate_strategy(recipe, graph, cluster, strategies[0])
+    result = search(recipe, graph, cluster)
+    if result.ranked:
+        return result.ranked[0]
+    if result.closest is not None:
+        return result.closest
+    if not strategies:
+        raise Refusal(*why_not(recipe, graph, cluster))
+
+    def errors(strategy: Strategy) -> int:
+        return sum(d.severity == "error" for d in check_layout(recipe, graph, cluster, strategy))
+
+    fewest = min(errors(s) for s in strategies)
+    priced = [estimate_strategy(recipe, graph, cluster, s) for s in strategies if errors(s) == fewest]
+    return min(priced, key=lambda e: (not e.memory.fits, rank_key(recipe, e)))
+
+
+def baselines(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> tuple[Estimate, ...]:
+    """The best pipeline 1, tensor 1 layouts with ZeRO-2 and with ZeRO-3: what one would run today.
+
+    Pins on the layout do not apply. Where none fits, the one nearest to fitting; none where the batch does not divide.
+    """
+    found: list[Estimate] = []
+    for zero_stage in (2, 3):
+        plain = without_pins(recipe, zero_stage=zero_stage)
+        result = search(plain, graph, cluster)
+        best = result.ranked[0] if result.ranked else result.closest
+        if best is not None:
+            found.append(best)
+    return tuple(found)
+
+
+def _nothing_fits(closest: Estimate, cluster: Cluster) -> Diagnostic:
+    s, memory = closest.strategy, closest.memory
+    layout = (
+        f"tensor={s.tensor} pipeline={s.pipeline} data={s.data} zero_stage={s.zero_stage} "
+        f"micro_batch_size={s.micro_batch_size} activation_checkpointing={s.activation_checkpointing}"
+    )
+    fullest = max(memory.stages, key=lambda stage: stage.peak_bytes)
+    states = fullest.parameters_bytes + fullest.gradients_bytes + fullest.optimizer_bytes
+    if 2 * states > memory.peak_bytes:
+        remedy = "Most of it is model states: more nodes, or GPUs with more memory, would help."
+    else:
+        remedy = (
+            "Most of it is activations: a shorter sequence, activation_checkpointing: full or more nodes would help."
+        )
+    return Diagnostic(
+        code="SW3202",
+        message=f"the model does not fit anywhere on {cluster.world_size} x {cluster.gpu.name}: "
+        f"the closest layout needs {memory.peak_bytes / 2**30:.1f} GiB of {memory.capacity_bytes / 2**30:.1f} GiB",
+        help=f"The closest layout is {layout}. {remedy}",
+        key=("cluster", "nodes"),
+    )

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Starts llama-pp2-tp2 on this machine, 4 ranks.
+set -euo pipefail
+# Works from wherever the folder is, under any name.
+here=${BASH_SOURCE[0]}
+[[ $here == */* ]] || here=./$here
+CDPATH='' cd -- "${here%/*}/"
+export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
+export DS_ACCELERATOR=cpu
+export GREETING='it'"'"'s $(not) run'
+export OMP_NUM_THREADS=1
+# The hostfile and the address keep deepspeed away from /job/hostfile and from ssh.
+exec deepspeed --hostfile launch/hostfile --no_ssh_check --master_addr 127.0.0.1 \
+  --master_port 29511 train.py

@@ -1,0 +1,79 @@
+"""What every test may use: a small recipe to vary, and the --update-golden switch."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("repeatable")
+
+SMALL_RECIPE: dict[str, Any] = {
+    "version": 1,
+    "name": "small",
+    "model": {
+        "config": {
+            "model_type": "llama",
+            "vocab_size": 256,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+        },
+        "weights": "random",
+    },
+    "cluster": {"nodes": 1, "gpus_per_node": 4, "gpu": "cpu"},
+    "training": {
+        "sequence_length": 32,
+        "global_batch_size": 8,
+        "steps": 10,
+        "precision": "fp32",
+    },
+    "data": {"kind": "synthetic"},
+    "parallelism": {"tensor": 2, "pipeline": 2, "data": 1, "schedule": "1f1b", "micro_batch_size": 2},
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write tests/cases/*/expected anew")
+
+
+@pytest.fixture
+def update_golden(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--update-golden"))
+
+
+@pytest.fixture
+def small_recipe() -> dict[str, Any]:
+    """A document to change: Llama of 4 layers, pipeline 2 x tensor 2 on four CPU ranks."""
+    return copy.deepcopy(SMALL_RECIPE)
+
+
+@pytest.fixture
+def write_recipe(tmp_path: Path, small_recipe: dict[str, Any]) -> Callable[..., Path]:
+    """write_recipe({"training.steps": 3}) -> path of the small recipe with these keys set (None removes one)."""
+
+    def write(changes: dict[str, Any] | None = None, name: str = "recipe.json") -> Path:
+        document = copy.deepcopy(small_recipe)
+        for dotted, value in (changes or {}).items():
+            *parents, key = dotted.split(".")
+            place = document
+            for parent in parents:
+                place = place.setdefault(parent, {})
+            if value is None:
+                place.pop(key, None)
+            else:
+                place[key] = value
+        path = tmp_path / name
+        path.write_text(json.dumps(document), encoding="utf-8")
+        return path
+
+    return write

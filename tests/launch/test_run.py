@@ -1,0 +1,139 @@
+"""`run`: resume, preemption, failures, and what it prints and leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.parity.harness import Case, metrics, must, newest_checkpoint, recipe, shardwright, write_inputs
+
+pytestmark = pytest.mark.launch
+
+
+def compiled(case: Case, folder: Path, **training: Any) -> Path:
+    write_inputs(case, folder)
+    document = recipe(case, folder)
+    document["training"] |= training
+    document["checkpoint"] = {"every_steps": 4}
+    (folder / "recipe.yaml").write_text(json.dumps(document))
+    must(shardwright("compile", folder / "recipe.yaml", "-o", folder / "out"))
+    return folder / "out"
+
+
+def exported(out: Path, to: Path) -> dict[str, torch.Tensor]:
+    must(shardwright("export", newest_checkpoint(out), "-o", to))
+    return load_file(to / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(model="gpt2", pipeline=2, tensor=2), Case(model="llama", data=2, zero_stage=3)],
+    ids=["gpt2-pp2-tp2", "llama-dp2-zero3"],
+)
+def test_a_run_that_lost_its_last_steps_continues_bit_for_bit(case: Case, tmp_path: Path) -> None:
+    out = compiled(case, tmp_path)
+    must(shardwright("run", out))
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step-00000004", "step-00000008"]
+    whole, first = exported(out, tmp_path / "whole"), metrics(out)
+    shutil.rmtree(out / "checkpoints" / "step-00000008")
+    must(shardwright("run", out))
+    again, second = exported(out, tmp_path / "again"), metrics(out)
+    assert [m["step"] for m in second] == list(range(1, 9))
+    assert [m["attempt"] for m in second] == [1] * 4 + [2] * 4
+    assert [(m["loss"], m["grad_norm"]) for m in second] == [(m["loss"], m["grad_norm"]) for m in first]
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    done = must(shardwright("run", out))
+    assert "already trained" in done.stdout
+
+
+def test_stop_file_saves_and_a_later_run_finishes(tmp_path: Path) -> None:
+    case = Case(model="llama", pipeline=2)
+    out = compiled(case, tmp_path, steps=400)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shardwright", "run", str(out)], stdout=subprocess.PIPE, text=True
+    )
+    wait_for(lambda: (out / "run" / "metrics.jsonl").exists() and len(metrics(out)) > 2, process)
+    (out / "run" / "stop").touch()
+    assert process.wait(timeout=120) == 0
+    status = json.loads((out / "run" / "status.json").read_text())
+    assert status["status"] == "preempted"
+    assert newest_checkpoint(out).name == f"step-{status['step']:08d}"
+    assert len(metrics(out)) == status["step"]
+
+
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    out = compiled(Case(model="llama", data=2), tmp_path, steps=400)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shardwright", "run", str(out)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(lambda: (out / "run" / "metrics.jsonl").exists() and len(metrics(out)) > 2, process)
+    victim = json.loads((out / "run" / "ranks" / "rank-00001.json").read_text())
+    os.kill(victim["pid"], signal.SIGKILL)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 3
+    assert "error[SW6301]: rank 1: killed (signal 9)" in errors
+    assert "Traceback" not in errors
+    status = json.loads((out / "run" / "status.json").read_text())
+    assert (status["status"], status["rank"]) == ("failed", 1)
+
+
+def test_a_failing_rank_speaks_before_its_echo(tmp_path: Path) -> None:
+    """Rank 1 cannot read its copy of the script's model folder: its own error is shown, not gloo's on rank 0."""
+    out = compiled(Case(model="llama", pipeline=2), tmp_path)
+    script = out / "train.py"
+    script.write_text(
+        "import os, shardwright.runtime.engine as engine\n"
+        "whole = engine.PipelineTrainer.step\n"
+        "def step(self, *a):\n"
+        "    if os.environ['RANK'] == '1' and self.engine.global_steps == 2:\n"
+        "        raise OSError('the disk went away')\n"
+        "    return whole(self, *a)\n"
+        "engine.PipelineTrainer.step = step\n" + script.read_text()
+    )
+    result = shardwright("run", out)
+    assert result.returncode == 3
+    assert "error[SW6301]: rank 1 (stage 1" in result.stderr
+    assert "OSError: the disk went away" in result.stderr
+    assert json.loads((out / "run" / "status.json").read_text())["rank"] == 1
+
+
+def test_data_that_does_not_fit_is_refused_with_its_code(tmp_path: Path) -> None:
+    out = compiled(Case(model="llama", data=2), tmp_path)
+    np.save(tmp_path / "tokens.npy", np.full((64, 32), 300, dtype=np.int32))
+    result = shardwright("run", out)
+    assert result.returncode == 1
+    assert "error[SW6105]" in result.stderr
+    assert "token id 300" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_exit_code_zero_without_the_marker_is_no_success(tmp_path: Path) -> None:
+    """`deepspeed` exits 0 when its launch.py dies by a signal: only the marker is believed."""
+    out = compiled(Case(model="llama"), tmp_path)
+    (out / "train.py").write_text("raise SystemExit(0)\n")
+    result = shardwright("run", out)
+    assert result.returncode == 3
+    assert "no rank said why" in result.stderr
+
+
+def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, "the run ended early"
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.2)

@@ -1,0 +1,40 @@
+"""The repository as a newcomer finds it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_ci_runs_lint_and_test_as_make_does() -> None:
+    script = ROOT / ".ci/run"
+    assert os.access(script, os.X_OK)
+    assert subprocess.run(["bash", "-n", script], capture_output=True).stderr == b""
+    assert script.read_text().splitlines()[-2:] == ["make lint", "make test"]
+    assert ".ci/run" in (ROOT / ".github/workflows/ci.yml").read_text()
+
+
+def test_make_targets_exist() -> None:
+    for target in ("setup", "demo", "test", "prove", "lint", "golden", "build"):
+        done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+def test_every_recipe_is_in_the_index() -> None:
+    index = (ROOT / "recipes/README.md").read_text()
+    assert set(re.findall(r"\]\(([^)]+\.yaml)\)", index)) == {p.name for p in (ROOT / "recipes").glob("*.yaml")}
+
+
+def test_decisions_are_numbered_without_gaps() -> None:
+    names = sorted(p.name for p in (ROOT / "compiler/decisions").glob("*.md"))
+    assert [int(name[:3]) for name in names] == list(range(1, len(names) + 1))
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for page in [*ROOT.glob("*.md"), *(ROOT / "compiler").rglob("*.md"), *(ROOT / "recipes").glob("*.md")]:
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page}: {target}"

@@ -1,0 +1,145 @@
+"""`estimate` and `plan`: the objects that they print, their exit codes, and bad input in the middle of a batch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.cli import estimate as estimate_command
+from shardwright.cli import plan as plan_command
+from shardwright.diagnostics import Refusal
+from tests.unit.model.factory import SMALL_LLAMA
+
+PINNED = {
+    "tensor": 2,
+    "pipeline": 2,
+    "data": 2,
+    "zero_stage": 1,
+    "micro_batch_size": 1,
+    "activation_checkpointing": "none",
+    "schedule": "1f1b",
+}
+
+
+def write(folder: Path, name: str, **changes: Any) -> str:
+    document = {
+        "version": 1,
+        "name": "test",
+        "model": {"config": SMALL_LLAMA, "weights": "random"},
+        "cluster": {"nodes": 1, "gpus_per_node": 8, "gpu": "h100-sxm-80gb"},
+        "training": {"sequence_length": 128, "global_batch_size": 16, "steps": 10},
+        "parallelism": PINNED,
+        **changes,
+    }
+    path = folder / name
+    path.write_text(json.dumps(document))
+    return str(path)
+
+
+def call(command: Any, *argv: str) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    code = command.run(parser.parse_args(argv))
+    assert isinstance(code, int)
+    return code
+
+
+def test_one_json_line_a_recipe_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = write(tmp_path, "good.yaml")
+    forbidden = write(tmp_path, "forbidden.yaml", parallelism={**PINNED, "zero_stage": 3})
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("version: [1\n")
+    unknown = write(tmp_path, "gpu.yaml", cluster={"nodes": 1, "gpus_per_node": 8, "gpu": "h1000"})
+    paths = [forbidden, good, str(broken), unknown, str(tmp_path / "none.yaml")]
+    assert call(estimate_command, "--json", *paths) == 1
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["recipe"] for line in lines] == paths
+    assert [line["feasible"] for line in lines] == [False, True, False, False, False]
+    assert all("memory" not in line and "time" not in line and line["diagnostics"] for line in lines[2:])
+    assert [d["code"] for d in lines[0]["diagnostics"]] == ["SW3108"]
+    assert [d["code"] for d in lines[3]["diagnostics"]] == ["SW3001"]
+    for line in lines[:2]:
+        assert {key: line["strategy"][key] for key in ("tensor", "pipeline", "data")} == dict.fromkeys(
+            ("tensor", "pipeline", "data"), 2
+        )
+        assert line["strategy"]["gradient_accumulation_steps"] == 8
+        time = line["time"]
+        parts = [time[f"{p}_seconds"] for p in ("compute", "optimizer", "bubble")]
+        parts += [time[f"{p}_comm_seconds"] for p in ("tensor", "pipeline", "data")]
+        assert sum(parts) == pytest.approx(time["step_seconds"], rel=1e-6)
+        assert [stage["stage"] for stage in line["memory"]["stages"]] == [0, 1]
+        assert line["memory"]["capacity_bytes"] == 80 * 2**30
+        assert line["training"] == {
+            "steps": 10,
+            "days": pytest.approx(10 * time["step_seconds"] / 86400),
+            "gpu_hours": pytest.approx(80 * time["step_seconds"] / 3600),
+            "cost": None,
+        }
+
+
+def test_exit_0_where_all_are_feasible(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = write(tmp_path, "good.yaml")
+    assert call(estimate_command, "--json", good, good) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert call(estimate_command, good) == 0
+    assert "tensor=2 pipeline=2 data=2" in capsys.readouterr().out
+
+
+def test_model_and_cluster_errors_come_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = write(
+        tmp_path,
+        "bad.yaml",
+        model={"config": {**SMALL_LLAMA, "hiden_size": 64}, "weights": "random"},
+        cluster={"nodes": 1, "gpus_per_node": 8, "gpu": "h1000"},
+    )
+    assert call(estimate_command, "--json", bad) == 1
+    (line,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert {d["code"] for d in line["diagnostics"]} == {"SW2005", "SW3001"}
+
+
+def test_plan_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, "auto.yaml", parallelism={})
+    assert call(plan_command, "--json", "--top", "3", path) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"recipe", "plans", "rejected", "search_seconds"}
+    steps = [plan["time"]["step_seconds"] for plan in found["plans"] if plan["feasible"]]
+    assert steps == pytest.approx(sorted(steps))
+    plain = {p["strategy"]["zero_stage"] for p in found["plans"] if p["strategy"]["pipeline"] == 1}
+    assert {2, 3} <= plain
+    assert {"SW3107", "SW3108"} <= {region["code"] for region in found["rejected"]}
+    assert all(region["reason"] and region["count"] > 0 for region in found["rejected"])
+    assert all(plan["recipe"] == path for plan in found["plans"])
+
+
+def test_plan_shows_todays_layouts_below_the_pinned_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, "pinned.yaml")
+    assert call(plan_command, "--json", path) == 0
+    strategies = [plan["strategy"] for plan in json.loads(capsys.readouterr().out)["plans"]]
+    assert [(s["pipeline"], s["zero_stage"]) for s in strategies] == [(2, 1), (1, 2), (1, 3)]
+
+
+def test_plan_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(plan_command, write(tmp_path, "auto.yaml", parallelism={})) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].split()[:4] == ["tensor", "pipeline", "data", "zero"]
+    assert "SW3108" in out
+    assert "\x1b" not in out
+
+
+def test_plan_of_what_cannot_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, "none.yaml", parallelism={"pipeline": 2, "zero_stage": 3})
+    assert call(plan_command, "--json", path) == 1
+    captured = capsys.readouterr()
+    assert "SW3108" in captured.err
+    found = json.loads(captured.out)
+    assert [region["code"] for region in found["rejected"]] == ["SW3108"]
+
+
+def test_plan_refuses_a_bad_recipe(tmp_path: Path) -> None:
+    with pytest.raises(Refusal) as caught:
+        call(plan_command, write(tmp_path, "gpu.yaml", cluster={"nodes": 1, "gpus_per_node": 8, "gpu": "h1000"}))
+    assert caught.value.source is not None

@@ -1,0 +1,67 @@
+"""Stage 3: catalogue, inline GPUs, defaults, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwright.cluster.resolve import catalogue, resolve_cluster
+from shardwright.diagnostics import Refusal
+from shardwright.ir.recipe import InlineGpu
+from tests.unit.model.factory import recipe_of
+
+
+@pytest.mark.parametrize("name", catalogue()["gpus"])
+def test_every_catalogue_entry_resolves_and_names_its_source(name: str) -> None:
+    cluster = resolve_cluster(recipe_of(cluster={"gpu": name}).cluster)
+    entry = catalogue()["gpus"][name]
+    assert entry["source"]
+    assert cluster.capacity_bytes == entry["memory_gib"] * 2**30
+    assert cluster.gpu.is_cpu == (name == "cpu")
+    assert cluster.gpu.peak_flops["fp32"] > 0
+    # What a name says is what it is: "h100-sxm-80gb" has 80 GiB.
+    if name.endswith("gb"):
+        assert entry["memory_gib"] == int(name.rsplit("-", 1)[1].removeprefix("nvl").removesuffix("gb"))
+
+
+def test_units_and_overrides() -> None:
+    cluster = resolve_cluster(
+        recipe_of(
+            cluster={
+                "nodes": 3,
+                "gpu": "a100-sxm4-80gb",
+                "inter_node_gbits_per_second": 100.0,
+                "host_memory_gib": 2.0,
+            }
+        ).cluster
+    )
+    assert (cluster.world_size, cluster.capacity_bytes) == (24, 80 * 2**30)
+    assert cluster.intra_node_bytes_per_second == 300e9
+    assert cluster.inter_node_bytes_per_second == 12.5e9
+    assert cluster.host_memory_bytes == 2 * 2**30
+    assert cluster.gpu.peak_flops["bf16"] == 312e12
+
+
+def test_inline_gpu_takes_the_named_fallback_links() -> None:
+    gpu = InlineGpu(memory_gib=94, hbm_gbytes_per_second=2400, peak_tflops={"bf16": 800})
+    cluster = resolve_cluster(recipe_of(cluster={"gpu": gpu}).cluster)
+    assert cluster.gpu.name == "inline"
+    assert cluster.gpu.hbm_bytes_per_second == 2.4e12
+    assert cluster.intra_node_bytes_per_second == catalogue()["inline_gpu"]["intra_node_gbytes_per_second"] * 1e9
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("h100", "h100-sxm-80gb"), ("A100-SXM4-80GB", "a100-sxm4-80gb"), ("h20", "h200")]
+)
+def test_unknown_gpu_suggests(name: str, near: str) -> None:
+    with pytest.raises(Refusal) as caught:
+        resolve_cluster(recipe_of(cluster={"gpu": name}).cluster)
+    (found,) = caught.value.diagnostics
+    assert (found.code, found.key) == ("SW3001", ("cluster", "gpu"))
+    assert any(v.startswith(near) for v in found.valid)
+
+
+def test_all_errors_at_once() -> None:
+    empty = InlineGpu(memory_gib=1, hbm_gbytes_per_second=1, peak_tflops={})
+    with pytest.raises(Refusal) as caught:
+        resolve_cluster(recipe_of(cluster={"gpu": empty, "nodes": None}).cluster)
+    assert [d.code for d in caught.value.diagnostics] == ["SW3002", "SW3003"]

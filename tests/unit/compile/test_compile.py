@@ -1,0 +1,132 @@
+"""The order of the stages, what is refused together, and that a refusal writes nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.compile import STAGES, Compilation, compile_recipe
+from shardwright.diagnostics import Refusal
+from shardwright.recipe.load import load_recipe
+
+
+def codes(path: Path) -> list[str]:
+    with pytest.raises(Refusal) as caught:
+        compile_recipe(load_recipe(path))
+    assert caught.value.source is not None
+    assert all(d.help for d in caught.value.diagnostics)
+    return sorted(d.code for d in caught.value.diagnostics)
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "shardwright", "compile", *map(str, arguments)], capture_output=True, text=True
+    )
+
+
+def test_every_stage_fills_in_what_was_missing(write_recipe: Callable[..., Path]) -> None:
+    state = Compilation(recipe=load_recipe(write_recipe()))
+    for row in STAGES:
+        for stage in row:
+            state = stage(state)
+            state.verify()
+    assert None not in (state.graph, state.cluster, state.estimate, state.partition, state.tensor_map, state.plan)
+    assert state.files == compile_recipe(state.recipe).files
+
+
+def test_independent_errors_come_together(write_recipe: Callable[..., Path]) -> None:
+    changes = {
+        "data": None,
+        "validation": {"fraction": 0.1, "every_steps": 5},
+        "cluster.gpu": "a1000",
+        "model.config.hidden_sise": 64,
+        "launch": {"launcher": "slurm"},
+    }
+    assert codes(write_recipe(changes)) == ["SW1903", "SW1907", "SW1910", "SW2005", "SW3001"]
+
+
+def test_layout_errors_come_with_the_others(write_recipe: Callable[..., Path]) -> None:
+    """Three tensor ranks for four heads, and a kind of data that is not read yet; each is told once."""
+    changes = {
+        "cluster.gpus_per_node": 3,
+        "parallelism": {"tensor": 3, "pipeline": 1, "data": 1, "micro_batch_size": 2, "offload": "optimizer"},
+        "model.loss": "chunked",
+    }
+    found = codes(write_recipe(changes))
+    assert "SW3103" in found and "SW1904" in found
+    assert found.count("SW1909") == 1 and "SW3111" not in found
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"parallelism.tensor": 4, "parallelism.pipeline": 1, "model.config.num_key_value_heads": 2}, "SW3104"),
+        ({"parallelism.zero_stage": 3}, "SW3108"),
+        ({"model.config.num_hidden_layers": 1, "parallelism": {"pipeline": 4}}, "SW3106"),
+        ({"model.config.hidden_size": 65536, "model.config.intermediate_size": 262144}, "SW3202"),
+    ],
+)
+def test_layouts_that_cannot_be(write_recipe: Callable[..., Path], changes: dict[str, Any], code: str) -> None:
+    assert code in codes(write_recipe(changes))
+
+
+def test_command_writes_and_says_what_is_next(write_recipe: Callable[..., Path], tmp_path: Path) -> None:
+    recipe, out = write_recipe(), tmp_path / "o u't"
+    first = command(recipe, "-o", out, "--set", "training.steps=7")
+    assert (first.returncode, first.stderr) == (0, "")
+    assert "tensor=2 pipeline=2 data=1" in first.stdout and "7 steps" in first.stdout
+    assert first.stdout.splitlines()[-1].split(maxsplit=1) == ["next", f"shardwright run '{tmp_path}/o u'\"'\"'t'"]
+    assert json.loads((out / "recipe.resolved.json").read_text())["training"]["steps"] == 7
+
+    again = command(recipe, "-o", out, "--json")
+    assert again.returncode == 0
+    told = json.loads(again.stdout)
+    assert told["directory"] == str(out) and told["strategy"]["tensor"] == 2
+    assert sorted(told["files"]) == sorted(str(p.relative_to(out)) for p in out.rglob("*") if p.is_file())
+    assert json.loads((out / "plan.json").read_text())["training"]["steps"] == 10
+
+
+def test_refusals_write_nothing_and_show_no_traceback(write_recipe: Callable[..., Path], tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "thesis.tex").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    good, bad = write_recipe(), write_recipe({"parallelism.tensor": 3, "cluster.gpus_per_node": 6}, "bad.json")
+    before = sorted(tmp_path.rglob("*"))
+    for recipe, out, code in (
+        (good, foreign, "SW5102"),
+        (good, tmp_path / "file", "SW5101"),
+        (bad, tmp_path / "new", "SW3103"),
+        (bad, foreign, "SW5102"),
+        (tmp_path / "absent.yaml", tmp_path / "new", "SW1001"),
+    ):
+        done = command(recipe, "-o", out)
+        assert done.returncode == 1, done.stdout
+        assert f"error[{code}]" in done.stderr and "Traceback" not in done.stderr and done.stdout == ""
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_no_path_of_the_output_in_the_output(write_recipe: Callable[..., Path], tmp_path: Path) -> None:
+    recipe = write_recipe()
+    for name in ("one", "two-longer"):
+        assert command(recipe, "-o", tmp_path / name).returncode == 0
+    done = subprocess.run(["diff", "-r", tmp_path / "one", tmp_path / "two-longer"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_paths_with_shell_text_are_never_run(write_recipe: Callable[..., Path], tmp_path: Path) -> None:
+    name = "$(touch pwned) `touch pwned` 'x' \"y\""
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "corpus.txt").write_text("text")
+    recipe = write_recipe({"data": {"kind": "text", "path": f"{name}/corpus.txt", "tokenizer": "byte"}})
+    out = tmp_path / name / "out"
+    assert command(recipe, "-o", out).returncode == 0
+    assert json.loads((out / "plan.json").read_text())["data"]["path"] == str(tmp_path / name / "corpus.txt")
+    assert subprocess.run(["bash", "-n", out / "launch.sh"], capture_output=True).stderr == b""
+    assert not list(tmp_path.rglob("pwned"))

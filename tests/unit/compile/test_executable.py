@@ -1,0 +1,112 @@
+"""rules/executable.py both ways: what it allows compiles, what it does not is refused with its code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.compile import compile_recipe
+from shardwright.diagnostics import Refusal
+from shardwright.ir.recipe import Recipe
+from shardwright.recipe.load import load_recipe
+from shardwright.rules.executable import EXECUTABLE, check_executable
+
+# A value beyond the table for each row, as a user would write it; keys of the small recipe to go with it.
+BEYOND: dict[str, list[dict[str, Any]]] = {
+    "target": [{"target": "megatron"}],
+    "data.kind": [
+        {"data": {"kind": "jsonl", "path": "corpus.txt", "tokenizer": "byte"}},
+        {"data": {"kind": "parquet", "path": "corpus.txt", "tokenizer": "byte"}},
+        {"data": {"kind": "chat", "path": "corpus.txt", "tokenizer": "byte"}},
+        {"data": {"kind": "megatron", "path": "corpus.txt"}},
+    ],
+    "validation": [{"validation": {"fraction": 0.1, "every_steps": 5}}],
+    "model.loss": [{"model.loss": "chunked"}],
+    "model.attention": [{"model.attention": "flash_attention_2"}],
+    "training.epochs": [
+        {
+            "training.steps": None,
+            "training.epochs": 1,
+            "data": {"kind": "text", "path": "corpus.txt", "tokenizer": "byte"},
+        }
+    ],
+    "launch.launcher": [{"launch": {"launcher": name}} for name in ("slurm", "openmpi", "kubernetes")],
+    "launch.slurm": [{"launch": {"launcher": "slurm", "slurm": {"account": "a"}}}],
+    "launch.setup_script": [{"launch": {"setup_script": "corpus.txt"}}],
+    "parallelism.offload": [{"parallelism.offload": name} for name in ("optimizer", "parameters")],
+    "parallelism.expert": [{"parallelism.expert": 2}],
+    "parallelism.context": [{"parallelism.context": 2}],
+    "parallelism.virtual_stages": [{"parallelism.virtual_stages": 2}],
+    "parallelism.sequence_parallel": [{"parallelism.sequence_parallel": True}],
+}
+WITHIN: list[dict[str, Any]] = [
+    {"target": "deepspeed"},
+    {"data": {"kind": "text", "path": "corpus.txt", "tokenizer": "byte"}},
+    {"data": {"kind": "text", "path": "python-stdlib", "tokenizer": "byte"}},
+    {"data": {"kind": "tokens", "path": "tokens.npy"}},
+    {"model.loss": "full"},
+    {"model.attention": "sdpa"},
+    {"model.attention": "eager"},
+    {"launch": {"launcher": "local"}},
+    {"launch": {"launcher": "pdsh"}},
+    {"launch": {"launcher": "no_ssh"}},
+    {"parallelism.offload": "none"},
+    {"parallelism.offload": "auto"},
+]
+
+
+@pytest.fixture
+def recipe_of(write_recipe: Callable[..., Path], tmp_path: Path) -> Iterator[Callable[..., Recipe]]:
+    import numpy as np
+
+    (tmp_path / "corpus.txt").write_text("text")
+    np.save(tmp_path / "tokens.npy", np.zeros((8, 32), dtype=np.int32))
+    yield lambda changes: load_recipe(write_recipe(changes))
+
+
+def test_every_row_has_a_counterexample() -> None:
+    assert {".".join(map(str, limit.key)) for limit in EXECUTABLE} == set(BEYOND)
+
+
+@pytest.mark.parametrize(("key", "changes"), [(key, c) for key, rows in BEYOND.items() for c in rows], ids=str)
+def test_beyond_the_table_is_refused(recipe_of: Callable[..., Recipe], key: str, changes: dict[str, Any]) -> None:
+    recipe = recipe_of(changes)
+    limit = next(limit for limit in EXECUTABLE if ".".join(map(str, limit.key)) == key)
+    found = [d for d in check_executable(recipe) if d.key == limit.key]
+    assert [d.code for d in found] == [limit.code]
+    assert found[0].help and key in found[0].message
+    with pytest.raises(Refusal) as caught:
+        compile_recipe(recipe)
+    assert limit.code in [d.code for d in caught.value.diagnostics]
+    told_again = [d for d in caught.value.diagnostics if d.code.startswith("SW3") and d.key == limit.key]
+    assert told_again == []
+
+
+@pytest.mark.parametrize("changes", WITHIN, ids=json.dumps)
+def test_within_the_table_compiles(recipe_of: Callable[..., Recipe], changes: dict[str, Any]) -> None:
+    recipe = recipe_of(changes)
+    assert check_executable(recipe) == ()
+    assert compile_recipe(recipe).plan.strategy.world_size == 4
+
+
+def test_the_search_proposes_only_what_runs(recipe_of: Callable[..., Recipe]) -> None:
+    """With every key left open, no ranked layout has a value that the table refuses when it is pinned."""
+    from shardwright.cluster.resolve import resolve_cluster
+    from shardwright.model.graph import build_model_graph
+    from shardwright.search.search import search
+
+    recipe = recipe_of({"parallelism": {}})
+    ranked = search(recipe, build_model_graph(recipe.model), resolve_cluster(recipe.cluster)).ranked
+    assert ranked
+    allowed = {limit.key[1]: limit.allowed for limit in EXECUTABLE if limit.key[0] == "parallelism"}
+    for estimate in ranked:
+        for key, values in allowed.items():
+            assert getattr(estimate.strategy, str(key)) in values
+
+
+def test_text_needs_a_tokenizer_and_data_is_needed(recipe_of: Callable[..., Recipe]) -> None:
+    assert [d.code for d in check_executable(recipe_of({"data": None}))] == ["SW1910"]

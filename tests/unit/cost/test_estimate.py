@@ -1,0 +1,254 @@
+"""The identities that `estimate --json` promises of every estimate, and that the numbers move the right way."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwright.cluster.resolve import resolve_cluster
+from shardwright.cost.estimate import estimate_strategy
+from shardwright.cost.layers import layer_totals
+from shardwright.diagnostics import Refusal
+from shardwright.ir.estimate import Estimate
+from shardwright.ir.json_value import JsonValue
+from shardwright.ir.recipe import Recipe
+from shardwright.ir.strategy import Strategy
+from shardwright.partition.tensor import tensor_parallel_map
+from tests.unit.model.factory import LLAMA_8B, SMALL_GPT2, SMALL_LLAMA, graph_of, recipe_of
+
+BASE = Strategy(
+    tensor=1,
+    pipeline=1,
+    data=8,
+    zero_stage=1,
+    micro_batch_size=1,
+    gradient_accumulation_steps=4,
+    activation_checkpointing="none",
+    schedule="1f1b",
+    offload="none",
+)
+CONFIGS = {"llama": SMALL_LLAMA, "gpt2": SMALL_GPT2, "8b": LLAMA_8B}
+
+
+def estimate(
+    config: dict[str, JsonValue], strategy: Strategy, *, recipe: Recipe | None = None, gpus: int = 8, nodes: int = 1
+) -> Estimate:
+    batch = strategy.micro_batch_size * strategy.gradient_accumulation_steps * strategy.data
+    recipe = recipe or recipe_of(config)
+    recipe = dataclasses.replace(
+        recipe,
+        training=dataclasses.replace(recipe.training, global_batch_size=batch),
+        cluster=dataclasses.replace(recipe.cluster, gpus_per_node=gpus, nodes=nodes),
+    )
+    return estimate_strategy(recipe, graph_of(config), resolve_cluster(recipe.cluster), strategy)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    name=st.sampled_from(sorted(CONFIGS)),
+    tensor=st.sampled_from([1, 2, 4]),
+    pipeline=st.sampled_from([1, 2, 3, 4, 9]),
+    data=st.sampled_from([1, 2, 16]),
+    zero_stage=st.integers(0, 3),
+    micro_batch=st.sampled_from([1, 3]),
+    accumulation=st.sampled_from([1, 2, 8, 32]),
+    checkpointing=st.sampled_from(["none", "selective", "full"]),
+    schedule=st.sampled_from(["1f1b", "dualpipev"]),
+    virtual_stages=st.sampled_from([1, 2]),
+    sequence_parallel=st.booleans(),
+    kernels=st.sampled_from(["hf", "megatron", "compiled"]),
+    mfu=st.sampled_from([None, 0.4]),
+)
+def test_identities(
+    name: str,
+    tensor: int,
+    pipeline: int,
+    data: int,
+    zero_stage: int,
+    micro_batch: int,
+    accumulation: int,
+    checkpointing: str,
+    schedule: str,
+    virtual_stages: int,
+    sequence_parallel: bool,
+    kernels: str,
+    mfu: float | None,
+) -> None:
+    """Numbers come for every layout that multiplies out, legal or not, and they add up."""
+    strategy = dataclasses.replace(
+        BASE,
+        tensor=tensor,
+        pipeline=pipeline,
+        data=data,
+        zero_stage=zero_stage,
+        micro_batch_size=micro_batch,
+        gradient_accumulation_steps=accumulation,
+        activation_checkpointing=checkpointing,
+        schedule=schedule,
+        virtual_stages=virtual_stages,
+        sequence_parallel=sequence_parallel,
+    )
+    config = CONFIGS[name]
+    recipe = recipe_of(config, assume={"kernels": kernels, "mfu": mfu})
+    found = estimate(config, strategy, recipe=recipe, gpus=tensor, nodes=pipeline * data)
+    time, memory = found.time, found.memory
+    parts = (
+        time.compute_seconds,
+        time.tensor_comm_seconds,
+        time.pipeline_comm_seconds,
+        time.data_comm_seconds,
+        time.optimizer_seconds,
+        time.bubble_seconds,
+    )
+    assert all(math.isfinite(x) and x >= 0 for x in parts)
+    assert sum(parts) == pytest.approx(time.step_seconds, rel=1e-6)
+    assert 0 <= time.bubble_fraction < 1
+    assert time.hardware_tflops_per_gpu >= time.model_tflops_per_gpu > 0
+    assert (time.hardware_tflops_per_gpu > time.model_tflops_per_gpu) == (checkpointing != "none")
+    assert time.mfu == pytest.approx(time.model_tflops_per_gpu / 989.4)
+    tokens = micro_batch * accumulation * data * recipe.training.sequence_length
+    assert time.tokens_per_second_per_gpu == pytest.approx(tokens / time.step_seconds / strategy.world_size)
+    assert (time.tensor_comm_seconds > 0) == (tensor > 1)
+    assert (time.pipeline_comm_seconds > 0) == (pipeline > 1)
+    assert len(memory.stages) == pipeline
+    for stage in memory.stages:
+        assert stage.peak_bytes == (
+            stage.parameters_bytes
+            + stage.gradients_bytes
+            + stage.optimizer_bytes
+            + stage.activations_bytes
+            + stage.workspace_bytes
+        )
+    assert memory.peak_bytes == max(stage.peak_bytes for stage in memory.stages)
+    assert memory.capacity_bytes == 80 * 2**30
+    assert found.feasible == all(d.severity != "error" for d in found.diagnostics)
+    assert found.training.steps == 10
+    assert found.training.gpu_hours == pytest.approx(10 * time.step_seconds / 3600 * strategy.world_size)
+    assert found.training.days == pytest.approx(10 * time.step_seconds / 86400)
+
+
+def test_model_flops_are_three_forwards() -> None:
+    """Llama-3.1-8B: 6 FLOPs per parameter outside the lookup, and 12 L H S for attention (arXiv 2104.04473)."""
+    found = estimate(LLAMA_8B, BASE)
+    graph = graph_of(LLAMA_8B)
+    matrices = graph.total_parameters - 128256 * 4096 - 65 * 4096  # without the lookup table and the norms
+    per_token = 6 * matrices + 12 * 32 * 4096 * 128
+    assert found.time.model_tflops_per_gpu * 1e12 == pytest.approx(per_token * found.time.tokens_per_second_per_gpu)
+
+
+def test_full_recomputation_adds_a_forward_of_the_decoder() -> None:
+    plain, full = estimate(LLAMA_8B, BASE).time, estimate(LLAMA_8B, change(activation_checkpointing="full")).time
+    head = 2 * 128256 * 4096
+    forward = plain.model_tflops_per_gpu * 1e12 / plain.tokens_per_second_per_gpu / 3
+    again = (full.hardware_tflops_per_gpu - full.model_tflops_per_gpu) * 1e12 / full.tokens_per_second_per_gpu
+    assert again == pytest.approx(forward - head)
+    assert full.step_seconds > plain.step_seconds
+
+
+def change(**changes: object) -> Strategy:
+    return dataclasses.replace(BASE, **changes)  # type: ignore[arg-type]
+
+
+def test_the_bubble_of_even_stages() -> None:
+    """(p - 1) / (m + p - 1), where no stage differs: a vocabulary of one token makes the head weightless."""
+    config = {**LLAMA_8B, "vocab_size": 1, "num_hidden_layers": 30}
+    for accumulation in (4, 16):
+        strategy = change(pipeline=4, data=2, gradient_accumulation_steps=accumulation)
+        even = estimate({**config, "num_hidden_layers": 32}, strategy).time
+        assert even.bubble_fraction == pytest.approx(3 / (accumulation + 3), rel=0.02)
+        slower = estimate(config, strategy).time  # 30 layers over 4 stages
+        assert slower.bubble_fraction > even.bubble_fraction
+
+
+def test_states_follow_the_zero_stages() -> None:
+    """Bytes per parameter on 8 data ranks in bf16: 2 + (2 + 4) + 12/8, then the gradients, then the parameters cut."""
+    numel = graph_of(LLAMA_8B).total_parameters
+    expected = {0: (2, 6, 12), 1: (2, 6, 12 / 8), 2: (2, 4 / 8, 12 / 8), 3: (2 / 8, 4 / 8, 12 / 8)}
+    for zero_stage, per_parameter in expected.items():
+        stage = estimate(LLAMA_8B, change(zero_stage=zero_stage)).memory.stages[0]
+        got = (stage.parameters_bytes, stage.gradients_bytes, stage.optimizer_bytes)
+        assert [x / numel for x in got] == pytest.approx(per_parameter, rel=1e-6), zero_stage
+
+
+def test_parameters_are_those_of_the_tensor_map() -> None:
+    for config in (LLAMA_8B, SMALL_GPT2):
+        graph = graph_of(config)
+        for degree in (1, 2, 4):
+            held = sum(p.shard_numel(0) for m in tensor_parallel_map(graph, degree).modules for p in m.parameters)
+            totals = layer_totals(graph, degree)
+            assert totals.numel[-1] - totals.shared_numel == held
+
+
+def test_activations_follow_checkpointing_and_micro_batches_in_flight() -> None:
+    kept = [
+        estimate(LLAMA_8B, change(activation_checkpointing=mode)).memory.stages[0].activations_bytes
+        for mode in ("none", "selective", "full")
+    ]
+    assert kept[0] > kept[1] > kept[2] == 32 * 128 * 4096 * 2
+    stages = estimate(LLAMA_8B, change(pipeline=4, data=2, gradient_accumulation_steps=8)).memory.stages
+    per_layer = [s.activations_bytes for s in stages]
+    assert per_layer[0] > per_layer[1] > per_layer[2] > per_layer[3]
+
+
+def test_what_saves_memory_or_time_does() -> None:
+    def peak(**changes: object) -> int:
+        return estimate(LLAMA_8B, change(**changes)).memory.peak_bytes
+
+    assert peak(tensor=2, data=4) < peak()
+    assert peak(pipeline=2, data=4) < peak()
+    assert peak(zero_stage=3) < peak(zero_stage=2) < peak(zero_stage=1) < peak(zero_stage=0)
+    assert peak(micro_batch_size=4) > peak()
+    assert peak(pipeline=2, data=4, schedule="dualpipev") > peak(pipeline=2, data=4)
+    interleaved = {"pipeline": 4, "data": 2, "gradient_accumulation_steps": 4}
+    assert (
+        estimate(LLAMA_8B, change(**interleaved, schedule="dualpipev")).time.bubble_seconds
+        < estimate(LLAMA_8B, change(**interleaved)).time.bubble_seconds
+    )
+
+
+def test_it_does_not_fit() -> None:
+    found = estimate(LLAMA_8B, change(zero_stage=0))
+    assert not found.memory.fits and not found.feasible
+    assert "SW3201" in {d.code for d in found.diagnostics}
+    ignoring = estimate(
+        LLAMA_8B, change(zero_stage=1, micro_batch_size=64), recipe=recipe_of(assume={"ignore_memory": True})
+    )
+    assert ignoring.memory.peak_bytes > ignoring.memory.capacity_bytes
+    assert ignoring.memory.fits and ignoring.feasible
+
+
+def test_headroom_is_kept_free() -> None:
+    peak = estimate(LLAMA_8B, BASE).memory.peak_bytes
+    share = 1 - peak / (80 * 2**30)
+    for headroom, fits in ((share - 0.01, True), (share + 0.01, False)):
+        recipe = recipe_of(parallelism={"memory_headroom": headroom})
+        assert estimate(LLAMA_8B, BASE, recipe=recipe).memory.fits == fits
+
+
+def test_assumed_mfu_is_the_mfu_of_the_compute() -> None:
+    time = estimate(LLAMA_8B, BASE, recipe=recipe_of(assume={"mfu": 0.25})).time
+    overhead = time.step_seconds - time.compute_seconds
+    assert time.mfu * time.step_seconds / (time.step_seconds - overhead) == pytest.approx(0.25, rel=0.1)
+
+
+def test_tokens_become_steps_and_money() -> None:
+    recipe = recipe_of(
+        training={"steps": None, "tokens": 32 * 128 * 5 + 1},
+        cluster={"price_per_gpu_hour": 2.5},
+    )
+    training = estimate(LLAMA_8B, BASE, recipe=recipe).training
+    assert training.steps == 6
+    assert training.cost == pytest.approx(2.5 * training.gpu_hours)
+
+
+def test_no_numbers_where_the_world_or_the_batch_does_not_work_out() -> None:
+    recipe = recipe_of(LLAMA_8B)
+    with pytest.raises(Refusal) as caught:
+        estimate_strategy(
+            recipe, graph_of(LLAMA_8B), resolve_cluster(recipe.cluster), change(data=3, zero_stage=3, pipeline=2)
+        )
+    assert [d.code for d in caught.value.diagnostics] == ["SW3101", "SW3102", "SW3108"]

@@ -1,0 +1,118 @@
+"""launch.sh, run for real against a `deepspeed` that only prints what it was given."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.compile import compile_recipe
+from shardwright.diagnostics import Refusal
+from shardwright.lower.folder import write_folder
+from shardwright.recipe.load import load_recipe
+
+FAKE = """#!/usr/bin/env bash
+printf '<%s>' "$@"; echo
+echo "cwd=$PWD port=${MASTER_PORT:-} note=${NOTE:-}"
+[[ -z ${DS_ENV_FILE:-} ]] || cat "$DS_ENV_FILE"
+"""
+TWO_NODES: dict[str, Any] = {
+    "cluster": {"nodes": 2, "gpus_per_node": 2, "gpu": "a100-sxm4-80gb"},
+    "training.precision": "bf16",
+}
+
+
+@pytest.fixture
+def launch(write_recipe: Callable[..., Path], tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    def start(
+        changes: dict[str, Any], folder: str = "out", arguments: tuple[str, ...] = (), **env: str
+    ) -> subprocess.CompletedProcess[str]:
+        write_folder(tmp_path / folder, compile_recipe(load_recipe(write_recipe(changes))).files)
+        program = tmp_path / "bin" / "deepspeed"
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(FAKE)
+        program.chmod(0o755)
+        return subprocess.run(
+            [str(tmp_path / folder / "launch.sh"), *arguments],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={"PATH": f"{program.parent}:/usr/bin:/bin", **env},
+        )
+
+    return start
+
+
+@pytest.mark.parametrize("folder", ["out", "with space", "$(touch pwned)", "quote'\"", "new\nline\n"])
+def test_one_node_under_any_folder_name(
+    launch: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, folder: str
+) -> None:
+    done = launch({"launch": {"env": {"NOTE": "it's $(touch pwned) `x` \" \\"}}}, folder)
+    assert done.returncode == 0, done.stderr
+    expected = "<--hostfile><launch/hostfile><--no_ssh_check><--master_addr><127.0.0.1><--master_port><29500><train.py>"
+    assert done.stdout == f"{expected}\ncwd={tmp_path / folder} port= note=it's $(touch pwned) `x` \" \\\n"
+    assert (tmp_path / folder / "launch/hostfile").read_text() == "localhost slots=4\n"
+    assert not list(tmp_path.rglob("pwned"))
+
+
+def test_port_of_the_recipe_or_of_the_environment(launch: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    assert "<29511>" in launch({"launch": {"master_port": 29511}}, MASTER_PORT="1").stdout
+    assert "<1234>" in launch({}, MASTER_PORT="1234").stdout
+
+
+def test_pdsh_passes_env_by_file(launch: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
+    changes = {**TWO_NODES, "launch": {"env": {"NOTE": "x=1"}, "env_from": ["TOKEN", "UNSET"]}}
+    done = launch(changes, arguments=("hosts",), TOKEN="secret")
+    assert done.returncode == 0, done.stderr
+    assert "<--launcher><pdsh><--force_multi><--hostfile>" in done.stdout and f"<{tmp_path}/hosts>" in done.stdout
+    assert done.stdout.endswith("NOTE=x=1\nTOKEN=secret\n")
+    assert not any(b"secret" in p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file())
+
+
+def test_pdsh_refuses_what_it_cannot_quote(
+    launch: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
+    changes = {**TWO_NODES, "launch": {"env_from": ["TOKEN"]}}
+    for done in (
+        launch(changes, "with space", ("hosts",)),
+        launch(changes, arguments=("hosts",), TOKEN="$(reboot)"),
+        launch(changes),
+        launch(changes, arguments=("nowhere",)),
+    ):
+        assert done.returncode != 0 and "launch.sh" in done.stderr and done.stdout == ""
+
+
+def test_no_ssh_needs_to_know_its_node(launch: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
+    changes = {**TWO_NODES, "launch": {"launcher": "no_ssh", "hostfile": "hosts"}}
+    assert "number of this node" in launch(changes).stderr
+    done = launch(changes, NODE_RANK="1", MASTER_ADDR="10.0.0.1")
+    assert "<--hostfile><launch/hostfile><--node_rank><1><--master_addr><10.0.0.1>" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("launch_section", "code"),
+    [
+        ({"env": {"NOTE": "two words"}}, "SW5205"),
+        ({"env": {"NOTE": "$(reboot)"}}, "SW5205"),
+        ({"launcher": "local"}, "SW5206"),
+        ({"hostfile": "one-host"}, "SW5203"),
+        ({"hostfile": "wrong-slots"}, "SW5203"),
+        ({"hostfile": "binary"}, "SW5204"),
+    ],
+)
+def test_refused_for_two_nodes(
+    write_recipe: Callable[..., Path], tmp_path: Path, launch_section: dict[str, Any], code: str
+) -> None:
+    (tmp_path / "one-host").write_text("a slots=2\n")
+    (tmp_path / "wrong-slots").write_text("a slots=2\nb slots=4\n")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    with pytest.raises(Refusal) as caught:
+        compile_recipe(load_recipe(write_recipe({**TWO_NODES, "launch": launch_section})))
+    assert [d.code for d in caught.value.diagnostics] == [code]
+    assert caught.value.source is not None

@@ -1,0 +1,141 @@
+"""Stage 2: exact counts from the meta device, and every bad configuration refused with a code."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from shardwright.diagnostics import Refusal
+from shardwright.ir.json_value import JsonValue
+from shardwright.model.families import FAMILIES
+from shardwright.model.graph import build_model_graph
+from tests.unit.model.factory import LLAMA_8B, LLAMA_405B, SMALL_GPT2, SMALL_LLAMA, graph_of, model_section
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [
+        (LLAMA_8B, 8_030_261_248),  # Llama-3.1-8B's model card
+        (LLAMA_405B, 405_853_388_800),
+        ({"model_type": "gpt2"}, 124_439_808),  # tied: the head counts once
+    ],
+)
+def test_published_parameter_counts(config: dict[str, JsonValue], parameters: int) -> None:
+    assert graph_of(config).total_parameters == parameters
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_layers_hold_exactly_the_models_parameters(model_type: str, tied: bool) -> None:
+    config = {**(SMALL_GPT2 if model_type == "gpt2" else SMALL_LLAMA), "model_type": model_type}
+    config["tie_word_embeddings"] = tied
+    graph = graph_of(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert {p.name: p.shape for layer in graph.layers for p in layer.parameters} == expected
+    assert graph.total_parameters == sum(p.numel() for p in model.parameters())
+    assert [layer.kind for layer in graph.layers] == ["embedding", *["decoder"] * 4, "head"]
+    embedding = model.get_input_embeddings().weight
+    canonical = next(name for name, p in model.named_parameters() if p is embedding)
+    assert graph.tied == (((canonical, "lm_head.weight"),) if tied else ())
+    head = {p.name for p in graph.layers[-1].parameters}
+    assert (canonical if tied else "lm_head.weight") in head
+
+
+@pytest.mark.parametrize("config", [SMALL_LLAMA, SMALL_GPT2])
+def test_flops_are_those_of_the_matrix_products(config: dict[str, JsonValue]) -> None:
+    """Counted by torch itself over one forward pass at two lengths: linears grow with S, attention with S squared."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    graph = graph_of(config)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), attn_implementation="eager").eval()
+    for length in (16, 64):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=False)
+        ours = sum(
+            layer.matmul_flops_per_token + layer.attention_flops_per_token_per_position * length
+            for layer in graph.layers
+        )
+        assert counter.get_total_flops() == ours * length
+
+
+@pytest.mark.parametrize("config", [SMALL_LLAMA, SMALL_GPT2])
+def test_the_recorded_config_builds_the_same_model(config: dict[str, JsonValue]) -> None:
+    graph = graph_of(config)
+    again = build_model_graph(model_section(dict(graph.config)))
+    assert again == graph
+    json.dumps(graph.config)
+
+
+def test_a_local_folder_gives_the_same_graph_and_leaves_no_path(tmp_path: Path) -> None:
+    folder = tmp_path / "my model"
+    folder.mkdir()
+    written = {**SMALL_LLAMA, "_name_or_path": str(folder), "transformers_version": "4.1", "an_old_key": 1}
+    (folder / "config.json").write_text(json.dumps(written))
+    graph = build_model_graph(model_section(None, source=str(folder)))
+    inline = graph_of(SMALL_LLAMA)
+    assert graph.layers == inline.layers
+    assert str(tmp_path) not in json.dumps(graph.config)
+    assert dataclasses.replace(graph, config=inline.config, config_hash=inline.config_hash) == inline
+
+
+def test_attention_is_what_transformers_picks_or_the_pinned_one() -> None:
+    assert graph_of(SMALL_LLAMA).attention == "sdpa"
+    assert build_model_graph(model_section(SMALL_LLAMA, attention="eager")).attention == "eager"
+
+
+def refused(section_config: object, **changes: str) -> list[tuple[str, tuple[str | int, ...] | None]]:
+    with pytest.raises(Refusal) as caught:
+        build_model_graph(model_section(section_config, **changes))  # type: ignore[arg-type]
+    for d in caught.value.diagnostics:
+        assert "\n" not in d.message and d.help
+    return [(d.code, d.key) for d in caught.value.diagnostics]
+
+
+C = ("model", "config")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"model_type": "lama"}, [("SW2003", (*C, "model_type"))]),
+        ({"model_type": "bloom"}, [("SW2004", (*C, "model_type"))]),
+        ({"hiden_size": 64}, [("SW2005", (*C, "hiden_size"))]),
+        ({"hidden_size": "64"}, [("SW2006", (*C, "hidden_size"))]),
+        ({"hidden_size": 64, "num_attention_heads": 7}, [("SW2007", C)]),
+        ({"num_key_value_heads": 3}, [("SW2007", (*C, "num_key_value_heads"))]),
+        ({"head_dim": 7}, [("SW2007", C)]),
+        ({"hidden_act": "magic"}, [("SW2007", C)]),
+        ({"rope_scaling": {"rope_type": "nope", "factor": 2.0}}, [("SW2007", C)]),
+        # All independent errors at once.
+        (
+            {"hiden_size": 64, "vocab_size": 0, "num_hidden_layers": -1},
+            [("SW2006", (*C, "vocab_size")), ("SW2006", (*C, "num_hidden_layers")), ("SW2005", (*C, "hiden_size"))],
+        ),
+    ],
+)
+def test_bad_configurations(changes: dict[str, JsonValue], expected: list[object]) -> None:
+    assert sorted(refused({**SMALL_LLAMA, **changes}), key=str) == sorted(expected, key=str)
+
+
+def test_other_refusals(tmp_path: Path) -> None:
+    assert refused(None, source="meta-llama/Llama-3.1-8B") == [("SW2001", ("model", "source"))]
+    assert refused(None, source=str(tmp_path)) == [("SW2002", ("model", "source"))]
+    (tmp_path / "config.json").write_text("[1")
+    assert refused(None, source=str(tmp_path)) == [("SW2002", ("model", "source"))]
+    assert refused({"model_type": "gpt2", "n_embd": 10, "n_head": 3}) == [("SW2007", C)]
+    assert refused({**SMALL_GPT2, "add_cross_attention": True}) == [("SW2009", (*C, "add_cross_attention"))]
+    assert refused({**SMALL_GPT2, "attn_pdrop": 1.5}) == [("SW2006", (*C, "attn_pdrop"))]
+    assert refused(SMALL_LLAMA, attention="paged") == [("SW2008", ("model", "attention"))]
+
+
+def test_did_you_mean() -> None:
+    with pytest.raises(Refusal) as caught:
+        build_model_graph(model_section({**SMALL_LLAMA, "hiden_size": 64}))
+    assert "hidden_size" in caught.value.diagnostics[0].valid

@@ -1,0 +1,132 @@
+"""Whatever the bytes: a Recipe or a Refusal with a place, nothing else; and never slow."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.unit.recipe.test_bad_input import GOOD, JSON
+from tests.unit.recipe.test_load import FULL
+
+from shardwright.diagnostics import Refusal
+from shardwright.diagnostics.render import render, to_json
+from shardwright.recipe.load import load_recipe
+
+FAST = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+PIECES = st.sampled_from(
+    [
+        "\n",
+        "  ",
+        ": ",
+        "- ",
+        "[",
+        "]",
+        "{",
+        "}",
+        "'",
+        '"',
+        "#",
+        "&a ",
+        "*a",
+        "!!x ",
+        "<<: ",
+        "---\n",
+        "%",
+        "\t",
+        "|\n",
+        ">\n",
+        "null",
+        "~",
+        ".nan",
+        "1e999",
+        "-1",
+        "0",
+        "true",
+        "auto",
+        "\\",
+        "\\u",
+        "\ud800",
+        "\x1b[31m",
+        "\u202e",
+        "\u2028",
+        "é",
+        "字",
+        "extends: recipe.yaml\n",
+        "? ",
+        "\r",
+        "\x85",
+        "0x",
+        "1" * 50,
+        ",",
+        "data: ",
+        "kind: chat\n",
+        "mixture: ",
+    ]
+)
+KEYS = st.sampled_from(
+    ["version", "name", "model", "training", "data", "kind", "mixture", "gpu", "extends", "steps", "env", "x", ""]
+)
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=6)
+    | st.sampled_from(["auto", "text", "cpu"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def reads(data: bytes, overrides: tuple[str, ...] = ()) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "recipe.yaml"
+        path.write_bytes(data)
+        try:
+            recipe = load_recipe(path, overrides)
+        except Refusal as refusal:
+            assert refusal.diagnostics
+            text = render(refusal.diagnostics, refusal.source, color=False)
+            assert "\x1b" not in text and "\u202e" not in text
+            assert all(to_json(d, refusal.source)["file"] for d in refusal.diagnostics)
+        else:
+            json.dumps(recipe.document, allow_nan=False)
+
+
+@FAST
+@given(
+    st.sampled_from([GOOD, FULL, JSON]),
+    st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 12), PIECES), min_size=1, max_size=6),
+)
+def test_mutated_text(text: str, changes: list[tuple[int, int, str]]) -> None:
+    for place, removed, piece in changes:
+        place %= len(text) + 1
+        text = text[:place] + piece + text[place + removed :]
+    reads(text.encode("utf-8", "surrogatepass"))
+
+
+@FAST
+@given(st.binary(max_size=200))
+def test_bytes(data: bytes) -> None:
+    reads(data)
+
+
+@FAST
+@given(KEYS, VALUES, st.lists(KEYS, max_size=3))
+def test_replaced_values(key: str, value: object, path: list[str]) -> None:
+    document = json.loads(JSON)
+    below = document
+    for part in path:
+        if isinstance(below.get(part), dict):
+            below = below[part]
+    below[key] = value
+    reads(json.dumps(document).encode())
+
+
+@FAST
+@given(st.lists(st.text(max_size=30) | st.builds("{}.{}={}".format, KEYS, KEYS, PIECES), max_size=3))
+def test_overrides(overrides: list[str]) -> None:
+    reads(GOOD.encode(), tuple(overrides))

@@ -1,0 +1,177 @@
+"""Every rule: one layout that breaks it, the same layout put right."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from shardwright.cluster.resolve import resolve_cluster
+from shardwright.diagnostics.codes import CODES
+from shardwright.ir.json_value import JsonValue
+from shardwright.ir.recipe import Recipe
+from shardwright.ir.strategy import Strategy
+from shardwright.rules.registry import DEEPSPEED_RULES, GENERAL_RULES, check_layout
+from tests.unit.model.factory import SMALL_GPT2, SMALL_LLAMA, graph_of, recipe_of
+
+GOOD = Strategy(
+    tensor=2,
+    pipeline=2,
+    data=2,
+    zero_stage=1,
+    micro_batch_size=1,
+    gradient_accumulation_steps=8,
+    activation_checkpointing="none",
+    schedule="1f1b",
+    offload="none",
+)
+
+
+def codes(recipe: Recipe, strategy: Strategy, config: dict[str, JsonValue] | None = None) -> dict[str, str]:
+    found = check_layout(recipe, graph_of(config or SMALL_LLAMA), resolve_cluster(recipe.cluster), strategy)
+    for d in found:
+        assert "\n" not in d.message and d.help and d.key
+    return {d.code: d.severity for d in found}
+
+
+def change(**changes: object) -> Strategy:
+    return dataclasses.replace(GOOD, **changes)  # type: ignore[arg-type]
+
+
+BROKEN_STRATEGIES: dict[str, Strategy] = {
+    "SW3101": change(data=1, gradient_accumulation_steps=16),
+    "SW3102": change(micro_batch_size=3, gradient_accumulation_steps=2),
+    "SW3104": change(tensor=8, pipeline=1, data=1, gradient_accumulation_steps=16),
+    "SW3106": change(tensor=1, pipeline=8, data=1, gradient_accumulation_steps=16),
+    "SW3107": change(zero_stage=0),
+    "SW3108": change(zero_stage=3),
+    "SW3109": change(schedule="dualpipev", micro_batch_size=4, gradient_accumulation_steps=2),
+    "SW3110": change(schedule="dualpipev", pipeline=1, data=4, gradient_accumulation_steps=4),
+    "SW3111": change(offload="optimizer"),
+    "SW3114": change(zero_stage=0, pipeline=1, tensor=1, data=8, gradient_accumulation_steps=2),
+}
+
+
+@pytest.mark.parametrize("code", BROKEN_STRATEGIES)
+def test_a_layout_that_breaks_the_rule(code: str) -> None:
+    assert codes(recipe_of(), BROKEN_STRATEGIES[code]) == {code: "error"}
+
+
+def test_a_layout_that_breaks_none() -> None:
+    assert codes(recipe_of(), GOOD) == {}
+    assert codes(recipe_of(), change(schedule="dualpipev")) == {}
+    assert codes(recipe_of(), change(zero_stage=3, pipeline=1, data=4, gradient_accumulation_steps=4)) == {}
+
+
+def test_several_at_once() -> None:
+    assert set(codes(recipe_of(), change(zero_stage=2, offload="parameters", schedule="dualpipev", data=1))) == {
+        "SW3101",
+        "SW3102",
+        "SW3108",
+        "SW3111",
+    }
+
+
+ONE_NODE_OF_3: dict[str, object] = {"nodes": 2, "gpus_per_node": 6}
+
+
+def test_attention_heads() -> None:
+    recipe = recipe_of(cluster=ONE_NODE_OF_3)
+    wide = change(tensor=3, pipeline=2, data=2)
+    assert {"SW3103", "SW3104", "SW3105"} <= set(codes(recipe, wide))
+    # The same degree with heads and widths that it divides.
+    config = {
+        **SMALL_LLAMA,
+        "hidden_size": 96,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "intermediate_size": 192,
+    }
+    assert codes(recipe, wide, config) == {}
+
+
+def test_only_the_feed_forward_does_not_divide() -> None:
+    assert codes(recipe_of(), GOOD, {**SMALL_LLAMA, "intermediate_size": 129}) == {"SW3105": "error"}
+
+
+def test_heads_without_groups_are_reported_once() -> None:
+    config = {**SMALL_LLAMA, "hidden_size": 60, "num_attention_heads": 3, "num_key_value_heads": 3}
+    assert codes(recipe_of(), GOOD, config) == {"SW3103": "error"}
+
+
+def test_tensor_groups_stay_inside_a_node() -> None:
+    split = {"nodes": 8, "gpus_per_node": 1}
+    assert codes(recipe_of(cluster=split), GOOD) == {"SW3112": "error"}
+    assert codes(recipe_of(cluster=split), change(tensor=1, data=4, gradient_accumulation_steps=4)) == {}
+
+
+def test_dropout() -> None:
+    config = {**SMALL_GPT2, "attn_pdrop": 0.1}
+    assert codes(recipe_of(), GOOD, config) == {"SW3113": "error"}
+    assert codes(recipe_of(), change(tensor=1, data=4, gradient_accumulation_steps=4), config) == {}
+    assert codes(recipe_of(), GOOD, SMALL_GPT2) == {}
+
+
+@pytest.mark.parametrize("key", [{"expert": 2}, {"context": 2}, {"virtual_stages": 2}, {"sequence_parallel": True}])
+def test_layout_keys_of_later_versions(key: dict[str, object]) -> None:
+    recipe = recipe_of(parallelism=key)
+    assert codes(recipe, change(**key)) == {"SW3115": "error"}
+    later = recipe_of(parallelism=key, target="megatron")
+    assert bool(codes(later, change(**key))) == bool(set(key) & {"expert", "context"})
+
+
+def test_the_deepspeed_rules_are_deepspeeds() -> None:
+    for code in ("SW3107", "SW3108", "SW3114"):
+        assert codes(recipe_of(target="megatron"), BROKEN_STRATEGIES[code]) == {}
+
+
+def test_accumulating_in_the_compute_precision_needs_no_zero() -> None:
+    recipe = recipe_of(training={"gradient_accumulation_dtype": "bf16"})
+    assert codes(recipe, BROKEN_STRATEGIES["SW3114"]) == {"SW3121": "warning"}
+    assert codes(recipe_of(training={"precision": "fp16"}), BROKEN_STRATEGIES["SW3114"]) == {}
+
+
+def test_half_precision_without_zero_counts_one_tensor_rank() -> None:
+    split = change(zero_stage=0, pipeline=1, data=4, gradient_accumulation_steps=4)
+    assert codes(recipe_of(training={"precision": "fp16"}), split) == {"SW3122": "error"}
+    assert codes(recipe_of(training={"precision": "fp32"}), split) == {}
+
+
+def test_summing_micro_batches_in_half_precision() -> None:
+    recipe = recipe_of(training={"gradient_accumulation_dtype": "bf16"})
+    assert codes(recipe, GOOD) == {"SW3121": "warning"}
+    assert codes(recipe, change(micro_batch_size=8, gradient_accumulation_steps=1)) == {}
+    assert codes(recipe_of(training={"gradient_accumulation_dtype": "fp32"}), GOOD) == {}
+
+
+def test_positions() -> None:
+    long = recipe_of(training={"sequence_length": 129})
+    assert codes(long, GOOD, SMALL_GPT2) == {"SW3116": "error"}
+    assert codes(long, GOOD, SMALL_LLAMA) == {"SW3117": "warning"}
+    assert codes(recipe_of(training={"sequence_length": 128}), GOOD, SMALL_GPT2) == {}
+
+
+def test_precision() -> None:
+    old = {"gpu": "v100-sxm2-32gb"}
+    assert codes(recipe_of(cluster=old), GOOD) == {"SW3118": "error"}
+    assert codes(recipe_of(cluster=old, training={"precision": "fp16"}), GOOD) == {}
+    cpu = {"gpu": "cpu"}
+    assert codes(recipe_of(cluster=cpu, training={"precision": "fp16"}), GOOD) == {"SW3119": "warning"}
+    assert codes(recipe_of(cluster=cpu), GOOD) == {}
+
+
+def test_zero_3_between_nodes() -> None:
+    strategy = change(tensor=1, pipeline=1, data=8, zero_stage=3, gradient_accumulation_steps=2)
+    slow: dict[str, object] = {"nodes": 2, "gpus_per_node": 4, "inter_node_gbits_per_second": 100.0}
+    assert codes(recipe_of(cluster=slow), strategy) == {"SW3120": "warning"}
+    assert codes(recipe_of(cluster={**slow, "inter_node_gbits_per_second": 200.0}), strategy) == {}
+    assert codes(recipe_of(), strategy) == {}
+
+
+def test_every_rule_stands_in_this_file() -> None:
+    from pathlib import Path
+
+    text = Path(__file__).read_text()
+    for code in {**GENERAL_RULES, **DEEPSPEED_RULES}:
+        assert code in CODES
+        assert f'"{code}"' in text, f"no test names {code}"

@@ -1,0 +1,182 @@
+"""The search proposes what the pins and the rules allow, ranked, and explains the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwright.cluster.resolve import resolve_cluster
+from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.ir.estimate import Estimate
+from shardwright.ir.json_value import JsonValue
+from shardwright.ir.recipe import Recipe
+from shardwright.rules.registry import check_layout
+from shardwright.search.search import SearchResult, baselines, choose, pinned_estimate, search
+from shardwright.search.space import candidates
+from tests.unit.model.factory import LLAMA_8B, LLAMA_70B, LLAMA_405B, SMALL_GPT2, SMALL_LLAMA, graph_of, recipe_of
+
+
+def run(recipe: Recipe) -> SearchResult:
+    assert recipe.model.config is not None
+    return search(recipe, graph_of(dict(recipe.model.config)), resolve_cluster(recipe.cluster))
+
+
+def pick(recipe: Recipe) -> Estimate:
+    assert recipe.model.config is not None
+    return choose(recipe, graph_of(dict(recipe.model.config)), resolve_cluster(recipe.cluster))
+
+
+def refused(recipe: Recipe) -> tuple[Diagnostic, ...]:
+    with pytest.raises(Refusal) as caught:
+        pick(recipe)
+    return caught.value.diagnostics
+
+
+PINS: dict[str, list[object]] = {
+    "tensor": [1, 2, 4],
+    "pipeline": [1, 2, 3],
+    "data": [1, 2, 4],
+    "zero_stage": [0, 1, 2, 3],
+    "micro_batch_size": [1, 2, 4],
+    "activation_checkpointing": ["none", "selective", "full"],
+    "schedule": ["1f1b", "dualpipev"],
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    config=st.sampled_from([SMALL_LLAMA, SMALL_GPT2, {**SMALL_GPT2, "attn_pdrop": 0.1}]),
+    pins=st.fixed_dictionaries({}, optional={k: st.sampled_from(v) for k, v in PINS.items()}),
+    batch=st.sampled_from([6, 16]),
+)
+def test_what_is_proposed_keeps_pins_and_rules(
+    config: dict[str, JsonValue], pins: dict[str, object], batch: int
+) -> None:
+    recipe = recipe_of(config, parallelism=pins, training={"global_batch_size": batch})
+    cluster = resolve_cluster(recipe.cluster)
+    result = run(recipe)
+    for estimate in result.ranked:
+        s = estimate.strategy
+        assert {key: getattr(s, key) for key in pins} == pins
+        assert s.world_size == 8
+        assert s.micro_batch_size * s.gradient_accumulation_steps * s.data == batch
+        assert all(d.severity == "warning" for d in check_layout(recipe, graph_of(config), cluster, s))
+        assert estimate.memory.fits and estimate.feasible
+    # Nothing is lost: every candidate is either ranked or in a rejected region.
+    tried = len(list(candidates(recipe, graph_of(config), cluster)))
+    assert len(result.ranked) + sum(region.count for region in result.rejected) == tried
+    steps = [e.time.step_seconds for e in result.ranked]
+    assert steps == pytest.approx(sorted(steps))
+    if result.ranked:
+        assert pick(recipe) == result.ranked[0]
+    else:
+        assert all(d.severity == "error" and d.help for d in refused(recipe))
+
+
+def test_it_is_deterministic() -> None:
+    assert run(recipe_of()).ranked == run(recipe_of()).ranked
+
+
+def test_the_space_has_every_kind_of_layout() -> None:
+    ranked = [e.strategy for e in run(recipe_of(training={"global_batch_size": 64})).ranked]
+    assert {s.tensor for s in ranked} == {1, 2, 4}  # four key/value heads
+    assert {s.pipeline for s in ranked} == {1, 2, 4}
+    assert {s.zero_stage for s in ranked} == {1, 2, 3}  # bf16 accumulates in fp32: not without ZeRO
+    assert {s.schedule for s in ranked} == {"1f1b", "dualpipev"}
+    assert {s.activation_checkpointing for s in ranked} == {"none", "selective", "full"}
+    assert {s.zero_stage for s in ranked if s.pipeline > 1} == {1}
+
+
+def test_rejected_regions_name_the_rule() -> None:
+    regions = {region.code: region for region in run(recipe_of()).rejected}
+    assert {"SW3104", "SW3107", "SW3108", "SW3106"} <= set(regions)
+    assert "pipeline" in regions["SW3108"].reason
+    assert regions["SW3108"].count > 1
+    assert regions["SW3108"].example.zero_stage >= 2
+
+
+def test_objective_memory() -> None:
+    lean = pick(recipe_of(objective="memory"))
+    fast = pick(recipe_of())
+    assert lean.memory.peak_bytes <= fast.memory.peak_bytes
+    assert lean.time.step_seconds >= fast.time.step_seconds
+    assert lean.strategy != fast.strategy
+
+
+@pytest.mark.parametrize(
+    ("pins", "code", "key"),
+    [
+        ({"pipeline": 2, "zero_stage": 3}, "SW3108", "zero_stage"),
+        ({"pipeline": 2, "zero_stage": 0}, "SW3107", "zero_stage"),
+        ({"tensor": 8}, "SW3104", "tensor"),
+        ({"pipeline": 8}, "SW3106", "pipeline"),
+        ({"schedule": "dualpipev", "pipeline": 1}, "SW3110", "schedule"),
+        ({"offload": "optimizer"}, "SW3111", "offload"),
+        ({"expert": 2}, "SW3115", "expert"),
+    ],
+)
+def test_an_illegal_pin_is_explained_at_its_key(pins: dict[str, object], code: str, key: str) -> None:
+    assert [(d.code, d.key) for d in refused(recipe_of(parallelism=pins))] == [(code, ("parallelism", key))]
+
+
+def test_several_illegal_pins_are_all_explained() -> None:
+    found = refused(recipe_of(parallelism={"tensor": 3, "pipeline": 2, "zero_stage": 3}))
+    assert {d.code for d in found} == {"SW3101", "SW3103", "SW3104", "SW3105", "SW3108", "SW3112"}
+
+
+def test_a_batch_that_does_not_divide() -> None:
+    found = refused(recipe_of(parallelism={"data": 8}, training={"global_batch_size": 12}))
+    assert [(d.code, d.key, d.valid) for d in found] == [("SW3102", ("training", "global_batch_size"), ("8", "16"))]
+    assert [d.code for d in refused(recipe_of(parallelism={"micro_batch_size": 5}))] == ["SW3102"]
+
+
+def test_a_model_that_fits_nowhere() -> None:
+    (found,) = refused(recipe_of(LLAMA_405B))
+    assert found.code == "SW3202"
+    assert "80.0 GiB" in found.message and "closest layout" in found.help
+
+
+def test_the_pinned_layout_is_priced_even_if_forbidden() -> None:
+    recipe = recipe_of(
+        parallelism={
+            "tensor": 2,
+            "pipeline": 2,
+            "data": 2,
+            "zero_stage": 3,
+            "micro_batch_size": 2,
+            "activation_checkpointing": "full",
+            "schedule": "1f1b",
+        }
+    )
+    found = pinned_estimate(recipe, graph_of(SMALL_LLAMA), resolve_cluster(recipe.cluster))
+    assert not found.feasible and found.time.step_seconds > 0
+    assert [d.code for d in found.diagnostics] == ["SW3108"]
+    partly = recipe_of(parallelism={"pipeline": 2, "zero_stage": 3})
+    found = pinned_estimate(partly, graph_of(SMALL_LLAMA), resolve_cluster(partly.cluster))
+    assert (found.strategy.pipeline, found.strategy.zero_stage, found.feasible) == (2, 3, False)
+
+
+def test_autos_of_an_estimate_are_filled_by_the_search() -> None:
+    recipe = recipe_of(parallelism={"tensor": 2})
+    cluster = resolve_cluster(recipe.cluster)
+    assert pinned_estimate(recipe, graph_of(SMALL_LLAMA), cluster) == pick(recipe)
+
+
+def test_baselines_are_what_one_would_run_today() -> None:
+    recipe = recipe_of(LLAMA_8B, parallelism={"pipeline": 2, "tensor": 2})
+    found = baselines(recipe, graph_of(LLAMA_8B), resolve_cluster(recipe.cluster))
+    assert [(e.strategy.tensor, e.strategy.pipeline, e.strategy.zero_stage) for e in found] == [(1, 1, 2), (1, 1, 3)]
+    wide = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, global_batch_size=4))
+    assert baselines(wide, graph_of(LLAMA_8B), resolve_cluster(wide.cluster)) == ()
+
+
+def test_a_large_search_takes_seconds() -> None:
+    """70B on 512 GPUs: a few thousand layouts."""
+    recipe = recipe_of(LLAMA_70B, cluster={"nodes": 64}, training={"sequence_length": 8192, "global_batch_size": 1024})
+    result = run(recipe)
+    assert result.ranked
+    assert sum(region.count for region in result.rejected) > 1000
+    assert result.seconds < 10
