@@ -23,6 +23,7 @@ from shardwright.cost.constants import (
 )
 from shardwright.cost.layout import ELEMENT_BYTES, Block, Layout
 from shardwright.ir.estimate import Time
+from shardwright.ir.strategy import Strategy
 
 # Forward + backward, in forwards; recomputation adds its share on top.
 FORWARDS_PER_STEP = 3
@@ -42,6 +43,17 @@ class StageSeconds:
         return self.compute + self.tensor_comm + self.pipeline_comm
 
 
+def bubble_divisor(strategy: Strategy) -> float:
+    """How much shorter fill and drain are than 1F1B's p - 1 forwards and backwards.
+
+    Interleaving by v divides them by v (arXiv 2104.04473). DeepSpeed's DualPipeV, simulated from its own instruction
+    streams with backward = 2 x forward, idles 2(p - 1) - 1/2 forwards instead of 3(p - 1).
+    """
+    if strategy.schedule == "dualpipev" and strategy.pipeline > 1:
+        return 6 * (strategy.pipeline - 1) / (4 * strategy.pipeline - 5)
+    return strategy.virtual_stages
+
+
 def estimate_time(layout: Layout) -> Time:
     """compute, comms, optimizer and bubble are those of the slowest pipeline rank and add up to the step."""
     s = layout.strategy
@@ -49,9 +61,7 @@ def estimate_time(layout: Layout) -> Time:
     stages = [_stage_seconds(layout, rank) for rank in range(s.pipeline)]
     slowest = max(range(s.pipeline), key=lambda rank: stages[rank].total)
     worst = stages[slowest]
-    # Interleaving by v divides fill and drain by v (arXiv 2104.04473); DualPipeV's two half stages act like v = 2.
-    shrink = 2 if s.schedule == "dualpipev" else s.virtual_stages
-    bubble = (sum(stage.total for stage in stages) - worst.total) / shrink
+    bubble = (sum(stage.total for stage in stages) - worst.total) / bubble_divisor(s)
     busy = m * worst.total
     data_comm = max(_data_comm_seconds(layout, rank, stages[rank]) for rank in range(s.pipeline))
     optimizer = max(_optimizer_seconds(layout, rank) for rank in range(s.pipeline))
