@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 
 from shardwright.diagnostics import Diagnostic, Refusal
@@ -24,14 +23,9 @@ from shardwright.plan.serialize import read_plan
 from shardwright.runtime.checkpoint_index import choose_checkpoint, set_aside
 from shardwright.runtime.failure import report_failure
 from shardwright.runtime.journal import PROGRESS, read_json, write_json
+from shardwright.runtime.preconditions import check_machine, check_versions, program_path
 from shardwright.runtime.progress import Progress
 
-SCRIPT = "train.py"
-"""The one fixed relative script that `deepspeed` is given, with no user argument: its pdsh path does not quote."""
-
-TESTED = {"deepspeed": ">=0.19.8,<0.20", "transformers": ">=5.20,<6", "torch": ">=2.10,<3"}
-
-_PLAIN = re.compile(r"[\w@%+=:,./-]*")
 _CHATTER = re.compile(
     "|".join(
         (
@@ -50,7 +44,7 @@ def run_folder(folder: Path, hostfile: Path | None, resume: str) -> int:
     plan = load_plan(folder)
     for warning in check_versions(plan):
         print(warning, file=sys.stderr)
-    _check_machine(plan, folder, hostfile)
+    check_machine(plan, folder, hostfile)
     (folder / "run").mkdir(exist_ok=True)
     with _lock(folder):
         checkpoint = choose_checkpoint(plan, folder, resume)
@@ -75,69 +69,6 @@ def load_plan(folder: Path) -> Plan:
                 help="Make one with `shardwright compile RECIPE -o DIR`.",
             )
         ) from None
-
-
-def check_versions(plan: Plan) -> list[str]:
-    """Warnings for versions that differ from the plan's inside the tested range; Refusal outside it."""
-    from packaging.specifiers import SpecifierSet
-    from packaging.version import Version
-
-    warnings, errors = [], []
-    for name, tested in TESTED.items():
-        planned, installed = getattr(plan.versions, name), metadata.version(name)
-        if Version(installed).base_version == Version(planned).base_version:
-            continue
-        if SpecifierSet(tested).contains(Version(installed).base_version):
-            warnings.append(
-                f"warning[SW6002]: planned with {name} {planned}, running with {installed} (tested: {tested})"
-            )
-        else:
-            errors.append(
-                Diagnostic(
-                    code="SW6002",
-                    message=f"planned with {name} {planned}, but {installed} is installed (tested: {tested})",
-                    help=f"Install {name} {planned}, or compile the recipe again here.",
-                )
-            )
-    if errors:
-        raise Refusal(*errors)
-    return warnings
-
-
-def _check_machine(plan: Plan, folder: Path, hostfile: Path | None) -> None:
-    if plan.is_cpu and plan.training.precision == "fp16":
-        raise Refusal(
-            Diagnostic(
-                code="SW6004",
-                message="fp16 does not run on a CPU: DeepSpeed refuses it",
-                help="Set training.precision to bf16 or fp32 and compile again; fp16 plans run on GPUs.",
-            )
-        )
-    if plan.nodes == 1:
-        return
-    if _hostfile(plan, folder, hostfile) is None:
-        raise Refusal(
-            Diagnostic(
-                code="SW6003",
-                message=f"the plan is for {plan.nodes} nodes and no hostfile says which",
-                help="Give `--hostfile FILE` with a line `name slots=N` for each node.",
-            )
-        )
-    words = {"the folder's path": str(folder.resolve()), **{f"launch.env {k}": v for k, v in plan.launch.env}}
-    bad = [f"{what} {value!r}" for what, value in words.items() if not _PLAIN.fullmatch(value)]
-    if bad:
-        raise Refusal(
-            Diagnostic(
-                code="SW6005",
-                message=f"pdsh would not pass {', '.join(bad)} on as it is: the launcher does not quote",
-                help="Use letters, digits and @%+=:,./-_ only.",
-            )
-        )
-
-
-def _hostfile(plan: Plan, folder: Path, given: Path | None) -> Path | None:
-    compiled = folder / "launch" / "hostfile"
-    return given or (compiled if compiled.is_file() else None)
 
 
 @contextlib.contextmanager
@@ -170,26 +101,8 @@ def _begin_attempt(plan: Plan, folder: Path, checkpoint: Path | None, *, fresh: 
 
 
 def command(plan: Plan, hostfile: Path | None) -> list[str]:
-    """The launcher's command line; the working directory is the compiled folder."""
-    script = Path(sys.executable).parent / "deepspeed"
-    program = str(script) if script.exists() else shutil.which("deepspeed")
-    if program is None:
-        raise Refusal(
-            Diagnostic(
-                code="SW6005",
-                message="there is no `deepspeed` command in this environment",
-                help="Install shardwright with its dependencies (pip install shardwright) and use its command.",
-            )
-        )
-    port = str(plan.launch.master_port or free_port())
-    if plan.nodes == 1:
-        # A hostfile that does not exist: the launcher would else pick up the machine's own /job/hostfile.
-        hosts = ["--hostfile", "no-hostfile", "--num_gpus", str(plan.gpus_per_node)]
-    else:
-        hosts = ["--hostfile", str(hostfile), "--launcher", "pdsh"]
-        if plan.launch.master_addr:
-            hosts += ["--master_addr", plan.launch.master_addr]
-    return [program, *hosts, "--master_port", port, SCRIPT]
+    """The compiled folder's own launch.sh, from that folder: a run by hand and a run from here are the same."""
+    return ["bash", "launch.sh", *([str(hostfile.resolve())] if hostfile else [])]
 
 
 def free_port() -> int:
@@ -198,24 +111,18 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def _environment(plan: Plan, folder: Path) -> dict[str, str]:
-    env = {**os.environ, **dict(plan.launch.env), "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
-    env["HF_HUB_OFFLINE"] = "1"
-    env.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")  # of torch, about DeepSpeed's calls
-    if plan.is_cpu:
-        env["DS_ACCELERATOR"] = "cpu"
-    if plan.nodes > 1:
-        # Names outside PYTHON*, NCCL* and a few others reach other hosts through this file only; no blank lines in it.
-        file = folder / "run" / "deepspeed_env"
-        names = dict(plan.launch.env) | {k: env[k] for k in ("DS_ACCELERATOR", "HF_HUB_OFFLINE") if k in env}
-        file.write_text("".join(f"{k}={v}\n" for k, v in names.items()))
-        env["DS_ENV_FILE"] = str(file.resolve())
-    return env
+def _environment() -> dict[str, str]:
+    """launch.sh does the rest: what the ranks need stands there."""
+    return {
+        "PYTHONWARNINGS": "ignore::FutureWarning",  # of torch, about DeepSpeed's calls
+        **os.environ,
+        "PATH": program_path(),
+        "MASTER_PORT": str(free_port()),
+    }
 
 
 def _launch(plan: Plan, folder: Path, hostfile: Path | None) -> int:
     """Streams until the launcher ends. SIGUSR1 asks the ranks to save and stop."""
-    line = command(plan, _hostfile(plan, folder, hostfile))
 
     def ask_to_stop(*_: object) -> None:
         (folder / "run" / "stop").touch()
@@ -223,9 +130,9 @@ def _launch(plan: Plan, folder: Path, hostfile: Path | None) -> int:
     previous = signal.signal(signal.SIGUSR1, ask_to_stop)
     log = folder / "run" / "launcher.log"
     process = subprocess.Popen(
-        line,
+        command(plan, hostfile),
         cwd=folder,
-        env=_environment(plan, folder),
+        env=_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

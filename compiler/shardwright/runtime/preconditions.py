@@ -1,0 +1,101 @@
+"""What must hold before a run may start on this machine. No torch here."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.plan.plan import Plan
+
+TESTED = {"deepspeed": ">=0.19.8,<0.20", "transformers": ">=5.20,<6", "torch": ">=2.10,<3"}
+
+_PLAIN = re.compile(r"[\w@%+=:,./-]*")
+
+
+def check_versions(plan: Plan) -> list[str]:
+    """Warnings for versions that differ from the plan's inside the tested range; Refusal outside it."""
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import Version
+
+    warnings, errors = [], []
+    for name, tested in TESTED.items():
+        planned, installed = getattr(plan.versions, name), metadata.version(name)
+        if Version(installed).base_version == Version(planned).base_version:
+            continue
+        if SpecifierSet(tested).contains(Version(installed).base_version):
+            warnings.append(
+                f"warning[SW6002]: planned with {name} {planned}, running with {installed} (tested: {tested})"
+            )
+        else:
+            errors.append(
+                Diagnostic(
+                    code="SW6002",
+                    message=f"planned with {name} {planned}, but {installed} is installed (tested: {tested})",
+                    help=f"Install {name} {planned}, or compile the recipe again here.",
+                )
+            )
+    if errors:
+        raise Refusal(*errors)
+    return warnings
+
+
+def program_path() -> str:
+    """PATH with this environment's programs first: its `deepspeed`, whether it is activated or not."""
+    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+
+
+def check_machine(plan: Plan, folder: Path, hostfile: Path | None) -> None:
+    """Raises Refusal with every obstacle at once."""
+    found = tuple(_obstacles(plan, folder, hostfile))
+    if found:
+        raise Refusal(*found)
+
+
+def _obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[Diagnostic]:
+    if plan.is_cpu and plan.training.precision == "fp16":
+        yield Diagnostic(
+            code="SW6004",
+            message="fp16 does not run on a CPU: DeepSpeed refuses it",
+            help="Set training.precision to bf16 or fp32 and compile again; fp16 plans run on GPUs.",
+        )
+    if shutil.which("deepspeed", path=program_path()) is None:
+        yield Diagnostic(
+            code="SW6005",
+            message="there is no `deepspeed` command in this environment",
+            help="Install shardwright with its dependencies (pip install shardwright) and use its command.",
+        )
+    if plan.launch.launcher == "no_ssh":
+        yield Diagnostic(
+            code="SW6005",
+            message="launch.launcher is no_ssh: nothing here can start the other nodes",
+            help=f"On each node: NODE_RANK=0...{plan.nodes - 1} MASTER_ADDR=<address of node 0> bash launch.sh",
+        )
+    if plan.nodes == 1 and hostfile is not None:
+        yield Diagnostic(
+            code="SW6003",
+            message="the plan is for one node, which is the machine that `run` is started on",
+            help="Leave --hostfile out, or compile for several nodes.",
+        )
+    if hostfile is not None and not hostfile.is_file():
+        yield Diagnostic(
+            code="SW6003", message=f"there is no hostfile {str(hostfile)!r}", help="Lines `name slots=N`, one a node."
+        )
+    if plan.nodes > 1 and plan.launch.launcher == "pdsh":
+        if hostfile is None and not (folder / "launch" / "hostfile").is_file():
+            yield Diagnostic(
+                code="SW6003",
+                message=f"the plan is for {plan.nodes} nodes and no hostfile says which",
+                help="Give `--hostfile FILE` with a line `name slots=N` for each node.",
+            )
+        if not _PLAIN.fullmatch(str(folder.resolve())):
+            yield Diagnostic(
+                code="SW6005",
+                message=f"pdsh cannot pass the folder's path {str(folder.resolve())!r}: it does not quote",
+                help="Move the folder to a path of letters, digits and @%+=:,./-_ only, the same on every host.",
+            )
