@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import json
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +79,24 @@ def write_recipe(tmp_path: Path, small_recipe: dict[str, Any]) -> Callable[..., 
         return path
 
     return write
+
+
+@pytest.fixture(scope="session")
+def proved() -> Iterator[Callable[[str, str, dict[str, Any]], None]]:
+    """record(area, case, figures): what `make prove` measured, written to benchmarks/AREA.json at the end."""
+    areas: dict[str, dict[str, Any]] = {}
+
+    def record(area: str, case: str, figures: dict[str, Any]) -> None:
+        areas.setdefault(area, {})[case] = figures
+
+    yield record
+    root = Path(__file__).resolve().parent.parent
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True).stdout.strip()
+    for area, cases in areas.items():
+        document = {
+            "date": datetime.date.today().isoformat(),
+            "commit": commit,
+            "command": "make prove",
+            "cases": cases,
+        }
+        (root / "benchmarks" / f"{area}.json").write_text(json.dumps(document, indent=1) + "\n")

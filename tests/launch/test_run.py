@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,27 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from tests.parity.harness import Case, metrics, must, newest_checkpoint, recipe, shardwright, write_inputs
+from tests.launch.resume import compiled, continues_bit_for_bit
+from tests.parity.harness import Case, metrics, must, newest_checkpoint, shardwright
 
 pytestmark = pytest.mark.launch
-
-
-def compiled(case: Case, folder: Path, **training: Any) -> Path:
-    write_inputs(case, folder)
-    document = recipe(case, folder)
-    document["training"] |= training
-    document["checkpoint"] = {"every_steps": 4}
-    (folder / "recipe.yaml").write_text(json.dumps(document))
-    must(shardwright("compile", folder / "recipe.yaml", "-o", folder / "out"))
-    return folder / "out"
-
-
-def exported(out: Path, to: Path) -> dict[str, torch.Tensor]:
-    must(shardwright("export", newest_checkpoint(out), "-o", to))
-    return load_file(to / "model.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -43,18 +26,8 @@ def exported(out: Path, to: Path) -> dict[str, torch.Tensor]:
     ids=["gpt2-pp2-tp2", "llama-dp2-zero3"],
 )
 def test_a_run_that_lost_its_last_steps_continues_bit_for_bit(case: Case, tmp_path: Path) -> None:
-    out = compiled(case, tmp_path)
-    must(shardwright("run", out))
-    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step-00000004", "step-00000008"]
-    whole, first = exported(out, tmp_path / "whole"), metrics(out)
-    shutil.rmtree(out / "checkpoints" / "step-00000008")
-    must(shardwright("run", out))
-    again, second = exported(out, tmp_path / "again"), metrics(out)
-    assert [m["step"] for m in second] == list(range(1, 9))
-    assert [m["attempt"] for m in second] == [1] * 4 + [2] * 4
-    assert [(m["loss"], m["grad_norm"]) for m in second] == [(m["loss"], m["grad_norm"]) for m in first]
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
-    done = must(shardwright("run", out))
+    continues_bit_for_bit(case, tmp_path)
+    done = must(shardwright("run", tmp_path / "out"))
     assert "already trained" in done.stdout
 
 

@@ -19,6 +19,7 @@ from shardwright.diagnostics import Diagnostic, KeyPath, Refusal
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.ir.recipe import ModelSection
 from shardwright.model.families import FAMILIES
+from shardwright.model.popular.hub import hub_config, read_config_file
 
 # Sizes that must be at least one, by transformers' common names.
 _SIZES = (
@@ -41,39 +42,34 @@ _VOLATILE_KEYS = ("transformers_version", "_name_or_path", "_attn_implementation
 def read_config(section: ModelSection) -> tuple[JsonObject, KeyPath, bool]:
     """The configuration as written, the recipe key it is under, and whether it is inline.
 
-    Errors: SW2001 a hub id; SW2002 no readable config.json.
+    Errors: SW2002 no readable config.json; SW2014 a model with code of its own; those of hub_config for a hub id.
     """
     if section.config is not None:
         return section.config, ("model", "config"), True
     source = section.source or ""
     key: KeyPath = ("model", "source")
     folder = Path(source)
-    if not folder.is_absolute():
+    if folder.is_absolute():
+        config = read_config_file(folder / "config.json")
+    else:
+        config = hub_config(source, section.revision)
+    return _without_own_code(config, source, key), key, False
+
+
+def _without_own_code(config: JsonObject, source: str, key: KeyPath) -> JsonObject:
+    """`auto_map` names Python files beside the weights. Where transformers has the type itself they are not needed,
+    and are left out; else the model is refused: SW2014."""
+    if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING:
         raise Refusal(
             Diagnostic(
-                code="SW2001",
-                message=f"{source!r} is not a folder on this machine, and downloading is not available in this version",
-                help="Download the model (for example `hf download`) and give the folder that holds its "
-                "config.json as model.source, or write the configuration inline under model.config.",
+                code="SW2014",
+                message=f"{source!r} is a {config.get('model_type')!r}, which runs on Python code of its own",
+                help="transformers would need trust_remote_code for it, and this version never runs a model's own "
+                "code. Use a model of a type that transformers has itself.",
                 key=key,
             )
         )
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError(f"it holds a {type(config).__name__}, not an object")
-    except (OSError, ValueError) as error:
-        reason = (error.strerror or "") if isinstance(error, OSError) else _one_line(error)
-        raise Refusal(
-            Diagnostic(
-                code="SW2002",
-                message=f"cannot read {str(path)!r}: {reason}",
-                help="model.source must be a folder written by save_pretrained, with a config.json in it.",
-                key=key,
-            )
-        ) from None
-    return cast(JsonObject, config), key, False
+    return {name: value for name, value in config.items() if name != "auto_map"}
 
 
 def check_model_type(config: JsonObject, key: KeyPath, inline: bool) -> str:

@@ -16,7 +16,7 @@ from deepspeed import comm as dist
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import plan_to_json
-from shardwright.runtime.checkpoint_index import checkpoint_root, published_steps
+from shardwright.runtime.checkpoint_index import STATE, checkpoint_root, published_steps
 
 
 def save_checkpoint(plan: Plan, folder: Path, engine: Any, step: int) -> None:
@@ -28,9 +28,11 @@ def save_checkpoint(plan: Plan, folder: Path, engine: Any, step: int) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    engine.save_checkpoint(str(root), tag=partial.name, client_state={"step": step}, save_latest=False)
+    engine.save_checkpoint(str(partial), tag=STATE, client_state={"step": step}, save_latest=False)
     torch.save(_random_state(), partial / f"random-rank-{rank:05d}.pt")
     if rank == 0:
+        for script in partial.glob("zero_*.py"):
+            script.unlink()  # DeepSpeed's converters: they fail on pipeline checkpoints, `shardwright export` does not
         for part in ("model", "tokenizer"):
             if (folder / part).is_dir():
                 shutil.copytree(folder / part, partial / part)
@@ -48,7 +50,7 @@ def save_checkpoint(plan: Plan, folder: Path, engine: Any, step: int) -> None:
 def load_checkpoint(plan: Plan, engine: Any, checkpoint: Path) -> int:
     """Collective. Returns the step that the checkpoint closed."""
     rank = dist.get_rank()
-    path, client = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+    path, client = engine.load_checkpoint(str(checkpoint), tag=STATE)
     if path is None:
         raise Refusal(
             Diagnostic(

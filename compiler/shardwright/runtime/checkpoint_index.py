@@ -9,6 +9,9 @@ from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
 
+STATE = "state"
+"""Folder of DeepSpeed's own files inside a checkpoint."""
+
 _STEP = re.compile(r"step-(\d{8})")
 
 

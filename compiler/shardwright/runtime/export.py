@@ -16,6 +16,7 @@ from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.partition import ParameterSplit
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
+from shardwright.runtime.checkpoint_index import STATE
 from shardwright.runtime.weights import load_config, transposed_weights
 
 Shards = list[dict[str, torch.Tensor]]
@@ -90,13 +91,13 @@ def _read(checkpoint: Path) -> Plan:
 
 def read_shards(plan: Plan, checkpoint: Path) -> Shards:
     """The three places where DeepSpeed leaves weights: layer files, whole-model files, ZeRO-3's flat partitions."""
-    ranks = range(plan.strategy.tensor)
+    ranks, state = range(plan.strategy.tensor), checkpoint / STATE
     try:
         if plan.strategy.pipeline > 1:
-            return [_from_layer_files(checkpoint, rank) for rank in ranks]
+            return [_from_layer_files(state, rank) for rank in ranks]
         if plan.strategy.zero_stage < 3:
-            return [_load(checkpoint / f"mp_rank_{rank:02d}_model_states.pt")["module"] for rank in ranks]
-        return [_from_zero3(checkpoint, rank) for rank in ranks]
+            return [_load(state / f"mp_rank_{rank:02d}_model_states.pt")["module"] for rank in ranks]
+        return [_from_zero3(state, rank) for rank in ranks]
     except FileNotFoundError as error:
         raise Refusal(_not_whole(checkpoint, f"{error.filename or error} is missing")) from None
 
@@ -105,23 +106,23 @@ def _load(path: Path) -> dict[str, dict[str, torch.Tensor]]:
     return torch.load(path, map_location="cpu", weights_only=False, mmap=True)  # type: ignore[no-any-return]
 
 
-def _from_layer_files(checkpoint: Path, rank: int) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = {}
-    files = sorted(checkpoint.glob(f"layer_*-model_{rank:02d}-model_states.pt"))
+def _from_layer_files(folder: Path, rank: int) -> dict[str, torch.Tensor]:
+    weights: dict[str, torch.Tensor] = {}
+    files = sorted(folder.glob(f"layer_*-model_{rank:02d}-model_states.pt"))
     if not files:
         raise FileNotFoundError(2, "no layer file", f"layer_*-model_{rank:02d}-model_states.pt")
     for file in files:
         for name, tensor in torch.load(file, map_location="cpu", weights_only=False, mmap=True).items():
-            state.setdefault(name, tensor)  # a tied parameter is in two files, the same in both
-    return state
+            weights.setdefault(name, tensor)  # a tied parameter is in two files, the same in both
+    return weights
 
 
-def _from_zero3(checkpoint: Path, rank: int) -> dict[str, torch.Tensor]:
+def _from_zero3(folder: Path, rank: int) -> dict[str, torch.Tensor]:
     """DeepSpeed's own merge of the data ranks' partitions, given one tensor rank's files at a time."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     ours = re.compile(rf".*mp_rank_{rank:02d}_(model|optim)_states\.pt")
-    files = [f for f in checkpoint.iterdir() if ours.fullmatch(f.name)]
+    files = [f for f in folder.iterdir() if ours.fullmatch(f.name)]
     if not files:
         raise FileNotFoundError(2, "no partition", f"*mp_rank_{rank:02d}_optim_states.pt")
     with tempfile.TemporaryDirectory() as view:

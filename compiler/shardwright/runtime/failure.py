@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from shardwright.plan.plan import Plan
-from shardwright.runtime.journal import read_json, write_status
+from shardwright.runtime.journal import is_echo, read_json, write_status
 
 _LAST = re.compile(r"--local_rank=(\d+).*exits with return code = (-?\d+)")
 _SIGNALS = {
@@ -25,7 +25,7 @@ def report_failure(plan: Plan, folder: Path, attempt: int, launcher_code: int) -
     records = sorted((r for r in records if r.get("attempt") == attempt), key=lambda r: int(str(r["time_ns"])))
     log = (run / "launcher.log").read_text(errors="replace") if (run / "launcher.log").exists() else ""
     killed = [(int(rank), int(code)) for rank, code in _LAST.findall(log) if int(code) < 0]
-    if killed and (not records or _is_echo(str(records[0]["cause"]))):
+    if killed and (not records or is_echo(str(records[0]["cause"]))):
         rank, exit_code = killed[0]
         cause = _SIGNALS.get(exit_code, f"ended by signal {-exit_code}")
         _print_error("SW6301", f"rank {rank}: {cause}", f"its output: {_log_of(run, rank)}")
@@ -48,11 +48,6 @@ def report_failure(plan: Plan, folder: Path, attempt: int, launcher_code: int) -
         _print_error(code, cause, str(first["help"]))
     write_status(folder, "failed", attempt, rank=rank, host=first["host"], stage=first["stage"], code=code, cause=cause)
     return 3 if code == "SW6301" else 1
-
-
-def _is_echo(cause: str) -> bool:
-    """What a rank says when its peer went away."""
-    return any(word in cause for word in ("Connection closed by peer", "Connection reset", "gloo", "NCCL"))
 
 
 def _log_of(run: Path, rank: int) -> Path:

@@ -13,7 +13,9 @@ from pathlib import Path
 from shardwright.diagnostics import Refusal
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
-from shardwright.runtime.journal import Metrics, read_json, write_json, write_status
+from shardwright.runtime.journal import Metrics, is_echo, read_json, write_json, write_status
+
+ECHO_GRACE_SECONDS = 4.0
 
 
 def main() -> int:
@@ -29,6 +31,9 @@ def main() -> int:
         _train(plan, folder, rank, number, attempt.get("resume"))
     except BaseException as error:
         _record_failure(folder, plan, rank, number, error)
+        if is_echo(str(error)):
+            # Let the launcher, which looks once a second, see the process that was killed before it sees this one.
+            time.sleep(ECHO_GRACE_SECONDS)
         # Not the interpreter's way out: a collective that other ranks are in could block it for minutes.
         sys.stdout.flush()
         sys.stderr.flush()

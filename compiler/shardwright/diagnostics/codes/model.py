@@ -10,4 +10,10 @@ MODEL_CODES: dict[str, str] = {
     "SW2007": "the configuration contradicts itself",
     "SW2008": "the attention implementation is not available for this model type",
     "SW2009": "part of the model cannot be split",
+    "SW2010": "the hub has no such model",
+    "SW2011": "the model has no such revision",
+    "SW2012": "the model is gated",
+    "SW2013": "the model's repository has no config.json",
+    "SW2014": "the model runs code of its own",
+    "SW2015": "the model source is neither a folder nor a hub id",
 }
