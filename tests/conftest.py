@@ -99,4 +99,5 @@ def proved() -> Iterator[Callable[[str, str, dict[str, Any]], None]]:
             "command": "make prove",
             "cases": cases,
         }
+        (root / "benchmarks").mkdir(exist_ok=True)
         (root / "benchmarks" / f"{area}.json").write_text(json.dumps(document, indent=1) + "\n")

@@ -46,6 +46,26 @@ def test_stop_file_saves_and_a_later_run_finishes(tmp_path: Path) -> None:
     assert len(metrics(out)) == status["step"]
 
 
+def test_an_interrupt_ends_every_rank(tmp_path: Path) -> None:
+    out = compiled(Case(model="llama", data=2), tmp_path, steps=400)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shardwright", "run", str(out)],
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(lambda: (out / "run" / "metrics.jsonl").exists() and len(metrics(out)) > 2, process)
+    pids = [json.loads(p.read_text())["pid"] for p in (out / "run" / "ranks").iterdir()]
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert len(pids) == 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    status = json.loads((out / "run" / "status.json").read_text())
+    assert (status["status"], status["cause"]) == ("failed", "interrupted")
+
+
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     out = compiled(Case(model="llama", data=2), tmp_path, steps=400)
     process = subprocess.Popen(

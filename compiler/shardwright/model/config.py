@@ -49,10 +49,7 @@ def read_config(section: ModelSection) -> tuple[JsonObject, KeyPath, bool]:
     source = section.source or ""
     key: KeyPath = ("model", "source")
     folder = Path(source)
-    if folder.is_absolute():
-        config = read_config_file(folder / "config.json")
-    else:
-        config = hub_config(source, section.revision)
+    config = read_config_file(folder / "config.json") if folder.is_absolute() else hub_config(source, section.revision)
     return _without_own_code(config, source, key), key, False
 
 

@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from shardwright.diagnostics import Diagnostic, Refusal
@@ -22,9 +22,11 @@ from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
 from shardwright.runtime.checkpoint_index import choose_checkpoint, set_aside
 from shardwright.runtime.failure import report_failure
-from shardwright.runtime.journal import PROGRESS, read_json, write_json
+from shardwright.runtime.journal import PROGRESS, read_json, write_json, write_status
 from shardwright.runtime.preconditions import check_machine, check_versions, program_path
 from shardwright.runtime.progress import Progress
+
+INTERRUPT_GRACE_SECONDS = 10.0
 
 _CHATTER = re.compile(
     "|".join(
@@ -46,13 +48,13 @@ def run_folder(folder: Path, hostfile: Path | None, resume: str) -> int:
         print(warning, file=sys.stderr)
     check_machine(plan, folder, hostfile)
     (folder / "run").mkdir(exist_ok=True)
-    with _lock(folder):
+    with _lock(folder) as lock:
         checkpoint = choose_checkpoint(plan, folder, resume)
         if checkpoint and int(checkpoint.name.rsplit("-", 1)[1]) >= plan.training.steps:
             print(f"already trained to its last step: {checkpoint} (`--resume never` starts again)")
             return 0
         attempt = _begin_attempt(plan, folder, checkpoint, fresh=resume == "never")
-        code = _launch(plan, folder, hostfile)
+        code = _launch(plan, folder, hostfile, attempt, lock)
         return _conclude(plan, folder, attempt, code)
 
 
@@ -72,7 +74,8 @@ def load_plan(folder: Path) -> Plan:
 
 
 @contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
+def _lock(folder: Path) -> Iterator[int]:
+    """Held by its file descriptor, which the launcher inherits: an orphaned launcher still counts as alive."""
     with (folder / "run" / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -84,7 +87,7 @@ def _lock(folder: Path) -> Iterator[None]:
                     help="Wait for it, or end it: `touch run/stop` in the folder saves a checkpoint and stops.",
                 )
             ) from None
-        yield
+        yield file.fileno()
 
 
 def _begin_attempt(plan: Plan, folder: Path, checkpoint: Path | None, *, fresh: bool) -> int:
@@ -121,18 +124,19 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _launch(plan: Plan, folder: Path, hostfile: Path | None) -> int:
-    """Streams until the launcher ends. SIGUSR1 asks the ranks to save and stop."""
+def _launch(plan: Plan, folder: Path, hostfile: Path | None, attempt: int, lock: int) -> int:
+    """Streams until the launcher ends. SIGUSR1 and SIGTERM ask the ranks to save and stop."""
 
     def ask_to_stop(*_: object) -> None:
         (folder / "run" / "stop").touch()
 
-    previous = signal.signal(signal.SIGUSR1, ask_to_stop)
+    previous = {s: signal.signal(s, ask_to_stop) for s in (signal.SIGUSR1, signal.SIGTERM)}
     log = folder / "run" / "launcher.log"
     process = subprocess.Popen(
         command(plan, hostfile),
         cwd=folder,
         env=_environment(),
+        pass_fds=[lock],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -150,11 +154,24 @@ def _launch(plan: Plan, folder: Path, hostfile: Path | None) -> int:
                     progress.note(text.rstrip())
         return process.wait()
     except KeyboardInterrupt:
-        # The terminal's interrupt reached the launcher too: it ends its ranks. Never signal it again.
-        process.wait()
+        _wait_interrupted(process, plan, ask_to_stop)
+        write_status(folder, "failed", attempt, rank=None, cause="interrupted")
         raise
     finally:
-        signal.signal(signal.SIGUSR1, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _wait_interrupted(process: subprocess.Popen[str], plan: Plan, ask_to_stop: Callable[[], None]) -> None:
+    """A terminal's interrupt reaches the launcher too, which ends its ranks; another one may have come here alone."""
+    try:
+        process.communicate(timeout=INTERRUPT_GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        if plan.launch.launcher == "local":
+            process.send_signal(signal.SIGINT)
+        else:
+            ask_to_stop()  # under pdsh the launcher must not be signalled: its handler runs a remote pkill
+        process.communicate()
 
 
 def _conclude(plan: Plan, folder: Path, attempt: int, code: int) -> int:

@@ -23,7 +23,13 @@ def hub_config(model_id: str, revision: str = _MAIN) -> JsonObject:
     """Errors: SW2001 no network, offline, or the hub's answer is of no use; SW2002 a config.json that is no object;
     SW2010 no such model; SW2011 no such revision; SW2012 gated; SW2013 no config.json in the repository; SW2015 not
     a hub id."""
-    from huggingface_hub import hf_hub_download, is_offline_mode, try_to_load_from_cache
+    from huggingface_hub import (
+        get_hf_file_metadata,
+        hf_hub_download,
+        hf_hub_url,
+        is_offline_mode,
+        try_to_load_from_cache,
+    )
     from huggingface_hub.errors import HFValidationError
 
     try:
@@ -38,6 +44,8 @@ def hub_config(model_id: str, revision: str = _MAIN) -> JsonObject:
     if is_offline_mode():
         raise Refusal(_unreachable(model_id, "HF_HUB_OFFLINE is set", revision))
     try:
+        # Asked once, without the retries of a download, which make a machine with no network wait half a minute.
+        get_hf_file_metadata(hf_hub_url(model_id, CONFIG_NAME, revision=revision))
         path = hf_hub_download(model_id, CONFIG_NAME, revision=revision)
     except Exception as error:  # httpx, the file system, the hub's own classes: each means "no configuration"
         raise Refusal(_why(error, model_id, revision)) from None
@@ -68,6 +76,7 @@ def _why(error: Exception, model_id: str, revision: str) -> Diagnostic:
     from huggingface_hub.errors import (
         DisabledRepoError,
         GatedRepoError,
+        HfHubHTTPError,
         LocalEntryNotFoundError,
         RemoteEntryNotFoundError,
         RepositoryNotFoundError,
@@ -104,20 +113,21 @@ def _why(error: Exception, model_id: str, revision: str) -> Diagnostic:
             "Name the repository with the transformers weights (not the original, GGUF or adapter files).",
             nearest_ids(model_id),
         )
-    if isinstance(error, LocalEntryNotFoundError):
-        # The hub library's word for "not cached, and the request failed"; the request's own error is its cause.
-        error = error.__cause__ if isinstance(error.__cause__, Exception) else error
-        return _unreachable(model_id, f"the hub cannot be reached ({type(error).__name__})", revision)
-    cause = " ".join(str(error).split())[:200] or type(error).__name__
-    return _unreachable(model_id, f"the hub gave no configuration: {cause}", revision)
+    cause = " ".join(str(error).split())[:200]
+    if isinstance(error, HfHubHTTPError):
+        return _unreachable(model_id, f"the hub answered: {cause}", revision)
+    if isinstance(error, OSError) and not isinstance(error, LocalEntryNotFoundError):
+        return _unreachable(model_id, f"storing it failed: {cause}", revision)
+    return _unreachable(model_id, f"the hub cannot be reached ({type(error).__name__})", revision)
 
 
 def _unreachable(model_id: str, cause: str, revision: str) -> Diagnostic:
     pinned = "" if revision == _MAIN else f" --revision {revision}"
     near = () if shipped_config(model_id) is not None else nearest_ids(model_id)
+    what = f"{model_id!r}" if revision == _MAIN else f"{model_id!r} at revision {revision!r}"
     return _error(
         "SW2001",
-        f"{model_id!r} is neither on this machine nor among the configurations that come with shardwright, and {cause}",
+        f"{what} is neither on this machine nor among the configurations that come with shardwright, and {cause}",
         f"Where there is a network, run `hf download {model_id}{pinned} config.json`; or give a local folder as "
         f"model.source, or the configuration under model.config. {_did_you_mean(near)}".rstrip(),
         near,
