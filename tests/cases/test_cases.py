@@ -109,7 +109,7 @@ class TestInvariants:
         layers = [layer for stage in plan.stages for layer in stage.layers]
         config = json.loads(compiled[name].files["model/config.json"])
         count = config.get("num_hidden_layers") or config["n_layer"]
-        assert layers == ["embedding", *(f"{plan.model.layers_module}.{i}" for i in range(count)), "head"]
+        assert layers == ["embedding", *(f"{plan.model.cut.stack}.{i}" for i in range(count)), "head"]
 
     def test_ranks_hold_the_whole_model(self, name: str, compiled: dict[str, Compiled]) -> None:
         """Over pipeline and tensor ranks (and ZeRO-3's data ranks) nothing is missing."""

@@ -163,7 +163,7 @@ def check_live_split(folder: Path) -> None:
     if degree == 1:
         return
     whole = {p["name"]: p["shape"] for m in plan["tensor_parallel"]["modules"] for p in m["parameters"]}
-    layers = plan["model"]["layers_module"] + "."
+    layers = plan["model"]["cut"]["stack"] + "."
     cut = total = 0
     for path in (folder / "run" / "ranks").iterdir():
         for name, shape in json.loads(path.read_text())["shapes"].items():

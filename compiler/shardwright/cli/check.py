@@ -1,4 +1,4 @@
-"""check R...: stage 1 and the files that the recipe names."""
+"""check R...: stage 1, the GPU's name, and the files that the recipe names."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from shardwright.cli.console import print_diagnostics
+    from shardwright.cluster.resolve import gpu_errors
     from shardwright.diagnostics import Diagnostic, Refusal, Source
     from shardwright.diagnostics.render import to_json, visible
     from shardwright.recipe.files import check_files
@@ -29,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
         diagnostics: tuple[Diagnostic, ...]
         try:
             recipe = load_recipe(Path(name), args.set)
-            source, diagnostics = recipe.source, check_files(recipe)
+            source, diagnostics = recipe.source, (*gpu_errors(recipe.cluster), *check_files(recipe))
         except Refusal as refusal:
             source, diagnostics = refusal.source, refusal.diagnostics
         ok = not any(diagnostic.severity == "error" for diagnostic in diagnostics)

@@ -64,7 +64,8 @@ def as_json(compiled: Compiled, directory: Path) -> str:
 
 def summary(compiled: Compiled, directory: Path) -> str:
     """What was decided, in the recipe's own words, and the next command."""
-    import shlex
+    from shardwright.cli.console import shell_word
+    from shardwright.diagnostics.render import visible
 
     plan, files = compiled.plan, compiled.files
     s, t, memory, time = plan.strategy, plan.training, plan.predicted.memory, plan.predicted.time
@@ -82,8 +83,8 @@ def summary(compiled: Compiled, directory: Path) -> str:
             f"{memory.peak_bytes / GIB:.1f} of {memory.capacity_bytes / GIB:.1f} GiB on the fullest rank, predicted",
         ),
         ("step", f"{time.step_seconds:.3g} s, {time.bubble_fraction:.0%} of it idle, predicted"),
-        ("written", f"{len(files)} files in {directory}"),
-        ("next", f"shardwright run {shlex.quote(str(directory))}"),
+        ("written", f"{len(files)} files in {visible(str(directory))}"),
+        ("next", f"shardwright run {shell_word(str(directory))}"),
     ]
     width = max(len(name) for name, _ in rows) + 2
     return "\n".join(f"{name:<{width}}{text}" for name, text in rows)

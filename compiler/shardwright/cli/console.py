@@ -33,6 +33,17 @@ def print_refusal(refusal: Refusal, source: Source | None = None) -> None:
     print_diagnostics(refusal.diagnostics, refusal.source or source)
 
 
+def shell_word(path: str) -> str:
+    """`path` as one word to paste into a shell: nothing in it is run, and nothing reaches the terminal raw."""
+    import shlex
+
+    path = f"./{path}" if path.startswith("-") else path
+    if path.isprintable():
+        return shlex.quote(path)
+    escaped = path.replace("\\", "\\\\").replace("'", "\\'").encode("utf-8", "surrogateescape")
+    return "$'" + "".join(chr(b) if 0x20 <= b < 0x7F else f"\\x{b:02x}" for b in escaped) + "'"
+
+
 def error(message: str) -> None:
     """One line without a code: usage, not a recipe. `message` may hold the user's own text."""
     from shardwright.diagnostics.render import visible

@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwright.ir.recipe import AssumeSection
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -72,7 +74,7 @@ def estimate_recipe(path: str, overrides: Sequence[str]) -> tuple[Recipe, Estima
 
 
 def estimate_object(path: str, estimate: Estimate) -> dict[str, JsonValue]:
-    """The object of `estimate --json`, and of each plan of `plan --json`."""
+    """The object of each plan of `plan --json`; `estimate --json` adds what the recipe assumes."""
     return {
         "recipe": path,
         "feasible": estimate.feasible,
@@ -95,8 +97,9 @@ def _json_line(path: str, overrides: Sequence[str]) -> bool:
     from shardwright.diagnostics import Refusal
 
     try:
-        _, estimate = estimate_recipe(path, overrides)
-        line, feasible = estimate_object(path, estimate), estimate.feasible
+        recipe, estimate = estimate_recipe(path, overrides)
+        line = {**estimate_object(path, estimate), "assume": dataclasses.asdict(recipe.assume)}
+        feasible = estimate.feasible
     except Refusal as refusal:
         # No "memory" and no "time": there was nothing to count.
         line, feasible = (
@@ -116,7 +119,7 @@ def _page(path: str, overrides: Sequence[str]) -> bool:
     except Refusal as refusal:
         print_refusal(refusal)
         return False
-    print("\n".join([path, *_lines(estimate), ""]), flush=True)
+    print("\n".join([path, *_lines(estimate, recipe.assume), ""]), flush=True)
     print_diagnostics(estimate.diagnostics, recipe.source)
     return estimate.feasible
 
@@ -130,7 +133,7 @@ def layout_text(estimate: Estimate) -> str:
     )
 
 
-def _lines(estimate: Estimate) -> list[str]:
+def _lines(estimate: Estimate, assume: AssumeSection) -> list[str]:
     time, memory, training = estimate.time, estimate.memory, estimate.training
     gib = 2**30
     lines = [
@@ -149,4 +152,7 @@ def _lines(estimate: Estimate) -> list[str]:
         lines.append(
             f"  training {training.steps} steps, {training.days:.3g} days, {training.gpu_hours:.4g} GPU hours{cost}"
         )
+    if assume != AssumeSection(kernels="hf", mfu=None, ignore_memory=False):
+        given = (f"{name}={value}" for name, value in dataclasses.asdict(assume).items())
+        lines.append(f"  assumed  {' '.join(given)}")
     return lines

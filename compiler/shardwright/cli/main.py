@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -65,6 +66,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """The console entry point. Never raises, whatever the command does."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _open_missing_streams()
     for stream in (sys.stdout, sys.stderr):
         # A name that the terminal's encoding lacks shall not end a command.
         if hasattr(stream, "reconfigure"):
@@ -82,8 +84,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (`| head`) has all it wanted. Python flushes once more at exit: give it somewhere to flush to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            return _failed(error)
+        # Often the file that standard output goes to. Nothing more shall be flushed into it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        from shardwright.cli.console import error as say
+
+        say(f"{error.filename or 'standard output'}: no space left on the device")
+        return REFUSED
     except Exception as error:
         return _failed(error)
+
+
+def _open_missing_streams() -> None:
+    """A caller may have closed stdout or stderr (`>&-`); Python then has None there."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 def _dispatch(arguments: list[str]) -> int:

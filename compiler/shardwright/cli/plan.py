@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from shardwright.diagnostics import KeyPath, Location
     from shardwright.ir.estimate import Estimate
     from shardwright.ir.json_value import JsonObject, JsonValue
     from shardwright.ir.recipe import Recipe
     from shardwright.search.search import SearchResult
 
+NAME = "<planned recipe>"
 GPUS_PER_NODE = 8
 STEPS = 1000
 PRECISION = "bf16"
@@ -23,7 +27,7 @@ TOKENS_PER_STEP = 4 * 2**20  # what models of 7 B to 400 B are pre-trained with 
 
 # A configuration's names for its longest sequence.
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _RECIPE_ENDINGS = (".yaml", ".yml", ".json")
 
 
@@ -77,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         recipe = load_recipe(Path(args.recipe), args.overrides)
     else:
         text = recipe_text(args, model)
-        recipe = load_recipe(Path("-"), args.overrides, stdin_text=text)
+        recipe = _load(text, args.overrides)
     graph, cluster = model_and_cluster(recipe)
     from shardwright.search.search import baselines, choose, rank_key, search
 
@@ -132,7 +136,7 @@ def _usage(args: argparse.Namespace, model: str | None) -> str:
 
 
 def recipe_text(args: argparse.Namespace, model: str) -> str:
-    """The recipe that stands for the command line, as YAML, a section a line. Raises Refusal: no such model."""
+    """The recipe that stands for the command line, as YAML, a section a line."""
     gpus_per_node = args.gpus_per_node or GPUS_PER_NODE
     world = args.nodes * gpus_per_node
     length = args.sequence_length or min(LONGEST_ASSUMED_SEQUENCE, _longest(model))
@@ -151,11 +155,41 @@ def recipe_text(args: argparse.Namespace, model: str) -> str:
 
 def _longest(model: str) -> int:
     """The longest sequence that the model's configuration names; where it names none, there is no limit."""
+    from shardwright.diagnostics import Refusal
     from shardwright.model.popular.hub import hub_config, read_config_file
 
-    config = read_config_file(Path(model) / "config.json") if os.path.isabs(model) else hub_config(model)
+    try:
+        config = read_config_file(Path(model) / "config.json") if os.path.isabs(model) else hub_config(model)
+    except Refusal:
+        config = {}  # stage 2 refuses it again, together with what is wrong elsewhere
     lengths = [config[key] for key in _LENGTH_KEYS if key in config]
     return next((n for n in lengths if isinstance(n, int) and n > 0), LONGEST_ASSUMED_SEQUENCE)
+
+
+def _load(text: str, overrides: Sequence[str]) -> Recipe:
+    """The recipe of `text`, whose lines diagnostics show under a name of its own: there is no file of it."""
+    import dataclasses
+
+    from shardwright.diagnostics import Refusal, Source
+    from shardwright.recipe.layers import STDIN
+    from shardwright.recipe.load import load_recipe
+
+    def renamed(source: Source) -> Source:
+        def places(table: Mapping[KeyPath, Location]) -> dict[KeyPath, Location]:
+            return {key: dataclasses.replace(p, file=NAME) if p.file == STDIN else p for key, p in table.items()}
+
+        return Source(
+            file=NAME,
+            locations=places(source.locations),
+            key_locations=places(source.key_locations),
+            texts={NAME if file == STDIN else file: body for file, body in source.texts.items()},
+        )
+
+    try:
+        recipe = load_recipe(Path("-"), overrides, stdin_text=text)
+    except Refusal as refusal:
+        raise Refusal(*refusal.diagnostics, source=refusal.source and renamed(refusal.source)) from None
+    return dataclasses.replace(recipe, source=renamed(recipe.source))
 
 
 def _assumed(args: argparse.Namespace) -> tuple[str, ...]:

@@ -44,20 +44,11 @@ def catalogue() -> Catalogue:
 
 def resolve_cluster(section: ClusterSection) -> Cluster:
     """Raises Refusal: SW3001 unknown GPU, SW3002 an inline GPU without peaks, SW3003 nodes: auto; all at once."""
-    diagnostics: list[Diagnostic] = []
+    diagnostics = list(gpu_errors(section))
     gpus = catalogue()["gpus"]
     links: CatalogueEntry | LinkDefaults = catalogue()["inline_gpu"]
     gpu: Gpu | None = None
     if not isinstance(section.gpu, str):
-        if not section.gpu.peak_tflops:
-            diagnostics.append(
-                Diagnostic(
-                    code="SW3002",
-                    message="peak_tflops of the inline GPU is empty",
-                    help="Give the dense peak of each precision, for example peak_tflops: {bf16: 989, fp32: 67}.",
-                    key=("cluster", "gpu", "peak_tflops"),
-                )
-            )
         gpu = Gpu(
             name="inline",
             memory_gib=section.gpu.memory_gib,
@@ -73,17 +64,6 @@ def resolve_cluster(section: ClusterSection) -> Cluster:
             hbm_bytes_per_second=entry["hbm_gbytes_per_second"] * 1e9,
             peak_flops={name: value * 1e12 for name, value in entry["peak_tflops"].items()},
             is_cpu=section.gpu == "cpu",
-        )
-    else:
-        diagnostics.append(
-            Diagnostic(
-                code="SW3001",
-                message=f"gpu {section.gpu!r} is not in the catalogue",
-                help=f"Known: {', '.join(gpus)}. Any other one can be given inline: "
-                "{memory_gib, hbm_gbytes_per_second, peak_tflops: {bf16: ...}}.",
-                key=("cluster", "gpu"),
-                valid=_nearest(section.gpu, tuple(gpus)),
-            )
         )
     if section.nodes is None:
         diagnostics.append(
@@ -110,6 +90,34 @@ def resolve_cluster(section: ClusterSection) -> Cluster:
     )
     cluster.verify()
     return cluster
+
+
+def gpu_errors(section: ClusterSection) -> tuple[Diagnostic, ...]:
+    """SW3001, SW3002: what `check` can say of the cluster already."""
+    gpus = catalogue()["gpus"]
+    if isinstance(section.gpu, str):
+        if section.gpu in gpus:
+            return ()
+        return (
+            Diagnostic(
+                code="SW3001",
+                message=f"gpu {section.gpu!r} is not in the catalogue",
+                help=f"Known: {', '.join(gpus)}. Any other one can be given inline: "
+                "{memory_gib, hbm_gbytes_per_second, peak_tflops: {bf16: ...}}.",
+                key=("cluster", "gpu"),
+                valid=_nearest(section.gpu, tuple(gpus)),
+            ),
+        )
+    if section.gpu.peak_tflops:
+        return ()
+    return (
+        Diagnostic(
+            code="SW3002",
+            message="peak_tflops of the inline GPU is empty",
+            help="Give the dense peak of each precision, for example peak_tflops: {bf16: 989, fp32: 67}.",
+            key=("cluster", "gpu", "peak_tflops"),
+        ),
+    )
 
 
 def _nearest(name: str, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ _RESET, _BOLD, _RED, _YELLOW, _BLUE, _CYAN = (
 )
 _LINE_BREAK = re.compile(r"\r\n|\r|\n")
 # The key is at fault, not its value: unknown, twice in a mapping, a merge key, not text.
-_KEY_CODES = frozenset({"SW1006", "SW1007", "SW1015", "SW1101"})
+_KEY_CODES = frozenset({"SW1006", "SW1007", "SW1015", "SW1101", "SW2005"})
 
 Paint = Callable[[str, str], str]
 """(escape sequence, text) -> text"""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from shardwright.ir.cut import Cut
 from shardwright.ir.json_value import JsonObject
 
 
@@ -56,7 +57,7 @@ class ModelGraph:
 
     layers: embedding, decoder layers in order, head.
     tied: groups of parameter names that are one tensor, the canonical (first) name first.
-    layers_module: dotted path of the decoder stack ("model.layers", "transformer.h").
+    cut: the decoder stack and how hidden states enter and leave its layers.
     attention_module: name of the attention module inside a decoder layer ("self_attn", "attn").
     tensor_styles: module path pattern (with * for the layer number) -> tensor-parallel style.
     max_dropout: the largest dropout probability in the config.
@@ -76,7 +77,7 @@ class ModelGraph:
     max_positions: int | None
     layers: tuple[Layer, ...]
     tied: tuple[tuple[str, ...], ...]
-    layers_module: str
+    cut: Cut
     attention_module: str
     tensor_styles: tuple[tuple[str, str], ...]
     max_dropout: float

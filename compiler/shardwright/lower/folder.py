@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+import signal
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.lower.lower import EXECUTABLE_FILES, MARKER, MARKER_TEXT
-from shardwright.plan.build import ARTIFACT_ROOTS, FOLDER_ROOTS
+from shardwright.plan.build import ARTIFACT_ROOTS, FOLDER_ROOTS, RUN_DIRECTORY
+
+
+PLAN = "plan.json"
+TEMPORARY = ".shardwright-"
 
 
 def check_folder(directory: Path) -> None:
@@ -19,6 +26,7 @@ def check_folder(directory: Path) -> None:
         if not directory.exists():
             if directory.is_symlink():
                 raise _refusal("SW5101", f"{_show(directory)} is a link to nothing", "Remove the link.")
+            _check_parent(directory)
             return
         if not directory.is_dir():
             raise _refusal("SW5101", f"{_show(directory)} is a file, not a folder", "Give -o another name.")
@@ -36,13 +44,47 @@ def check_folder(directory: Path) -> None:
                 raise _refusal(
                     "SW5104", f"{_show(path)} is not what compile wrote there", "Remove it and compile again."
                 )
+        if _run_is_alive(directory):
+            raise _refusal(
+                "SW5106",
+                f"a run of {_show(directory)} is alive, and its ranks read these files",
+                "Wait for it or end it (`touch run/stop` in the folder), or give -o another name.",
+            )
     except OSError as error:
         raise _os_refusal(directory, error) from None
 
 
+def _check_parent(directory: Path) -> None:
+    """So that a path that cannot be is refused at once, not after the compile."""
+    nearest = next(path for path in directory.absolute().parents if path.exists())
+    if not nearest.is_dir():
+        raise _refusal(
+            "SW5101", f"{_show(directory)} cannot be a folder: {_show(nearest)} is a file", "Give -o another name."
+        )
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise _refusal(
+            "SW5103",
+            f"{_show(directory)} cannot be written: no permission to write in {_show(nearest)}",
+            "Give -o a folder that you may write to.",
+        )
+
+
+def _run_is_alive(directory: Path) -> bool:
+    """`run` holds this lock for as long as its ranks live."""
+    try:
+        with (directory / RUN_DIRECTORY / "lock").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False  # never run
+    return False
+
+
 def write_folder(directory: Path, files: Mapping[str, bytes]) -> None:
-    """A new or empty folder appears whole, by one rename. In our own folder every file is replaced by one rename
-    each, artifacts that are no longer made go, and everything else (run/, checkpoints, notes) stays.
+    """A new folder appears whole, by one rename. In our own folder every file is replaced by one rename each,
+    artifacts that are no longer made go, and everything else (run/, checkpoints, notes) stays. There, plan.json goes
+    first and comes back last: a folder that was cut off in between has no plan, so nothing runs a mixture.
     """
     check_folder(directory)
     created: list[Path] = []
@@ -51,20 +93,33 @@ def write_folder(directory: Path, files: Mapping[str, bytes]) -> None:
         # Inside the folder where it exists: a rename does not cross file systems, and the folder may be a mount.
         parent = directory if directory.exists() else directory.parent
         created = _make_parents(parent)
-        staged = parent / f".shardwright-{secrets.token_hex(8)}"
+        staged = parent / f"{TEMPORARY}{secrets.token_hex(8)}"
         _stage(staged, files)
-        if parent is directory:
-            _replace_files(staged, directory, files)
-            _remove_stale(directory, files)
-        else:
-            os.rename(staged, directory)
-    except OSError as error:
+        with _uninterrupted():
+            if parent is directory:
+                _replace_files(staged, directory, files)
+                _remove_stale(directory, files)
+            else:
+                os.rename(staged, directory)
+    except BaseException as error:  # Ctrl-C leaves nothing behind either
         if staged is not None:
             shutil.rmtree(staged, ignore_errors=True)
         for folder in reversed(created):
             if not any(folder.iterdir()):
                 folder.rmdir()
-        raise _os_refusal(directory, error) from None
+        if isinstance(error, OSError):
+            raise _os_refusal(directory, error) from None
+        raise
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Signals that end the process wait until the renames are through."""
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 def _is_ours(directory: Path) -> bool:
@@ -93,8 +148,9 @@ def _stage(staged: Path, files: Mapping[str, bytes]) -> None:
 
 
 def _replace_files(staged: Path, directory: Path, files: Mapping[str, bytes]) -> None:
-    # The marker first: a folder that is cut off half way is still known as ours.
-    for name in sorted(files, key=lambda name: (name != MARKER, name)):
+    # The marker first: a folder that is cut off half way is still known as ours. The plan last (see write_folder).
+    (directory / PLAN).unlink(missing_ok=True)
+    for name in sorted(files, key=lambda name: (name != MARKER, name == PLAN, name)):
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(staged / name, directory / name)
     shutil.rmtree(staged)
@@ -123,7 +179,9 @@ def _refusal(code: str, message: str, help: str) -> Refusal:
 
 
 def _os_refusal(directory: Path, error: OSError) -> Refusal:
-    place = f" ({error.filename})" if error.filename else ""
+    named = error.filename if isinstance(error.filename, str) else ""
+    # Our own temporary folder means nothing to the reader.
+    place = f" ({named})" if named and TEMPORARY not in named else ""
     return _refusal(
         "SW5103",
         f"{_show(directory)} cannot be written: {error.strerror or error}{place}".replace("\n", "\\n"),

@@ -33,6 +33,8 @@ _SIZES = (
     "max_position_embeddings",
     "head_dim",
 )
+# Each layer becomes a module, even on the meta device: ten times the deepest published models.
+MOST_LAYERS = 2048
 # Read by transformers from any configuration although no class lists them.
 _COMMON_KEYS = {"model_type", "torch_dtype", "rope_theta", "rope_scaling", "transformers_version", "_name_or_path"}
 # Say who wrote the configuration and where it lay, not what the model is.
@@ -172,6 +174,8 @@ def _value_problem(probe: PretrainedConfig, name: str, value: JsonValue) -> str:
     canonical = {v: k for k, v in probe.attribute_map.items()}.get(name, name)
     if canonical in _SIZES and isinstance(value, int | float) and value < 1:
         return "is not a positive size"
+    if canonical == "num_hidden_layers" and isinstance(value, int) and value > MOST_LAYERS:
+        return f"is beyond {MOST_LAYERS}, the most layers that this version builds"
     if name.endswith(("dropout", "pdrop")) and isinstance(value, int | float) and not 0 <= value < 1:
         return "is not a probability below 1"
     return ""
@@ -182,5 +186,5 @@ def _one_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[-1] if lines else ""
     if isinstance(error, KeyError):
-        return f"{text} is not known"
+        return text.strip("\"'") if " " in text else f"{text} is not known"
     return text.removeprefix("TypeError: ").removeprefix("ValueError: ") or type(error).__name__

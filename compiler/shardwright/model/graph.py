@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.ir.cut import Cut
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.model_graph import Layer, ModelGraph, Parameter
 from shardwright.ir.recipe import ModelSection
@@ -138,7 +139,7 @@ def _measure(
         max_positions=getattr(hf_config, "max_position_embeddings", None),
         layers=tuple(layers),
         tied=tuple(tuple(group) for group in names.values() if len(group) > 1),
-        layers_module=stack_path,
+        cut=Cut(stack=stack_path, hidden_position=0, hidden_keyword=None, output_length=0),
         attention_module=family.attention_module,
         tensor_styles=_styles(model, family, base, decoder[0], stack_path),
         max_dropout=max_dropout,

@@ -12,7 +12,7 @@ import shardwright
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.estimate import Estimate
-from shardwright.ir.model_graph import ModelGraph
+from shardwright.ir.model_graph import Layer, ModelGraph
 from shardwright.ir.partition import StagePartition, TensorParallelMap
 from shardwright.ir.recipe import DataSection, LaunchSection, Recipe, TrainingSection
 from shardwright.ir.strategy import Strategy
@@ -175,12 +175,19 @@ def _model(recipe: Recipe, graph: ModelGraph) -> PlanModel:
         revision=None,  # a local folder has none
         attention=graph.attention,
         loss="full",
-        layers_module=graph.layers_module,
+        cut=graph.cut,
+        embedding_modules=_modules(graph.layers[0]),
+        head_modules=_modules(graph.layers[-1]),
         attention_module=graph.attention_module,
         tied=graph.tied,
         total_parameters=graph.total_parameters,
         vocabulary_size=graph.vocabulary_size,
     )
+
+
+def _modules(layer: Layer) -> tuple[str, ...]:
+    """Paths of the modules that own the layer's parameters, in order."""
+    return tuple(dict.fromkeys(p.name.rpartition(".")[0] for p in layer.parameters))
 
 
 def _stages(graph: ModelGraph, partition: StagePartition, strategy: Strategy) -> tuple[PlanStage, ...]:
@@ -230,11 +237,15 @@ def _weights_errors(recipe: Recipe) -> tuple[Diagnostic, ...]:
     if source is not None and any(Path(source).glob("*.safetensors")):
         return ()
     where = "there is no model.source" if source is None else f"no *.safetensors file in {source!r}"
+    help = "Give a folder that `save_pretrained` wrote, or `weights: random`."
+    if source is not None and not Path(source).is_absolute():
+        where = f"{source!r} is a name on the hub, and weights are read from a local folder"
+        help = f"Run `hf download {source} --local-dir FOLDER`, give ./FOLDER as model.source, or `weights: random`."
     return (
         Diagnostic(
             code="SW1913",
             message=f"model.weights: pretrained, but {where}",
-            help="Give a folder that `save_pretrained` wrote, or `weights: random`.",
+            help=help,
             key=("model", "weights"),
         ),
     )
@@ -260,7 +271,9 @@ def _checkpoint_errors(directory: str) -> tuple[Diagnostic, ...]:
     """A checkpoint folder must not be, hold or lie inside what `compile` and `run` write."""
     parts = [part for part in directory.split("/") if part not in ("", ".")]
     taken = (*ARTIFACT_ROOTS, RUN_DIRECTORY)
-    if directory.startswith("/") or (parts and parts[0] not in taken and ".." not in parts):
+    # "~" would be a folder of that name: nobody expands it on the nodes.
+    own = bool(parts) and parts[0] not in taken and ".." not in parts and not parts[0].startswith("~")
+    if directory.startswith("/") or own:
         return ()
     return (
         Diagnostic(

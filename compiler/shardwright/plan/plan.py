@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardwright.ir.cut import Cut
 from shardwright.ir.estimate import Memory, Time, Training
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.partition import ModuleSplit
@@ -28,6 +29,8 @@ class PlanModel:
     """config_file, tokenizer_directory: relative to the compiled folder.
 
     weights_path: absolute folder of safetensors files where weights is "pretrained", else None.
+    embedding_modules, head_modules: modules outside the decoder stack whose parameters the first and the last layer
+        hold; a tied head names the embedding's module too.
     """
 
     model_type: str
@@ -39,7 +42,9 @@ class PlanModel:
     revision: str | None
     attention: str
     loss: str
-    layers_module: str
+    cut: Cut
+    embedding_modules: tuple[str, ...]
+    head_modules: tuple[str, ...]
     attention_module: str
     tied: tuple[tuple[str, ...], ...]
     total_parameters: int

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from shardwright.diagnostics import Diagnostic, KeyPath
+from shardwright.ir.divisors import nearest_divisors
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.recipe.describe import words_for
 
@@ -133,14 +134,9 @@ def _world(view: View) -> Iterable[Diagnostic]:
         yield _error("SW1203", culprit, f"{total} does not make up {world_shown}", help, fits)
     elif world % product:
         room = world // others if world % others == 0 else world
-        near = tuple(str(degree) for degree in _nearest_divisors(room, pinned[culprit]))
+        near = tuple(str(degree) for degree in nearest_divisors(room, pinned[culprit]))
         help = f"{short} could be {words_for(near)}, or `auto`."
         yield _error("SW1203", culprit, f"{total} does not divide {world_shown}", help, near)
-
-
-def _nearest_divisors(number: int, wanted: int) -> list[int]:
-    divisors = {d for low in range(1, int(number**0.5) + 1) if number % low == 0 for d in (low, number // low)}
-    return sorted(sorted(divisors, key=lambda d: (abs(d - wanted), d))[:3])
 
 
 def _batch(view: View) -> Iterable[Diagnostic]:

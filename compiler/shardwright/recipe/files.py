@@ -92,6 +92,9 @@ def _file(path: str, key: KeyPath) -> Iterator[Diagnostic]:
         )
     elif not os.path.exists(path):
         yield _missing(key, f"the file {quote(path, 200)} does not exist", path, "")
+    elif not os.path.isfile(path):  # reading a pipe or a device might never end
+        message = f"{name(key)}: {quote(path, 200)} is a pipe or a device"
+        yield Diagnostic(code="SW1302", message=message, help="Name a regular file.", key=key)
 
 
 def _tokens(path: str, key: KeyPath, sequence_length: int) -> Iterator[Diagnostic]:

@@ -90,6 +90,10 @@ class Layers:
             help = "Write for example `--set training.steps=100`."
             self._error("SW1031", f"`{override}` is not key=value", lines.at(0, len(override)), help)
             return None
+        if keys == ["extends"]:
+            help = "Write `extends` into the recipe; the command line is laid over the result."
+            self._error("SW1031", "`extends` cannot be set on the command line", place, help)
+            return None
         below: Node = root
         for depth, key in enumerate(keys):
             if not isinstance(below, MapNode):
@@ -170,12 +174,13 @@ class Layers:
 
 
 def _read_bytes(name: str) -> bytes:
-    """At most one byte more than a recipe may have, so that /dev/zero ends too."""
+    """At most one byte more than a recipe may have, so that /dev/zero ends too, and a pipe nobody writes to."""
     if name == STDIN:
         return sys.stdin.buffer.read(LONGEST_TEXT + 1)
     if stat.S_ISDIR(os.stat(name).st_mode):
         raise IsADirectoryError(21, "it is a folder")
-    with open(name, "rb") as file:
+    with open(name, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+        os.set_blocking(file.fileno(), True)  # only the opening of a pipe shall not wait
         return file.read(LONGEST_TEXT + 1)
 
 

@@ -23,6 +23,9 @@ class Limit:
 
 LATER = "`shardwright estimate` and `shardwright plan` read it already."
 
+LARGEST_WORLD = 65536
+"""Ranks that a plan.json can sensibly list: four times the largest published training."""
+
 EXECUTABLE: tuple[Limit, ...] = (
     Limit(
         code="SW1901",
@@ -87,6 +90,20 @@ EXECUTABLE: tuple[Limit, ...] = (
         allowed=(None,),
         help="Remove it, and source the script in the shell that starts the run.",
     ),
+    *(
+        Limit(
+            code="SW1914",
+            key=("assume", key),
+            value=value,
+            allowed=(default,),
+            help="Remove it: `assume` changes what an estimate predicts, not what a run does.",
+        )
+        for key, value, default in (
+            ("kernels", lambda r: r.assume.kernels, "hf"),
+            ("mfu", lambda r: r.assume.mfu, None),
+            ("ignore_memory", lambda r: r.assume.ignore_memory, False),
+        )
+    ),
     Limit(
         code="SW1909",
         key=("parallelism", "offload"),
@@ -144,6 +161,16 @@ def check_executable(recipe: Recipe) -> tuple[Diagnostic, ...]:
                 message="text data needs a tokenizer",
                 help="Add `tokenizer: byte` (256 symbols), or the folder of a Hugging Face tokenizer.",
                 key=("data",),
+            )
+        )
+    world = (recipe.cluster.nodes or 1) * recipe.cluster.gpus_per_node
+    if world > LARGEST_WORLD:
+        found.append(
+            Diagnostic(
+                code="SW1915",
+                message=f"the cluster has {world} GPUs; this version compiles for at most {LARGEST_WORLD}",
+                help=f"plan.json has an entry for each rank. Give fewer nodes. {LATER}",
+                key=("cluster", "nodes"),
             )
         )
     return tuple(found)

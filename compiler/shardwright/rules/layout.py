@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from shardwright.diagnostics import Diagnostic, KeyPath, Severity
 from shardwright.ir.cluster import Cluster
+from shardwright.ir.divisors import nearest_divisors
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.strategy import Strategy
@@ -36,12 +37,6 @@ def _found(
     )
 
 
-def _nearest_divisors(value: int, wanted: int, count: int = 3) -> tuple[int, ...]:
-    """Divisors of `value` nearest to `wanted`, ascending."""
-    divisors = [n for n in range(1, value + 1) if value % n == 0]
-    return tuple(sorted(sorted(divisors, key=lambda n: (abs(n - wanted), n))[:count]))
-
-
 def world_size(x: Subject) -> Diagnostic | None:
     """Rules 1, 2: dp = world / (tp pp) (pipe/module.py:174)."""
     s, world = x.strategy, x.cluster.world_size
@@ -55,7 +50,7 @@ def world_size(x: Subject) -> Diagnostic | None:
         f"tensor {s.tensor} x pipeline {s.pipeline} x data {s.data} = {s.world_size}, "
         f"but {x.cluster.nodes} nodes x {x.cluster.gpus_per_node} GPUs = {world}",
         "The product must be the number of GPUs; leave one of the three keys at auto to have it computed.",
-        _nearest_divisors(world, getattr(s, key)),
+        nearest_divisors(world, getattr(s, key)),
     )
 
 
@@ -85,7 +80,7 @@ def heads(x: Subject) -> Diagnostic | None:
         "parallelism.tensor",
         f"tensor {t} does not divide the model's {count} attention heads",
         "Each tensor rank computes whole attention heads.",
-        _nearest_divisors(count, t),
+        nearest_divisors(count, t),
     )
 
 
@@ -99,7 +94,7 @@ def key_value_heads(x: Subject) -> Diagnostic | None:
         "parallelism.tensor",
         f"tensor {t} does not divide the model's {count} key/value heads",
         "This version does not copy key/value heads to several tensor ranks.",
-        _nearest_divisors(count, t),
+        nearest_divisors(count, t),
     )
 
 
@@ -113,7 +108,7 @@ def feed_forward(x: Subject) -> Diagnostic | None:
         "parallelism.tensor",
         f"tensor {t} does not divide the model's feed-forward size {size}",
         "Each tensor rank holds an equal share of the feed-forward matrices.",
-        _nearest_divisors(size, t),
+        nearest_divisors(size, t),
     )
 
 
@@ -199,7 +194,7 @@ def tensor_in_node(x: Subject) -> Diagnostic | None:
         "parallelism.tensor",
         f"tensor {t} does not divide the {slots} GPUs of a node, so a tensor group would cross nodes",
         "Tensor parallelism sends every layer's activations; keep it inside a node.",
-        _nearest_divisors(slots, t),
+        nearest_divisors(slots, t),
     )
 
 

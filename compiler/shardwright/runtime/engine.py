@@ -139,7 +139,7 @@ class DataTrainer:
         self.device = torch.device(get_accelerator().current_device_name())
         topology = PipeModelDataParallelTopology(num_pp=1, num_mp=strategy.tensor, num_dp=strategy.data)
         self.grid = PipelineParallelGrid(topology=topology)
-        layers = list(model.get_submodule(plan.model.layers_module).children())
+        layers = list(model.get_submodule(plan.model.cut.stack).children())
         if strategy.tensor > 1:
             for split in plan.tensor_parallel.modules:
                 split_module(model, split, self.grid.get_slice_parallel_group())

@@ -15,9 +15,9 @@ from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
+from shardwright.hf.skeleton import Skeleton
 from shardwright.plan.plan import Plan
 from shardwright.runtime.recompute import apply_recompute
-from shardwright.runtime.skeleton import Skeleton
 from shardwright.runtime.tensor_parallel import adjust_head_counts, split_module
 
 Wire = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -29,7 +29,7 @@ class StageModel:
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self.plan = plan
-        self.skeleton = Skeleton(model, plan.model.layers_module)
+        self.skeleton = Skeleton(model, plan.model.cut)
         self.group: dist.ProcessGroup | None = None
         self.names: dict[int, str] = {}  # id of a parameter -> its Hugging Face name
         self._split: set[str] = set()
@@ -44,34 +44,23 @@ class StageModel:
                 adjust_head_counts(decoder.get_submodule(plan.model.attention_module), plan.tensor_parallel.degree)
             apply_recompute([decoder], plan.strategy.activation_checkpointing, plan.model.attention_module)
             return [layer]
-        modules = edge_modules(plan)[layer]
-        self._cut([m for m in plan.tensor_parallel.modules if m.module in modules])
-        return [
-            path for path in modules if any(m.module == path and m.parameters for m in plan.tensor_parallel.modules)
-        ]
+        modules = plan.model.embedding_modules if layer == "embedding" else plan.model.head_modules
+        # The embedding before a head that is tied to it: the head takes the slice that the embedding made.
+        self._cut(
+            [
+                m
+                for m in plan.tensor_parallel.modules
+                if m.module in modules or (layer == "head" and m.style == "vocabulary_head")
+            ]
+        )
+        return list(modules)
 
     def _cut(self, splits: list[Any]) -> None:
-        # The embedding before a head that is tied to it: the head takes the slice that the embedding made.
         for split in splits:
             if self.plan.tensor_parallel.degree > 1 and split.module not in self._split:
                 split_module(self.skeleton.model, split, self.group)
+                self.skeleton.lookup_is_collective |= split.style == "vocabulary_embedding"
                 self._split.add(split.module)
-
-
-def edge_modules(plan: Plan) -> dict[str, list[str]]:
-    """Which modules outside the decoder stack the embedding and the head piece own, in model order.
-
-    A head that is tied owns the embedding's module too: the shared Parameter has one name everywhere.
-    """
-    stack = plan.model.layers_module + "."
-    outside = [m for m in plan.tensor_parallel.modules if not m.module.startswith(stack)]
-    head_styles = ("vocabulary_head",)
-    first_inside = next(i for i, m in enumerate(plan.tensor_parallel.modules) if m.module.startswith(stack))
-    before = {m.module for m in plan.tensor_parallel.modules[:first_inside]}
-    embedding = [m.module for m in outside if m.module in before]
-    head = [m.module for m in outside if m.module not in before or m.style in head_styles]
-    tied = {name.rsplit(".", 1)[0] for group in plan.model.tied for name in group}
-    return {"embedding": embedding, "head": [m for m in embedding if m in tied] + head}
 
 
 class Piece(nn.Module):

@@ -182,12 +182,13 @@ def _nothing_fits(closest: Estimate, cluster: Cluster) -> Diagnostic:
     )
     fullest = max(memory.stages, key=lambda stage: stage.peak_bytes)
     states = fullest.parameters_bytes + fullest.gradients_bytes + fullest.optimizer_bytes
-    if 2 * states > memory.peak_bytes:
+    largest = max(states, fullest.activations_bytes, fullest.workspace_bytes)
+    if largest == states:
         remedy = "Most of it is model states: more nodes, or GPUs with more memory, would help."
+    elif largest == fullest.activations_bytes:
+        remedy = "Most of it is activations: a shorter sequence, or GPUs with more memory, would help."
     else:
-        remedy = (
-            "Most of it is activations: a shorter sequence, activation_checkpointing: full or more nodes would help."
-        )
+        remedy = "Most of it is workspace (logits, buffers, the libraries' own): GPUs with more memory would help."
     return Diagnostic(
         code="SW3202",
         message=f"the model does not fit anywhere on {cluster.world_size} x {cluster.gpu.name}: "

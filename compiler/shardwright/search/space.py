@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TypeVar
 
 from shardwright.ir.cluster import Cluster
+from shardwright.ir.divisors import divisors
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import ParallelismSection, Recipe
 from shardwright.ir.strategy import Strategy
@@ -17,11 +18,6 @@ SCHEDULES = ("1f1b", "dualpipev")
 LARGEST_MICRO_BATCH = 64  # larger ones gain nothing: the matrices are full long before
 
 T = TypeVar("T", int, str)
-
-
-def divisors(n: int) -> tuple[int, ...]:
-    small = [k for k in range(1, int(n**0.5) + 1) if n % k == 0]
-    return tuple(dict.fromkeys([*small, *(n // k for k in reversed(small))]))
 
 
 def candidates(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> Iterator[Strategy]:

@@ -125,7 +125,6 @@ def test_bad_configurations(changes: dict[str, JsonValue], expected: list[object
 
 
 def test_other_refusals(tmp_path: Path) -> None:
-    assert refused(None, source="meta-llama/Llama-3.1-8B") == [("SW2001", ("model", "source"))]
     assert refused(None, source=str(tmp_path)) == [("SW2002", ("model", "source"))]
     (tmp_path / "config.json").write_text("[1")
     assert refused(None, source=str(tmp_path)) == [("SW2002", ("model", "source"))]

@@ -6,6 +6,7 @@ LAUNCH_CODES: dict[str, str] = {
     "SW5103": "the output folder cannot be written",
     "SW5104": "a folder inside the output folder is a link or a file",
     "SW5105": "the checkpoint directory collides with the compiled files",
+    "SW5106": "a run of the output folder is alive",
     "SW5201": "a line of the hostfile cannot be read",
     "SW5202": "a host stands twice in the hostfile",
     "SW5203": "the hostfile does not have the hosts or slots of the cluster",

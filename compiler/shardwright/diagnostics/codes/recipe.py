@@ -57,4 +57,6 @@ RECIPE_CODES: dict[str, str] = {
     "SW1911": "the tokenizer is missing or cannot be used",
     "SW1912": "the vocabulary is too small for the tokenizer",
     "SW1913": "there are no pretrained weights to load",
+    "SW1914": "an assumption that only estimates take",
+    "SW1915": "this version does not compile for so many GPUs",
 }

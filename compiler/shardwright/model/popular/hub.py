@@ -47,7 +47,7 @@ def hub_config(model_id: str, revision: str = _MAIN) -> JsonObject:
         # Asked once, without the retries of a download, which make a machine with no network wait half a minute.
         get_hf_file_metadata(hf_hub_url(model_id, CONFIG_NAME, revision=revision))
         path = hf_hub_download(model_id, CONFIG_NAME, revision=revision)
-    except Exception as error:  # httpx, the file system, the hub's own classes: each means "no configuration"
+    except Exception as error:  # of its HTTP library, the disk, the hub: all mean "no configuration"
         raise Refusal(_why(error, model_id, revision)) from None
     return read_config_file(Path(path))
 
@@ -116,7 +116,7 @@ def _why(error: Exception, model_id: str, revision: str) -> Diagnostic:
     cause = " ".join(str(error).split())[:200]
     if isinstance(error, HfHubHTTPError):
         return _unreachable(model_id, f"the hub answered: {cause}", revision)
-    if isinstance(error, OSError) and not isinstance(error, LocalEntryNotFoundError):
+    if isinstance(error, OSError) and not isinstance(error, LocalEntryNotFoundError | ConnectionError):
         return _unreachable(model_id, f"storing it failed: {cause}", revision)
     return _unreachable(model_id, f"the hub cannot be reached ({type(error).__name__})", revision)
 

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Starts llama-two-nodes-fp16 on 2 x 4 ranks through pdsh, from any of the hosts.
 set -euo pipefail
+# launch.sh [HOSTFILE]: other hosts than the compiled ones.
 hostfile=launch/hostfile
+if (($#)); then [[ $1 == /* ]] && hostfile=$1 || hostfile=$PWD/$1; fi
 # Works from wherever the folder is, under any name.
 here=${BASH_SOURCE[0]}
 [[ $here == */* ]] || here=./$here

@@ -15,19 +15,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwright.ir.cut import Cut
+
 Context = tuple[tuple[Any, ...], dict[str, Any]]
-"""Arguments of a decoder layer after the hidden states."""
+"""Arguments of a decoder layer, the hidden states' own place included."""
 
 
 class _Reached(Exception):
-    """Layer 0 was reached: carries what it was handed."""
+    """A layer was reached at which the forward is to stop: carries the hidden states that it was handed."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.hidden = hidden
 
 
 @contextmanager
-def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Overrides one instance's forward; attributes and isinstance checks stay intact."""
     had = module.__dict__.get("forward")
     module.forward = forward
@@ -41,20 +43,24 @@ def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterato
 
 
 class Skeleton:
-    """The model of one stage. Not an nn.Module, so that nothing here is registered with an engine."""
+    """The model of one stage. Not an nn.Module, so that nothing here is registered with an engine.
 
-    def __init__(self, model: nn.Module, layers_module: str) -> None:
-        self.model = model
-        self.layers: list[nn.Module] = list(model.get_submodule(layers_module).children())
+    lookup_is_collective: the input embedding here is cut over tensor ranks; runs with dummy ids skip its all-reduce.
+    """
+
+    def __init__(self, model: nn.Module, cut: Cut) -> None:
+        self.model, self.cut = model, cut
+        self.layers: list[nn.Module] = list(model.get_submodule(cut.stack).children())
+        self.lookup_is_collective = False
         self._contexts: list[tuple[tuple[Any, ...], torch.Tensor | None, list[Context]]] = []
 
     def embed(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
         """(B, S) ids -> (B, S, H): the model's own forward, stopped where layer 0 would begin."""
 
-        def stop(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            raise _Reached(hidden)
+        def stop(*args: Any, **kwargs: Any) -> Any:
+            raise _Reached(self._hidden(args, kwargs))
 
-        with _forward_replaced(self.layers[0], stop):
+        with forward_replaced(self.layers[0], stop):
             try:
                 self._run(input_ids, position_ids)
             except _Reached as reached:
@@ -64,19 +70,28 @@ class Skeleton:
     def decode(self, index: int, hidden: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
         """Decoder layer `index` on (B, S, H), with the arguments that Hugging Face would give it."""
         args, kwargs = self._context(hidden, position_ids)[index]
-        return self.layers[index](hidden, *args, **kwargs)  # type: ignore[no-any-return]
+        if self.cut.hidden_position is not None:
+            at = self.cut.hidden_position
+            args = (*args[:at], hidden, *args[at + 1 :])
+        else:
+            kwargs = {**kwargs, str(self.cut.hidden_keyword): hidden}
+        output = self.layers[index](*args, **kwargs)
+        return output[0] if self.cut.output_length else output  # type: ignore[no-any-return]
 
     def head(self, hidden: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
         """(B, S, H) -> logits (B, S, V or this tensor rank's slice of V): final norm, head, scaling, soft caps."""
 
-        def finish(_: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return hidden
+        def passing(*args: Any, **kwargs: Any) -> Any:
+            return self._output(self._hidden(args, kwargs))
+
+        def finish(*args: Any, **kwargs: Any) -> Any:
+            return self._output(hidden)
 
         with ExitStack() as stack:
-            self._skip_embedding(stack, hidden)
+            self._skip_collective_lookup(stack)
             for layer in self.layers[:-1]:
-                stack.enter_context(_forward_replaced(layer, lambda h, *a, **k: h))
-            stack.enter_context(_forward_replaced(self.layers[-1], finish))
+                stack.enter_context(forward_replaced(layer, passing))
+            stack.enter_context(forward_replaced(self.layers[-1], finish))
             return self._run(self._dummy_ids(hidden), position_ids).logits  # type: ignore[no-any-return]
 
     def release(self, owned: set[int], device: torch.device, dtype: torch.dtype) -> None:
@@ -93,19 +108,32 @@ class Skeleton:
                 module._buffers[name] = buffer.to(device)
 
     def _run(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> Any:
-        return self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        positions = {} if position_ids is None else {"position_ids": position_ids}
+        return self.model(input_ids=input_ids, use_cache=False, **positions)
 
-    def _edge(self, getter: str) -> nn.Module:
-        """Hugging Face's own accessor of the input or output embedding."""
-        return getattr(self.model, getter)()  # type: ignore[no-any-return]
+    def _hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        if self.cut.hidden_position is not None:
+            return args[self.cut.hidden_position]  # type: ignore[no-any-return]
+        return kwargs[str(self.cut.hidden_keyword)]  # type: ignore[no-any-return]
+
+    def _output(self, hidden: torch.Tensor) -> Any:
+        """`hidden` as a decoder layer would return it."""
+        return (hidden, *[None] * (self.cut.output_length - 1)) if self.cut.output_length else hidden
 
     def _dummy_ids(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
 
-    def _skip_embedding(self, stack: ExitStack, hidden: torch.Tensor) -> None:
-        """The lookup of dummy ids is nothing but shape: no gather, and no all-reduce where it is cut."""
-        zero = torch.zeros((), dtype=hidden.dtype, device=hidden.device).expand(hidden.shape)
-        stack.enter_context(_forward_replaced(self._edge("get_input_embeddings"), lambda *a, **k: zero))
+    def _skip_collective_lookup(self, stack: ExitStack) -> None:
+        if not self.lookup_is_collective:
+            return
+        table: nn.Module = getattr(self.model, "get_input_embeddings")()  # noqa: B009
+        weight = table.weight
+        assert isinstance(weight, torch.Tensor)
+
+        def shape_only(ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return torch.zeros((), dtype=weight.dtype, device=weight.device).expand(*ids.shape, weight.shape[1])
+
+        stack.enter_context(forward_replaced(table, shape_only))
 
     def _context(self, hidden: torch.Tensor, position_ids: torch.Tensor | None) -> list[Context]:
         """Depends on shape and positions only. Two entries: recomputation comes back to an older micro-batch."""
@@ -124,17 +152,18 @@ class Skeleton:
     def _capture(self, hidden: torch.Tensor, position_ids: torch.Tensor | None) -> list[Context]:
         contexts: list[Context] = []
 
-        def record(h: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def record(*args: Any, **kwargs: Any) -> Any:
             contexts.append((args, kwargs))
-            return h
+            if len(contexts) == len(self.layers):
+                raise _Reached(self._hidden(args, kwargs))  # the head may be stubs: go no further
+            return self._output(self._hidden(args, kwargs))
 
         with ExitStack() as stack:
-            self._skip_embedding(stack, hidden)
+            self._skip_collective_lookup(stack)
             for layer in self.layers:
-                stack.enter_context(_forward_replaced(layer, record))
-            # The skeleton's forward goes on to the head: stop before it, where there may be stubs only.
-            stack.enter_context(_forward_replaced(self._edge("get_output_embeddings"), lambda h, *a, **k: h))
-            self._run(self._dummy_ids(hidden), position_ids)
-        if len(contexts) != len(self.layers):
-            raise RuntimeError(f"{len(contexts)} of {len(self.layers)} decoder layers ran once, in order")
-        return contexts
+                stack.enter_context(forward_replaced(layer, record))
+            try:
+                self._run(self._dummy_ids(hidden), position_ids)
+            except _Reached:
+                return contexts
+        raise RuntimeError(f"{len(contexts)} of {len(self.layers)} decoder layers ran once, in order")
