@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from tests.cli.command import GOOD, changed, findings, refused, shardwright, shardwright_many, tree
 
 # What `check` can tell: the text and the schema. (recipe, code, line:column, what the caret is under)
@@ -280,7 +281,9 @@ def test_interrupted_compile_leaves_nothing(tmp_path: Path) -> None:
     stdout, stderr = process.communicate(timeout=120)
     if process.returncode == 0:
         pytest.skip("compiled before the signal came")
-    assert process.returncode == 130 and "Traceback" not in stderr and "next" not in stdout, stderr
+    # An interrupt that passes through an exec() of the imports makes CPython end itself by the signal: 130 to a shell.
+    assert process.returncode in (130, -signal.SIGINT), (process.returncode, stderr)
+    assert stderr == "interrupted\n" and stdout == ""
     assert [path.name for path in tmp_path.iterdir()] == ["r.yaml"]
 
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from tests.cli.command import GOOD
 
 ROUNDS, RUNS = 3, 10

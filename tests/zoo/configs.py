@@ -93,6 +93,9 @@ SIZES: dict[str, Json] = {
     # windows, far below the 24 tokens of a test
     **dict.fromkeys(("sliding_window", "window_size", "attention_window_size", "sliding_window_size"), 8),
     "attention_chunk_size": 8,
+    # image towers: built, never run
+    "image_size": 28,
+    "patch_size": 14,
     # state space, convolutions, linear attention
     **dict.fromkeys(("state_size", "ssm_state_size", "mamba_d_state"), 8),
     **dict.fromkeys(("conv_kernel", "mamba_d_conv", "conv1d_width", "linear_conv_kernel_dim"), 3),
@@ -106,6 +109,9 @@ SIZES: dict[str, Json] = {
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 16),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_heads"), 2),
     "linear_num_value_heads": 4,
+    # weights wide enough for attention scores and soft caps to matter
+    **dict.fromkeys(("initializer_range", "init_std", "initializer_factor"), 0.1),
+    "unpadded_vocab_size": VOCABULARY,
     # no multi-token prediction: training code does not use it
     **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), 0),
     "decoder_start_token_id": 2,
@@ -150,8 +156,11 @@ SCALES: dict[str, float] = {
     "attention_value_scale": 0.6,
     "logits_mup_width_multiplier": 3.0,
     "attn_scale": 0.2,
-    "initializer_range": 0.05,
 }
+
+
+CODEBOOK_TYPES = ("musicgen", "musicgen_melody")
+"""Labels are (batch, sequence, codebooks), one codebook here."""
 
 
 @cache
@@ -172,7 +181,7 @@ def tiny_config(model_type: str, seed: int = 0) -> dict[str, Json]:
 
 
 def _shrink(model_type: str, default: dict[str, Json], draw: random.Random) -> dict[str, Json]:
-    out: dict[str, Json] = {"model_type": model_type}
+    out: dict[str, Json] = {"model_type": model_type} if model_type else {}
     placeholders = iter(range(TEXT_VOCABULARY, VOCABULARY))
     for name, value in default.items():
         if name in SIZES:
@@ -189,15 +198,25 @@ def _shrink(model_type: str, default: dict[str, Json], draw: random.Random) -> d
             out[name] = next(placeholders)
         elif name == "rope_parameters" and isinstance(value, dict) and value:
             out[name] = _rope(value)
-        elif name == "layers_block_type" or name.endswith("layer_types") or name == "indexer_types":
+        elif name in ("layer_types", "layers_block_type", "indexer_types"):
             out[name] = _mixture(value)
+        elif name == "mlp_layer_types":
+            out[name] = _first_then_rest(value)
         elif isinstance(value, dict) and "model_type" in value:
             out[name] = _shrink(str(value["model_type"]), value, draw)
     if "kv_lora_rank" in default:
-        # Latent attention makes every head its own key; head_dim follows from the rope part.
+        # Latent attention makes every head its own key, and head_dim is the rotary part.
         out["num_key_value_heads"] = out["num_attention_heads"]
-        out.pop("head_dim", None)
-    out.update(OVERRIDES.get(model_type, {}))
+        out["head_dim"] = out["qk_rope_head_dim"]
+    return _merge(out, OVERRIDES.get(model_type, {}))
+
+
+def _merge(base: dict[str, Json], extra: dict[str, Json]) -> dict[str, Json]:
+    """`extra` over `base`; nested configurations merge, everything else is replaced, `...` is removed."""
+    out = dict(base)
+    for name, value in extra.items():
+        nested = name.endswith("_config") and isinstance(value, dict) and name in base and name != "per_layer_config"
+        out[name] = _merge(base[name], value) if nested else value
     return {name: value for name, value in out.items() if value is not ...}
 
 
@@ -224,6 +243,14 @@ def _mixture(value: Json) -> Json:
     return [kinds[i % len(kinds)] for i in range(max(LAYERS, len(kinds)))]
 
 
+def _first_then_rest(value: Json) -> Json:
+    """Each kind once in the order of the default, the last one up to LAYERS: one dense layer, then experts."""
+    if not isinstance(value, list) or not value:
+        return value
+    kinds = list(dict.fromkeys(value))
+    return kinds + kinds[-1:] * (LAYERS - len(kinds))
+
+
 def build(model_type: str, seed: int = 0) -> torch.nn.Module:
     """The tiny model of a type on the CPU in fp32, train mode, weights drawn from the seed."""
     from transformers import AutoModelForCausalLM
@@ -233,6 +260,17 @@ def build(model_type: str, seed: int = 0) -> torch.nn.Module:
     randomize(model, seed)
     model.train()
     return model  # type: ignore[no-any-return]
+
+
+def inputs(model_type: str, ids: torch.Tensor) -> dict[str, Json]:
+    """Keyword arguments of a training step on token ids of shape (batch, sequence): labels as the type wants them."""
+    batch: dict[str, Json] = {"input_ids": ids, "labels": ids, "use_cache": False}
+    if model_type in CODEBOOK_TYPES:
+        batch["labels"] = ids[..., None]
+    elif model_type == "git":
+        # The loss skips as many logits as an image has tokens (one here) even where no image is given.
+        batch["shift_labels"] = torch.nn.functional.pad(ids[:, 2:], (0, 1), value=-100)
+    return batch
 
 
 def randomize(model: torch.nn.Module, seed: int) -> None:

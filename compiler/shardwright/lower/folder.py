@@ -15,7 +15,6 @@ from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.lower.lower import EXECUTABLE_FILES, MARKER, MARKER_TEXT
 from shardwright.plan.build import ARTIFACT_ROOTS, FOLDER_ROOTS, RUN_DIRECTORY
 
-
 PLAN = "plan.json"
 TEMPORARY = ".shardwright-"
 

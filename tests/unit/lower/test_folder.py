@@ -79,7 +79,7 @@ def test_file_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("mine")
     assert refused(tmp_path / "out") == "SW5101"
     assert (tmp_path / "out").read_text() == "mine"
-    assert refused(tmp_path / "out" / "below") == "SW5103"
+    assert refused(tmp_path / "out" / "below") == "SW5101"
 
 
 def test_dangling_link(tmp_path: Path) -> None:
@@ -160,3 +160,24 @@ def test_unwritable_parent(tmp_path: Path) -> None:
 def test_name_too_long(tmp_path: Path) -> None:
     assert refused(tmp_path / ("x" * 300)) == "SW5103"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_cut_off_leaves_no_plan_of_a_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ends the process between two renames: `run` must not find the old plan among new files."""
+    out = tmp_path / "out"
+    write_folder(out, FILES)
+
+    def replace_until_launch(source: Path, target: Path) -> None:
+        if target.name == "launch.sh":
+            raise KeyboardInterrupt
+        original(source, target)
+
+    original = os.replace
+    monkeypatch.setattr(folder.os, "replace", replace_until_launch)
+    with pytest.raises(KeyboardInterrupt):
+        write_folder(out, {**FILES, "model/config.json": b"new", "plan.json": b"new"})
+    assert not (out / "plan.json").exists()
+    assert not [path for path in out.iterdir() if path.name.startswith(".shardwright-")]
+    monkeypatch.undo()
+    write_folder(out, FILES)
+    assert tree(out) == FILES
