@@ -1,17 +1,18 @@
 """A tiny configuration for every causal-LM type of the installed transformers.
 
-One shrinker reads the defaults of a type's own config class and sets what it finds by attribute name: small sizes (SIZES),
-bounded mixtures of layer kinds, and values that differ from the defaults (FLAGS, SCALES), so that a wrong multiplier, bias or
-window shows in a comparison. What a type needs beside that is in OVERRIDES. No weights and no network are touched here.
+One shrinker reads the defaults of a type's own config class and sets what it finds by attribute name: small sizes
+(SIZES), bounded mixtures of layer kinds, and values that differ from the defaults (FLAGS, SCALES), so that a wrong
+multiplier, bias or window shows in a comparison. What a type needs beside that is in OVERRIDES.
 """
 
 from __future__ import annotations
 
+import copy
 import random
 from functools import cache
 
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -177,7 +178,8 @@ def tiny_config(model_type: str, seed: int = 0) -> dict[str, Json]:
     """
     if model_type in IMPOSSIBLE or model_type not in TYPES:
         raise KeyError(f"{model_type}: {IMPOSSIBLE.get(model_type, 'not a causal-LM type')}")
-    return _shrink(model_type, defaults(model_type), random.Random(f"{model_type} {seed}"))
+    # A copy: configuration classes write into the nested dictionaries that they are given.
+    return copy.deepcopy(_shrink(model_type, defaults(model_type), random.Random(f"{model_type} {seed}")))
 
 
 def _shrink(model_type: str, default: dict[str, Json], draw: random.Random) -> dict[str, Json]:
@@ -253,13 +255,12 @@ def _first_then_rest(value: Json) -> Json:
 
 def build(model_type: str, seed: int = 0) -> torch.nn.Module:
     """The tiny model of a type on the CPU in fp32, train mode, weights drawn from the seed."""
-    from transformers import AutoModelForCausalLM
-
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_config(model_type, seed)), dtype=torch.float32)
+    config = AutoConfig.for_model(**tiny_config(model_type, seed))
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     randomize(model, seed)
     model.train()
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def inputs(model_type: str, ids: torch.Tensor) -> dict[str, Json]:

@@ -18,6 +18,9 @@ IMPOSSIBLE: dict[str, str] = {
 SLIDING_FIRST = ["sliding_attention", "full_attention"] * 2
 DENSE_FIRST = ["dense", "sparse", "sparse", "sparse"]
 
+# For types that read the factor but do not name it in their defaults.
+HALF_ROTARY = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5}
+
 # A layer that shares sits behind the middle, so that what it reads crosses a two-stage pipeline.
 INDEXER_SHARED = ["full", "shared", "shared", "full"]
 
@@ -88,7 +91,12 @@ OVERRIDES: dict[str, dict[str, Json]] = {
     "deepseek_v4": {
         "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
         "compress_rope_theta": 7000.0,
-        "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"] * 2,
+        "layer_types": [
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+            "sliding_attention",
+            "compressed_sparse_attention",
+        ],
         "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
         "hc_mult": 2,
         "hc_sinkhorn_iters": 4,
@@ -196,6 +204,7 @@ OVERRIDES: dict[str, dict[str, Json]] = {
         "mlp_alpha_factor": 1.3,
         "mlp_beta_factor": 0.7,
     },
+    "minimax_m2": {"rope_parameters": HALF_ROTARY},
     "minimax_m3_vl_text": {
         "mlp_layer_types": DENSE_FIRST,
         "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
@@ -247,6 +256,7 @@ OVERRIDES: dict[str, dict[str, Json]] = {
         "make_ngram_vocab_size_divisible_by": 4,
         "split_ngram_parts": 2,
         "eos_token_id": 2,
+        "rope_parameters": HALF_ROTARY,
     },
     # Chunks and buckets that divide 24 tokens, and a fixed hash.
     "reformer": {
@@ -265,7 +275,6 @@ OVERRIDES: dict[str, dict[str, Json]] = {
     },
     "rwkv": {"rescale_every": 2},
     "smollm3": {"layer_types": SLIDING_FIRST, "no_rope_layers": [1, 0, 1, 0]},
-    "starcoder2": {"norm_epsilon": 1e-5},
     # The layers have no single-module form, and only its encoder form exists, causal by a flag.
     "xlm": {"is_encoder": True},
     "xlnet": {"attn_type": "uni", "mem_len": None},

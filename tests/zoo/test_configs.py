@@ -24,7 +24,7 @@ def _one_thread():
 
 
 def check(model_type: str) -> None:
-    """One type: plain JSON, finite loss, gradients, no randomness left in train mode, and nothing left at zero or one."""
+    """One type: plain JSON, finite loss, gradients, nothing random in train mode, no weight left at zero or one."""
     json.dumps(configs.tiny_config(model_type), allow_nan=False)
     model = configs.build(model_type)
     assert all(p.dtype == torch.float32 for p in model.parameters())
@@ -55,6 +55,12 @@ def test_seed_moves_multipliers_and_no_shape() -> None:
     assert first == configs.tiny_config("granite", 0)
     changed = {name for name in first if first[name] != second[name]}
     assert changed == {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"}
+
+
+def test_building_leaves_the_table_as_it_was() -> None:
+    before = configs.tiny_config("cohere_compass_text")
+    configs.build("cohere_compass_text")
+    assert configs.tiny_config("cohere_compass_text") == before
 
 
 def test_randomize_leaves_no_bias_at_zero() -> None:

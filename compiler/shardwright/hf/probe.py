@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from shardwright.hf.skeleton import Skeleton
@@ -15,6 +16,69 @@ from shardwright.ir.cut import Cut
 
 class NotCuttable(Exception):
     """The model has no cut that reproduces it: one line, the reason."""
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What running a tiny copy of the model taught: names are the full model's too.
+
+    embedding, head: parameters outside the decoder stack that the piece before and the piece behind it use; a tied one
+        is in both. attention: the attention module's name inside a decoder layer, "" where the layers have none in
+        common.
+    """
+
+    cut: Cut
+    embedding: tuple[str, ...]
+    head: tuple[str, ...]
+    attention: str
+
+
+def probe(model: nn.Module, input_ids: torch.Tensor) -> Probed:
+    """`model`: tiny, on the CPU, in eval mode. Raises NotCuttable with the reason."""
+    cut = find_cut(model, input_ids)
+    check_cut(model, cut, input_ids)
+    _check_loss(model, input_ids)
+    embedding, head = _edges(model, cut, input_ids)
+    return Probed(cut=cut, embedding=embedding, head=head, attention=_attention(model, cut))
+
+
+@torch.no_grad()
+def _check_loss(model: nn.Module, input_ids: torch.Tensor) -> None:
+    """The trainer's loss is cross-entropy on labels shifted by one; some types compute another one."""
+    output = model(input_ids=input_ids, labels=input_ids, use_cache=False)
+    logits = output.logits
+    if logits.shape[:2] != input_ids.shape:
+        raise NotCuttable("its logits are not one row a token")
+    shifted = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), input_ids[:, 1:].flatten())
+    if not torch.allclose(output.loss, shifted, rtol=1e-5, atol=1e-6):
+        raise NotCuttable("its own loss is not cross-entropy on the next token")
+
+
+def _edges(model: nn.Module, cut: Cut, input_ids: torch.Tensor) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """By gradient: what the hidden states before the first layer, and the logits after the last one, depend on."""
+    outside = [(n, p) for n, p in model.named_parameters() if not n.startswith(cut.stack + ".")]
+    for _, p in outside:
+        p.requires_grad_(True)
+    if any((cut.stack + ".").startswith(name.rpartition(".")[0] + ".") or "." not in name for name, _ in outside):
+        raise NotCuttable("it has parameters of its own, outside any module that a stage could take")
+    skeleton, parameters = Skeleton(model, cut), [p for _, p in outside]
+    hidden = skeleton.embed(input_ids, None)
+    before = torch.autograd.grad(hidden.square().sum(), parameters, allow_unused=True)
+    logits = skeleton.head(hidden.detach(), None)
+    behind = torch.autograd.grad(logits.square().sum(), parameters, allow_unused=True)
+    names = [name for name, _ in outside]
+    embedding = tuple(n for n, g in zip(names, before, strict=True) if g is not None)
+    head = tuple(n for n, g, b in zip(names, behind, before, strict=True) if g is not None or b is None)
+    return embedding, head  # what neither uses goes with the head: it is saved, and gets no gradient anywhere
+
+
+def _attention(model: nn.Module, cut: Cut) -> str:
+    found = [
+        {name for name, m in layer.named_modules() if "attention" in type(m).__name__.lower() and name}
+        for layer in model.get_submodule(cut.stack).children()
+    ]
+    common = set.intersection(*found) if found else set()
+    return min(common, key=lambda name: (name.count("."), name)) if common else ""
 
 
 @dataclass

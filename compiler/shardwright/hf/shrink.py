@@ -17,8 +17,6 @@ _AT_MOST: dict[str, int] = {
         (("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
         (("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"), 64),
         (("model_max_length", "max_target_positions", "max_source_positions"), 64),
-        (("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim", "lru_width"), 64),
-        (("attention_hidden_size", "word_embed_proj_dim"), 64),
         (("embedding_size", "input_embedding_size"), 48),
         (("output_embedding_size",), 80),
         (("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_blocks"), LAYERS),
@@ -62,6 +60,7 @@ _AT_MOST: dict[str, int] = {
     )
     for name in names
 }
+_WIDTHS = ("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim", "lru_width", "attention_hidden_size")
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _UNUSED = ("num_nextn_predict_layers", "num_mtp_layers")  # multi-token prediction: training code does not use it
@@ -69,14 +68,19 @@ _UNUSED = ("num_nextn_predict_layers", "num_mtp_layers")  # multi-token predicti
 
 def shrink(document: Mapping[str, Any]) -> dict[str, Any]:
     """`document`: a complete configuration (`PretrainedConfig.to_dict()`), nested ones included."""
-    heads = next((document[n] for n in _HEADS if isinstance(document.get(n), int)), None)
+    heads = next((document[n] for n in _HEADS if isinstance(document.get(n), int)), 4)
+    width = 64 if 64 % min(heads, 4) == 0 else 16 * heads
     ids = iter(range(3, VOCABULARY))
     out: dict[str, Any] = {}
     for name, value in document.items():
         if name in _UNUSED:
             out[name] = 0
         elif name in _KEY_VALUE_HEADS and isinstance(value, int):
-            out[name] = 4 if value == heads else min(value, 2)
+            out[name] = min(heads, 4) if value == heads else (2 if value > 1 and min(heads, 4) % 2 == 0 else 1)
+        elif name in _WIDTHS and isinstance(value, int):
+            out[name] = min(value, width)
+        elif name == "word_embed_proj_dim" and isinstance(value, int):
+            out[name] = min(value, width) if value == document.get("hidden_size") else 48
         elif name in _AT_MOST and isinstance(value, int) and not isinstance(value, bool):
             out[name] = min(value, _AT_MOST[name])
         elif name.endswith(("_token_id", "_token_index")) and isinstance(value, int) and value >= VOCABULARY:

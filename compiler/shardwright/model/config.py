@@ -1,6 +1,6 @@
 """The recipe's `model` section -> a checked Hugging Face configuration, as plain JSON.
 
-Nothing here runs a model's own code: config.json is read as data and only types in FAMILIES go on.
+Nothing here runs a model's own code: config.json is read as data.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from shardwright.diagnostics import Diagnostic, KeyPath, Refusal
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.ir.recipe import ModelSection
-from shardwright.model.families import FAMILIES
 from shardwright.model.popular.hub import hub_config, read_config_file
 
 # Sizes that must be at least one, by transformers' common names.
@@ -72,10 +71,10 @@ def _without_own_code(config: JsonObject, source: str, key: KeyPath) -> JsonObje
 
 
 def check_model_type(config: JsonObject, key: KeyPath, inline: bool) -> str:
-    """The model type, which FAMILIES knows. Errors: SW2003 unknown, SW2004 not supported."""
+    """The model type. Errors: SW2003 unknown, SW2004 no causal language model."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        near = difflib.get_close_matches(str(model_type), [*FAMILIES, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES], n=3)
+        near = difflib.get_close_matches(str(model_type), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3)
         unknown = (
             "the configuration names no model_type" if model_type is None else f"unknown model_type {model_type!r}"
         )
@@ -83,19 +82,20 @@ def check_model_type(config: JsonObject, key: KeyPath, inline: bool) -> str:
             Diagnostic(
                 code="SW2003",
                 message=unknown,
-                help=f"Supported in this version: {', '.join(FAMILIES)}.",
+                help="Give one of transformers' causal language models, by the `model_type` of its config.json.",
                 key=(*key, "model_type") if inline and model_type is not None else key,
-                valid=tuple(dict.fromkeys(near)) or tuple(FAMILIES),
+                valid=tuple(dict.fromkeys(near)) or ("llama", "qwen2", "gpt2"),
             )
         )
-    if model_type not in FAMILIES:
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        near = difflib.get_close_matches(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3)
         raise Refusal(
             Diagnostic(
                 code="SW2004",
-                message=f"model_type {model_type!r} is not supported in this version",
-                help=f"Supported in this version: {', '.join(FAMILIES)}.",
+                message=f"model_type {model_type!r} is no causal language model in transformers",
+                help="This compiler trains causal language models; AutoModelForCausalLM must know the type.",
                 key=(*key, "model_type") if inline else key,
-                valid=tuple(FAMILIES),
+                valid=tuple(near),
             )
         )
     return model_type

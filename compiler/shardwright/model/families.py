@@ -1,7 +1,8 @@
-"""The model types that this version can split: what the Hugging Face class alone does not say.
+"""The model types that are cut over tensor ranks: what the Hugging Face class alone does not say. Every other type that
+the probe can take apart runs with a pipeline and ZeRO.
 
-To add one: its attention module's name inside a decoder layer, and its tensor-parallel styles (None = the
-transformers class's own `base_model_tp_plan`). Paths are relative to the base model; * is the layer number.
+To add one: its tensor-parallel styles (None = the transformers class's own `base_model_tp_plan`). Paths are relative to
+the base model; * is the layer number.
 """
 
 from __future__ import annotations
@@ -12,23 +13,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """attention_module: name inside a decoder layer. gated: the feed-forward has a gate beside its up projection.
+    """gated: the feed-forward has a gate beside its up projection.
     embedding: base model path of the token embedding. tensor_styles: None = transformers' own plan."""
 
-    attention_module: str
     gated: bool
     embedding: str
     tensor_styles: Mapping[str, str] | None
 
 
-LLAMA = Family(attention_module="self_attn", gated=True, embedding="embed_tokens", tensor_styles=None)
+LLAMA = Family(gated=True, embedding="embed_tokens", tensor_styles=None)
 
 FAMILIES: dict[str, Family] = {
     "llama": LLAMA,
     "mistral": LLAMA,
     "qwen2": LLAMA,
     "gpt2": Family(
-        attention_module="attn",
         gated=False,
         embedding="wte",
         tensor_styles={

@@ -14,13 +14,16 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from shardwright.diagnostics import Diagnostic, Refusal
-from shardwright.ir.cut import Cut
+from shardwright.diagnostics import Diagnostic, KeyPath, Refusal
+from shardwright.hf.probe import Probed
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.model_graph import Layer, ModelGraph, Parameter
 from shardwright.ir.recipe import ModelSection
 from shardwright.model.config import config_json, contradiction, read_config, resolve_config
 from shardwright.model.families import FAMILIES, Family
+from shardwright.model.probed import probe_config, uncuttable
+
+_CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 
 
 def build_model_graph(section: ModelSection) -> ModelGraph:
@@ -34,7 +37,6 @@ def build_model_graph(section: ModelSection) -> ModelGraph:
 def _graph(config_text: str, attention: str, inline: bool) -> ModelGraph:
     key = ("model", "config") if inline else ("model", "source")
     hf_config = resolve_config(json.loads(config_text), key, inline)
-    family = FAMILIES[hf_config.model_type]
     _refuse_unsplittable(hf_config, key)
     try:
         with torch.device("meta"):
@@ -44,47 +46,45 @@ def _graph(config_text: str, attention: str, inline: bool) -> ModelGraph:
         raise Refusal(contradiction(error, key)) from None
     _check_attention(model, hf_config, attention)
     plain = config_json(hf_config, type(model).__name__)
-    graph = _measure(model, hf_config, family, plain, attention)
+    probed = probe_config(hf_config, attention, key)
+    graph = _measure(model, hf_config, probed, plain, attention, key)
     graph.verify()
     return graph
 
 
 def _measure(
-    model: PreTrainedModel, hf_config: PretrainedConfig, family: Family, plain: JsonObject, attention: str
+    model: PreTrainedModel, hf_config: PretrainedConfig, probed: Probed, plain: JsonObject, attention: str, key: KeyPath
 ) -> ModelGraph:
-    base = model.base_model_prefix
-    stack_path, stack = next((n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.ModuleList))
+    family, stack_path = FAMILIES.get(hf_config.model_type), probed.cut.stack
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    embedding: list[Parameter] = []
-    head: list[Parameter] = []
-    decoder: list[list[Parameter]] = [[] for _ in stack]
-    for name, tensor in model.named_parameters():
-        parameter = Parameter(name=name, shape=tuple(tensor.shape))
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+    known = {*probed.embedding, *probed.head}
+    unplaced = [n for n in shapes if not n.startswith(stack_path + ".") and n not in known]
+    if unplaced or not known <= shapes.keys():
+        raise Refusal(uncuttable(hf_config, f"its tiny copy has no {', '.join(unplaced) or 'such parameters'}", key))
+    embedding = [Parameter(name=name, shape=shapes[name]) for name in probed.embedding]
+    head = [Parameter(name=name, shape=shapes[name]) for name in probed.head]
+    decoder: list[list[Parameter]] = [[] for _ in model.get_submodule(stack_path).children()]
+    for name, shape in shapes.items():
         if name.startswith(stack_path + "."):
-            decoder[int(name[len(stack_path) + 1 :].split(".")[0])].append(parameter)
-        elif any(decoder):
-            head.append(parameter)  # modules are registered in the order they run
-        else:
-            embedding.append(parameter)
-    output = model.get_output_embeddings().weight
-    canonical = names[id(output)][0]
-    if all(p.name != canonical for p in head):  # tied: the parameter is listed in both layers
-        head.append(Parameter(name=canonical, shape=tuple(output.shape)))
-    heads = hf_config.num_attention_heads
-    hidden = hf_config.hidden_size
-    head_dim = getattr(hf_config, "head_dim", None) or hidden // heads
-    key_value_heads = getattr(hf_config, "num_key_value_heads", None) or heads
-    first = {p.name[len(stack_path) + 3 :]: p.shape for p in decoder[0]}  # "mlp.up_proj.weight" -> shape
-    feed_forward = max(max(shape) for name, shape in first.items() if name.startswith("mlp.") and len(shape) == 2)
-    feed_forward = int(
-        getattr(hf_config, "intermediate_size", None) or getattr(hf_config, "n_inner", None) or feed_forward
-    )
+            number = int(name[len(stack_path) + 1 :].split(".")[0])
+            decoder[number].append(Parameter(name=name, shape=shape))
+    text = hf_config.get_text_config()
+    output = model.get_output_embeddings()
+    vocabulary = int(output.weight.shape[0] if output is not None else text.vocab_size)
+    hidden = _size(text, "hidden_size") or 1
+    heads = _size(text, "num_attention_heads") or 1
+    head_dim = _size(text, "head_dim") or hidden // heads
+    key_value_heads = _size(text, "num_key_value_heads") or heads
+    widest = max(max(p.shape) for p in decoder[0] if len(p.shape) >= 2)
+    feed_forward = _size(text, "intermediate_size", "n_inner") or widest
+    gated = family.gated if family is not None else any("gate" in p.name for p in decoder[0])
     max_dropout = _largest_dropout(model)
     attention_elements = _attention_elements(heads, key_value_heads, head_dim)
     # Decoder layers of these families are alike: the module's own elements and the two layer-norm inputs.
-    activations = attention_elements + 2 * hidden + _feed_forward_elements(hidden, feed_forward, family.gated)
+    activations = attention_elements + 2 * hidden + _feed_forward_elements(hidden, feed_forward, gated)
     if max_dropout > 0:
         activations += hidden  # two dropout masks of one byte each, against two bytes an element
     layers = [
@@ -105,7 +105,7 @@ def _measure(
                 name=f"{stack_path}.{index}",
                 kind="decoder",
                 parameters=tuple(parameters),
-                matmul_flops_per_token=2 * sum(p.numel for p in parameters if len(p.shape) == 2),
+                matmul_flops_per_token=sum(_matmul_flops(p, text) for p in parameters),
                 attention_flops_per_token_per_position=4 * heads * head_dim,
                 activation_elements_per_token=activations,
                 attention_activation_elements_per_token=attention_elements,
@@ -117,7 +117,7 @@ def _measure(
             name="head",
             kind="head",
             parameters=tuple(head),
-            matmul_flops_per_token=2 * output.numel(),
+            matmul_flops_per_token=2 * vocabulary * hidden,
             attention_flops_per_token_per_position=0,
             # The final norm's input and output; logits are the cost model's workspace.
             activation_elements_per_token=2 * hidden,
@@ -132,16 +132,16 @@ def _measure(
         config_hash=hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest(),
         hidden_size=hidden,
         feed_forward_size=feed_forward,
-        vocabulary_size=output.shape[0],
+        vocabulary_size=vocabulary,
         attention_heads=heads,
         key_value_heads=key_value_heads,
         head_dim=head_dim,
-        max_positions=getattr(hf_config, "max_position_embeddings", None),
+        max_positions=_size(text, "max_position_embeddings"),
         layers=tuple(layers),
         tied=tuple(tuple(group) for group in names.values() if len(group) > 1),
-        cut=Cut(stack=stack_path, hidden_position=0, hidden_keyword=None, output_length=0),
-        attention_module=family.attention_module,
-        tensor_styles=_styles(model, family, base, decoder[0], stack_path),
+        cut=probed.cut,
+        attention_module=probed.attention,
+        tensor_styles=() if family is None else _styles(model, family, decoder[0]),
         max_dropout=max_dropout,
         attention=model.config._attn_implementation if attention == "auto" else attention,
     )
@@ -176,10 +176,31 @@ def _feed_forward_elements(hidden: int, feed_forward: int, gated: bool) -> int:
     return 2 * hidden + (4 if gated else 2) * feed_forward
 
 
-def _styles(
-    model: PreTrainedModel, family: Family, base: str, layer: list[Parameter], stack_path: str
-) -> tuple[tuple[str, str], ...]:
+def _size(config: PretrainedConfig, *names: str) -> int | None:
+    """The first of these that the configuration has as one number; some types have one a layer, or none."""
+    for name in names:
+        try:
+            value = getattr(config, name, None)
+        except Exception:  # transformers refuses to answer for an attribute that varies by layer
+            continue
+        if isinstance(value, int) and value:
+            return value
+    return None
+
+
+def _matmul_flops(parameter: Parameter, text: PretrainedConfig) -> int:
+    """Forward, per token. A stack of experts' matrices works on the experts that a token is routed to only."""
+    if len(parameter.shape) < 2:
+        return 0
+    if len(parameter.shape) == 3:
+        chosen = _size(text, *_CHOSEN_EXPERTS) or parameter.shape[0]
+        return 2 * parameter.numel * min(chosen, parameter.shape[0]) // parameter.shape[0]
+    return 2 * parameter.numel
+
+
+def _styles(model: PreTrainedModel, family: Family, layer: list[Parameter]) -> tuple[tuple[str, str], ...]:
     """Module path pattern -> style, the embedding and the head included. Error: SW2009, a matrix with no style."""
+    base = model.base_model_prefix
     own = family.tensor_styles if family.tensor_styles is not None else model.config.base_model_tp_plan
     head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
     styles = [(f"{base}.{family.embedding}", "vocabulary_embedding")]
@@ -218,9 +239,9 @@ def _refuse_unsplittable(hf_config: PretrainedConfig, key: tuple[str, ...]) -> N
             "add_cross_attention: True makes an encoder-decoder model, which cannot be split",
             "Set add_cross_attention to false.",
         )
-    heads = hf_config.num_attention_heads
-    key_value_heads = getattr(hf_config, "num_key_value_heads", None) or heads
-    if heads % key_value_heads:
+    heads = _size(hf_config, "num_attention_heads")
+    key_value_heads = _size(hf_config, "num_key_value_heads") or heads
+    if heads and key_value_heads and heads % key_value_heads:
         wrong(
             "SW2007",
             "num_key_value_heads",

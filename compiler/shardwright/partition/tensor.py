@@ -51,8 +51,8 @@ def tensor_parallel_map(graph: ModelGraph, degree: int) -> TensorParallelMap:
             uneven += [_uneven(p, degree) for p in cut if len(set(p.sizes)) > 1]
     if uneven:
         raise Refusal(uneven[0])  # one cause (the degree), the same in every layer
-    head = next(name for name, style in graph.tensor_styles if style == "vocabulary_head")
-    if head not in modules:
+    head = next((name for name, style in graph.tensor_styles if style == "vocabulary_head"), None)
+    if head is not None and head not in modules:
         splits.append(ModuleSplit(module=head, style="vocabulary_head", parameters=()))
     decoder = {p.name for layer in graph.layers if layer.kind == "decoder" for p in layer.parameters}
     matrices = [p for m in splits for p in m.parameters if p.name in decoder and len(p.shape) == 2]

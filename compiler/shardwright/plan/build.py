@@ -175,6 +175,7 @@ def _model(recipe: Recipe, graph: ModelGraph) -> PlanModel:
         revision=None,  # a local folder has none
         attention=graph.attention,
         loss="full",
+        shared_parameters=tuple(p.name for p in graph.layers[0].parameters if p in graph.layers[-1].parameters),
         cut=graph.cut,
         embedding_modules=_modules(graph.layers[0]),
         head_modules=_modules(graph.layers[-1]),

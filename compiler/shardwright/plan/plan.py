@@ -31,6 +31,7 @@ class PlanModel:
     weights_path: absolute folder of safetensors files where weights is "pretrained", else None.
     embedding_modules, head_modules: modules outside the decoder stack whose parameters the first and the last layer
         hold; a tied head names the embedding's module too.
+    shared_parameters: those that both hold, by name.
     """
 
     model_type: str
@@ -47,6 +48,7 @@ class PlanModel:
     head_modules: tuple[str, ...]
     attention_module: str
     tied: tuple[tuple[str, ...], ...]
+    shared_parameters: tuple[str, ...]
     total_parameters: int
     vocabulary_size: int
 

@@ -198,6 +198,44 @@ def tensor_in_node(x: Subject) -> Diagnostic | None:
     )
 
 
+def tensor_styles(x: Subject) -> Diagnostic | None:
+    """Rule 15: only types whose every matrix has a style here are cut over tensor ranks."""
+    if x.strategy.tensor == 1 or x.graph.tensor_styles:
+        return None
+    return _found(
+        "SW3123",
+        "parallelism.tensor",
+        f"tensor {x.strategy.tensor}: this version has no tensor-parallel map for model_type {x.graph.model_type!r}",
+        "Use tensor: 1; pipeline and ZeRO run this type.",
+        (1,),
+    )
+
+
+def selective_attention(x: Subject) -> Diagnostic | None:
+    """Selective checkpointing recomputes the attention module: there must be one."""
+    if x.strategy.activation_checkpointing != "selective" or x.graph.attention_module:
+        return None
+    return _found(
+        "SW3124",
+        "parallelism.activation_checkpointing",
+        f"the layers of model_type {x.graph.model_type!r} have no attention module in common to recompute",
+        "Use activation_checkpointing: full or none.",
+    )
+
+
+def packed_documents(x: Subject) -> Diagnostic | None:
+    """Packing keeps documents apart by their positions; whether a type's masks follow them is proved per type."""
+    data = x.recipe.data
+    if data is None or data.kind != "text" or not data.packing or x.graph.tensor_styles:
+        return None
+    return _found(
+        "SW3125",
+        "data.packing",
+        f"packing is not proved for model_type {x.graph.model_type!r}: documents could see each other",
+        "Write `packing: false` under data: one stream of text, cut into sequences.",
+    )
+
+
 def dropout(x: Subject) -> Diagnostic | None:
     """Sharded regions would need their own random stream, which attention dropout does not take by itself."""
     if x.strategy.tensor == 1 or x.graph.max_dropout == 0:

@@ -127,16 +127,16 @@ class Stages(PipelineModule):
         embedding, head = self.stage_owner(0), self.stage_owner(len(self._layer_specs) - 1)
         if embedding == head:
             return {}
-        for tied in plan.model.tied:
+        for name in plan.model.shared_parameters:
             for data in range(plan.strategy.data):
                 for tensor in range(plan.strategy.tensor):
                     ranks = [self._topo.get_rank(pipe=p, data=data, model=tensor) for p in sorted({embedding, head})]
                     group = dist.new_group(ranks=ranks)
                     if self.global_rank in ranks:
-                        parameter = mine[tied[0]]
+                        parameter = mine[name]
                         parameter.ds_pipe_replicated = self.global_rank != ranks[0]  # type: ignore[attr-defined]
                         holder = nn.ParameterList([parameter])  # what PipelineEngine counts
-                        comms[tied[0]] = {"ranks": ranks, "group": group, "weight_attr": [], "module": holder}
+                        comms[name] = {"ranks": ranks, "group": group, "weight_attr": [], "module": holder}
         return comms
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:

@@ -105,7 +105,7 @@ C = ("model", "config")
     ("changes", "expected"),
     [
         ({"model_type": "lama"}, [("SW2003", (*C, "model_type"))]),
-        ({"model_type": "bloom"}, [("SW2004", (*C, "model_type"))]),
+        ({"model_type": "vit"}, [("SW2004", (*C, "model_type"))]),
         ({"hiden_size": 64}, [("SW2005", (*C, "hiden_size"))]),
         ({"hidden_size": "64"}, [("SW2006", (*C, "hidden_size"))]),
         ({"hidden_size": 64, "num_attention_heads": 7}, [("SW2007", C)]),

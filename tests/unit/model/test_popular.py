@@ -20,7 +20,6 @@ from shardwright.cli.estimate import estimate_recipe
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.json_value import JsonObject
-from shardwright.model.families import FAMILIES
 from shardwright.model.graph import build_model_graph
 from shardwright.model.popular import shipped
 from shardwright.model.popular.hub import hub_config
@@ -184,6 +183,10 @@ def refusal(model_id: str, revision: str = "main") -> Diagnostic:
     return diagnostic
 
 
+UNCUT: tuple[str, ...] = ()
+"""Models that the probe cannot take apart yet."""
+
+
 def test_every_own_entry_has_a_published_size() -> None:
     assert set(own_entries()) == EXACT.keys() | ROUNDED.keys()
 
@@ -192,12 +195,12 @@ def test_every_own_entry_has_a_published_size() -> None:
 def test_published_sizes(model_id: str, asked: list[str]) -> None:
     config = dict(entry(model_id))
     model_type = str(config.pop("model_type"))
-    if model_type in FAMILIES:
+    if model_id not in UNCUT:
         graph = build_model_graph(model_section(None, source=model_id))
         total = graph.total_parameters
         plain: JsonObject = graph.config
     else:
-        assert refusal(model_id).code == "SW2004"
+        assert refusal(model_id).code == "SW2016"
         built = CONFIG_MAPPING[model_type](**config)
         with torch.device("meta"):
             total = sum(p.numel() for p in AutoModelForCausalLM.from_config(built, dtype=torch.float32).parameters())

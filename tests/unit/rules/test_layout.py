@@ -9,7 +9,7 @@ import pytest
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.diagnostics.codes import CODES
 from shardwright.ir.json_value import JsonValue
-from shardwright.ir.recipe import Recipe
+from shardwright.ir.recipe import DataSection, Recipe
 from shardwright.ir.strategy import Strategy
 from shardwright.rules.registry import DEEPSPEED_RULES, GENERAL_RULES, check_layout
 from tests.unit.model.factory import SMALL_GPT2, SMALL_LLAMA, graph_of, recipe_of
@@ -175,3 +175,23 @@ def test_every_rule_stands_in_this_file() -> None:
     for code in {**GENERAL_RULES, **DEEPSPEED_RULES}:
         assert code in CODES
         assert f'"{code}"' in text, f"no test names {code}"
+
+
+OLMO2: dict[str, JsonValue] = {**SMALL_LLAMA, "model_type": "olmo2"}
+
+
+def test_types_without_a_tensor_map() -> None:
+    whole = change(tensor=1, data=4, gradient_accumulation_steps=4)
+    assert codes(recipe_of(), GOOD, OLMO2) == {"SW3123": "error"}
+    assert codes(recipe_of(), whole, OLMO2) == {}
+    text = DataSection(kind="text", path="python-stdlib", tokenizer="byte", packing=True, shuffle=True, options={})
+    packed = dataclasses.replace(recipe_of(), data=text)
+    assert codes(packed, whole, OLMO2) == {"SW3125": "error"}
+    assert codes(packed, whole) == {}
+
+
+def test_selective_checkpointing_needs_an_attention_module() -> None:
+    mamba: dict[str, JsonValue] = {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 260}
+    selective = change(tensor=1, data=4, gradient_accumulation_steps=4, activation_checkpointing="selective")
+    assert codes(recipe_of(), selective, mamba) == {"SW3124": "error"}
+    assert codes(recipe_of(), selective, OLMO2) == {}
