@@ -17,6 +17,8 @@ class Reference:
     grad_norms: list[float]
     learning_rates: list[float]
     weights: dict[str, torch.Tensor]
+    unused: frozenset[str]
+    """Parameters that the loss does not reach: a plain optimizer leaves them alone, ZeRO's flat one decays them."""
 
 
 def initial_model(config: dict[str, Any], seed: int) -> torch.nn.Module:
@@ -62,9 +64,9 @@ def train(
         loss = sum(model(**r, use_cache=False, num_items_in_batch=items).loss for r in rows)
         loss.backward()
         for name, p in model.named_parameters():
-            master[name].grad = p.grad.float()
+            master[name].grad = None if p.grad is None else p.grad.float()
             p.grad = None
-        norm = torch.sqrt(sum(p.grad.double().square().sum() for p in master.values()))
+        norm = torch.sqrt(sum(p.grad.double().square().sum() for p in master.values() if p.grad is not None))
         if clipping:
             torch.nn.utils.clip_grad_norm_(list(master.values()), clipping)
         rate = lr * step / warmup if step <= warmup else cosine(lr, step, warmup, len(blocks))
@@ -77,7 +79,8 @@ def train(
         losses.append(float(loss.detach()))
         norms.append(float(norm))
         rates.append(rate)
-    return Reference(losses, norms, rates, {n: p.detach() for n, p in master.items()})
+    unused = frozenset(n for n, p in master.items() if p.grad is None)
+    return Reference(losses, norms, rates, {n: p.detach() for n, p in master.items()}, unused)
 
 
 def cosine(lr: float, step: int, warmup: int, steps: int) -> float:

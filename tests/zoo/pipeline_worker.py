@@ -1,6 +1,7 @@
-"""Under `deepspeed --num_gpus 2`: many model types, each as pipeline 2 on the real engine, against a plain process.
+"""Under the `deepspeed` launcher: many model types in one launch, each on the real engine, against a plain process.
 
-Arguments: none; SHARDWRIGHT_ZOO_TYPES names the types, SHARDWRIGHT_ZOO_OUT the folder for results.
+SHARDWRIGHT_ZOO_TYPES names the types, SHARDWRIGHT_ZOO_LAYOUT the layout ("tensor=2"), SHARDWRIGHT_ZOO_OUT the
+folder for results.
 """
 
 from __future__ import annotations
@@ -22,16 +23,19 @@ from transformers import AutoModelForCausalLM
 
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
+from shardwright.ir.partition import ParameterSplit
 from shardwright.recipe.load import load_recipe
 from shardwright.runtime.batches import Batches
 from shardwright.runtime.corpus import open_rows
 from shardwright.runtime.engine import build_trainer
 from shardwright.runtime.schedule import learning_rate
 from tests.parity.reference import token_rows, train
-from tests.zoo.configs import TEXT_VOCABULARY, build, tiny_config
+from tests.zoo.configs import TEXT_VOCABULARY, build
 
 STEPS, LENGTH, BATCH = 3, 24, 4
-LAYOUT = {"tensor": 1, "pipeline": 2, "data": 1, "zero_stage": 1, "micro_batch_size": 2, "schedule": "1f1b"}
+LAYOUT: dict[str, int] = {"tensor": 1, "pipeline": 1, "data": 1, "zero_stage": 1, "micro_batch_size": 2} | {
+    key: int(value) for key, value in (pair.split("=") for pair in os.environ["SHARDWRIGHT_ZOO_LAYOUT"].split(","))
+}
 
 
 def recipe(model_type: str, folder: Path) -> dict[str, Any]:
@@ -40,7 +44,7 @@ def recipe(model_type: str, folder: Path) -> dict[str, Any]:
         "version": 1,
         "name": "zoo",
         "model": {"source": str(folder / "weights"), "weights": "pretrained"},
-        "cluster": {"nodes": 1, "gpus_per_node": 2, "gpu": "cpu"},
+        "cluster": {"nodes": 1, "gpus_per_node": LAYOUT["tensor"] * LAYOUT["pipeline"], "gpu": "cpu"},
         "training": {
             "sequence_length": LENGTH,
             "global_batch_size": BATCH,
@@ -89,9 +93,17 @@ def measure(model_type: str, folder: Path) -> dict[str, Any]:
         warmup=2,
         clipping=0.5,
     )
-    worst = 0.0
+    splits = {p.name: p for m in plan.tensor_parallel.modules for p in m.parameters}
+    worst, cut, total = 0.0, 0, 0
     for name, p in trainer.engine.module.named_parameters():
-        whole = wanted.weights[name]
+        if name in wanted.unused:
+            continue
+        whole, split = wanted.weights[name], splits[name]
+        if split.dimension is not None:
+            whole = shard(whole, split, plan.ranks[rank].tensor)
+        if p.ndim >= 2 and name.startswith(plan.model.cut.stack):
+            total += p.numel()
+            cut += p.numel() if split.dimension is not None else 0
         # The runtime keeps a Conv1D's weight transposed; a square one does not show it by its shape.
         views = [v for v in ((whole, whole.t()) if whole.ndim == 2 else (whole,)) if v.shape == p.shape]
         worst = max(worst, min((p.detach() - v).abs().max().item() for v in views))
@@ -99,7 +111,18 @@ def measure(model_type: str, folder: Path) -> dict[str, Any]:
         "loss": max(abs(r.loss - w) for r, w in zip(results, wanted.losses, strict=True)),
         "norm": max(abs(r.grad_norm / w - 1) for r, w in zip(results, wanted.grad_norms, strict=True)),
         "weights": worst,
+        "unused": len(wanted.unused),
+        "sharded": cut / max(1, total),
     }
+
+
+def shard(whole: torch.Tensor, split: ParameterSplit, rank: int) -> torch.Tensor:
+    """Tensor rank `rank`'s part, block by block."""
+    assert split.dimension is not None
+    if len(split.blocks) == 1:
+        return whole.split(split.sizes, dim=split.dimension)[rank]
+    blocks = whole.split(split.blocks, dim=split.dimension)
+    return torch.cat([b.chunk(len(split.sizes), dim=split.dimension)[rank] for b in blocks], dim=split.dimension)
 
 
 def share_groups() -> None:

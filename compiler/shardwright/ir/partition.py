@@ -56,7 +56,8 @@ class ParameterSplit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleSplit:
-    """style: colwise | rowwise | packed_colwise | vocabulary_embedding | vocabulary_head | replicated."""
+    """style: one of transformers' (colwise, colwise_gather_output, rowwise, rowwise_split_input, packed_colwise,
+    replicated_with_grad_allreduce), or vocabulary_embedding | vocabulary_head | replicated."""
 
     module: str  # dotted HF path, "model.layers.0.self_attn.q_proj"
     style: str

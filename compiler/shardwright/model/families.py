@@ -1,41 +1,47 @@
-"""The model types that are cut over tensor ranks: what the Hugging Face class alone does not say. Every other type that
-the probe can take apart runs with a pipeline and ZeRO.
+"""The model types that are cut over tensor ranks. Every other type that the probe can take apart runs with a pipeline
+and ZeRO.
 
-To add one: its tensor-parallel styles (None = the transformers class's own `base_model_tp_plan`). Paths are relative to
-the base model; * is the layer number.
+None = the transformers class's own `base_model_tp_plan`; a mapping is ours. Paths are relative to the base model, * is
+the layer number. A type is listed once its parity is proved under tensor parallelism (tests/zoo).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """gated: the feed-forward has a gate beside its up projection.
-    embedding: base model path of the token embedding. tensor_styles: None = transformers' own plan."""
-
-    gated: bool
-    embedding: str
-    tensor_styles: Mapping[str, str] | None
-
-
-LLAMA = Family(gated=True, embedding="embed_tokens", tensor_styles=None)
-
-FAMILIES: dict[str, Family] = {
-    "llama": LLAMA,
-    "mistral": LLAMA,
-    "qwen2": LLAMA,
-    "gpt2": Family(
-        gated=False,
-        embedding="wte",
-        tensor_styles={
-            "wpe": "replicated",
-            "h.*.attn.c_attn": "packed_colwise",
-            "h.*.attn.c_proj": "rowwise",
-            "h.*.mlp.c_fc": "colwise",
-            "h.*.mlp.c_proj": "rowwise",
-        },
-    ),
+TENSOR_STYLES: dict[str, Mapping[str, str] | None] = {
+    "llama": None,
+    "mistral": None,
+    "qwen2": None,
+    "arcee": None,
+    "cohere2": None,
+    "cwm": None,
+    "ernie4_5": None,
+    "exaone4": None,
+    "gpt_neox": None,
+    "granite": None,
+    "helium": None,
+    "hyperclovax": None,
+    "internlm3": None,
+    "iquestcoder": None,
+    "jais2": None,
+    "nanochat": None,
+    "nemotron": None,
+    "olmo": None,
+    "qwen3": None,
+    "seed_oss": None,
+    "smollm3": None,
+    "starcoder2": None,
+    "phi3": None,
+    "olmo2": None,
+    "olmo3": None,
+    "glm": None,
+    "glm4": None,
+    "gpt2": {
+        "wpe": "replicated",
+        "h.*.attn.c_attn": "packed_colwise",
+        "h.*.attn.c_proj": "rowwise",
+        "h.*.mlp.c_fc": "colwise",
+        "h.*.mlp.c_proj": "rowwise",
+    },
 }

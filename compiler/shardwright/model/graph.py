@@ -20,7 +20,7 @@ from shardwright.ir.json_value import JsonObject
 from shardwright.ir.model_graph import Layer, ModelGraph, Parameter
 from shardwright.ir.recipe import ModelSection
 from shardwright.model.config import config_json, contradiction, read_config, resolve_config
-from shardwright.model.families import FAMILIES, Family
+from shardwright.model.families import TENSOR_STYLES
 from shardwright.model.probed import probe_config, uncuttable
 
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
@@ -55,7 +55,7 @@ def _graph(config_text: str, attention: str, inline: bool) -> ModelGraph:
 def _measure(
     model: PreTrainedModel, hf_config: PretrainedConfig, probed: Probed, plain: JsonObject, attention: str, key: KeyPath
 ) -> ModelGraph:
-    family, stack_path = FAMILIES.get(hf_config.model_type), probed.cut.stack
+    stack_path = probed.cut.stack
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -80,7 +80,7 @@ def _measure(
     key_value_heads = _size(text, "num_key_value_heads") or heads
     widest = max(max(p.shape) for p in decoder[0] if len(p.shape) >= 2)
     feed_forward = _size(text, "intermediate_size", "n_inner") or widest
-    gated = family.gated if family is not None else any("gate" in p.name for p in decoder[0])
+    gated = any("gate" in p.name for p in decoder[0])
     max_dropout = _largest_dropout(model)
     attention_elements = _attention_elements(heads, key_value_heads, head_dim)
     # Decoder layers of these families are alike: the module's own elements and the two layer-norm inputs.
@@ -141,7 +141,7 @@ def _measure(
         tied=tuple(tuple(group) for group in names.values() if len(group) > 1),
         cut=probed.cut,
         attention_module=probed.attention,
-        tensor_styles=() if family is None else _styles(model, family, decoder[0]),
+        tensor_styles=_styles(model, decoder[0]) if hf_config.model_type in TENSOR_STYLES else (),
         max_dropout=max_dropout,
         attention=model.config._attn_implementation if attention == "auto" else attention,
     )
@@ -198,30 +198,27 @@ def _matmul_flops(parameter: Parameter, text: PretrainedConfig) -> int:
     return 2 * parameter.numel
 
 
-def _styles(model: PreTrainedModel, family: Family, layer: list[Parameter]) -> tuple[tuple[str, str], ...]:
-    """Module path pattern -> style, the embedding and the head included. Error: SW2009, a matrix with no style."""
+def _styles(model: PreTrainedModel, layer: list[Parameter]) -> tuple[tuple[str, str], ...]:
+    """Module path pattern -> style, the embedding and the head included; () where they would not cut all of it."""
     base = model.base_model_prefix
-    own = family.tensor_styles if family.tensor_styles is not None else model.config.base_model_tp_plan
-    head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
-    styles = [(f"{base}.{family.embedding}", "vocabulary_embedding")]
-    styles += [(f"{base}.{pattern}", style) for pattern, style in own.items()]
+    own = TENSOR_STYLES[model.config.model_type] or model.config.base_model_tp_plan
+    paths = {id(module): name for name, module in model.named_modules()}
+    table, head = paths[id(model.get_input_embeddings())], paths[id(model.get_output_embeddings())]
+    styles = [(table, "vocabulary_embedding")]
+    styles += [(f"{base}.{pattern}", style) for pattern, style in own.items() if style != "embedding_rowwise"]
     styles.append((head, "vocabulary_head"))
-    patterns = {pattern for pattern, _ in styles}
-    left = [
-        p.name
-        for p in layer
-        if len(p.shape) > 1 and re.sub(r"\.\d+\.", ".*.", p.name.rsplit(".", 1)[0], count=1) not in patterns
-    ]
-    if left:
-        raise Refusal(
-            Diagnostic(
-                code="SW2009",
-                message=f"{left[0]!r} has no tensor-parallel style for model_type {model.config.model_type!r}",
-                help="Turn the option that adds this module off; this version splits the plain decoder only.",
-                key=("model",),
-            )
-        )
-    return tuple(styles)
+    return () if _misses(dict(styles), layer) else tuple(styles)
+
+
+def _misses(styles: dict[str, str], layer: list[Parameter]) -> bool:
+    """Whether the styles leave out what they should not: a matrix, or a small parameter that works on cut features
+    (a norm over one rank's heads, a learned activation), whose gradient would be one rank's share."""
+    inside_cut = {pattern.rpartition(".")[0] + "." for pattern, style in styles.items() if style == "colwise"}
+    for parameter in layer:
+        module = re.sub(r"\.\d+\.", ".*.", parameter.name.rsplit(".", 1)[0] + ".", count=1)[:-1]
+        if module not in styles and (len(parameter.shape) > 1 or any(module.startswith(p) for p in inside_cut)):
+            return True
+    return False
 
 
 def _refuse_unsplittable(hf_config: PretrainedConfig, key: tuple[str, ...]) -> None:

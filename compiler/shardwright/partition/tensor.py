@@ -77,12 +77,12 @@ def split_parameter(parameter: Parameter, style: str, degree: int, transposed: b
 
 def _dimension(dimensions: int, style: str, transposed: bool) -> int | None:
     """Which dimension the style cuts; None = whole on every rank."""
-    if style == "replicated" or (style == "rowwise" and dimensions == 1):
+    if style.startswith("replicated") or (style.startswith("rowwise") and dimensions == 1):
         return None
     if dimensions == 1 or style.startswith("vocabulary"):
         return 0
     output = 1 if transposed else 0
-    return output if style in ("colwise", "packed_colwise") else 1 - output
+    return output if style in ("colwise", "packed_colwise", "colwise_gather_output") else 1 - output
 
 
 def _uneven(split: ParameterSplit, degree: int) -> Diagnostic:

@@ -15,6 +15,7 @@ from shardwright.ir.recipe import Recipe
 from shardwright.ir.strategy import Strategy
 from shardwright.partition.stages import too_few_layers
 
+PACKING_TYPES = ("llama", "mistral", "qwen2", "gpt2")  # tests/parity/test_packing.py
 SLOW_LINK_BYTES_PER_SECOND = 200e9 / 8  # rule 36: ZeRO-3 across links under 200 Gb/s
 
 
@@ -226,7 +227,7 @@ def selective_attention(x: Subject) -> Diagnostic | None:
 def packed_documents(x: Subject) -> Diagnostic | None:
     """Packing keeps documents apart by their positions; whether a type's masks follow them is proved per type."""
     data = x.recipe.data
-    if data is None or data.kind != "text" or not data.packing or x.graph.tensor_styles:
+    if data is None or data.kind != "text" or not data.packing or x.graph.model_type in PACKING_TYPES:
         return None
     return _found(
         "SW3125",

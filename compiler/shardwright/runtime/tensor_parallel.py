@@ -61,6 +61,34 @@ class RowLinear(ds_layers.LinearAllreduce):
         return y if self.bias is None else y + self.bias
 
 
+class GatheredColumnLinear(ds_layers.LinearLayer):
+    """Output features cut; the whole output on every rank."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.linear(enter_column_region(x, self.mp_group), self.weight, self.bias)
+        return ds_layers.GatherFromTensorParallelRegion.apply(self.mp_group, y, self._partition_sizes)
+
+
+class SplittingRowLinear(RowLinear):
+    """Input features cut, of an input that every rank has whole."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own = ds_layers.ScatterToTensorParallelRegion.apply(self.mp_group, x, self._partition_sizes, self.tp_index)
+        return super().forward(own)
+
+
+def sum_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """A whole parameter that each tensor rank applies to its own heads: its gradient is the sum over the ranks."""
+
+    def summed(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.contiguous().clone()
+        dist.all_reduce(gradient, group=group)
+        return gradient
+
+    for parameter in module.parameters():
+        parameter.register_hook(summed)
+
+
 class VocabularyHead(ds_layers.VocabParallelLinear):
     """Output embedding that keeps its own vocabulary slice's logits (B, S, V/t)."""
 
@@ -100,6 +128,13 @@ def split_module(model: nn.Module, split: ModuleSplit, group: dist.ProcessGroup)
         parallel = (
             VocabularyHead(module, group, name=name) if split.parameters else TiedVocabularyHead(_weight(module), group)
         )
+    elif split.style == "colwise_gather_output":
+        parallel = GatheredColumnLinear(module, group, name=name)
+    elif split.style == "rowwise_split_input":
+        parallel = SplittingRowLinear(module, group, name=name)
+    elif split.style == "replicated_with_grad_allreduce":
+        sum_gradients(module, group)
+        return
     elif split.style == "replicated":
         return
     else:

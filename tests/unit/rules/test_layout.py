@@ -177,16 +177,16 @@ def test_every_rule_stands_in_this_file() -> None:
         assert f'"{code}"' in text, f"no test names {code}"
 
 
-OLMO2: dict[str, JsonValue] = {**SMALL_LLAMA, "model_type": "olmo2"}
+STABLELM: dict[str, JsonValue] = {**SMALL_LLAMA, "model_type": "stablelm"}
 
 
 def test_types_without_a_tensor_map() -> None:
     whole = change(tensor=1, data=4, gradient_accumulation_steps=4)
-    assert codes(recipe_of(), GOOD, OLMO2) == {"SW3123": "error"}
-    assert codes(recipe_of(), whole, OLMO2) == {}
+    assert codes(recipe_of(), GOOD, STABLELM) == {"SW3123": "error"}
+    assert codes(recipe_of(), whole, STABLELM) == {}
     text = DataSection(kind="text", path="python-stdlib", tokenizer="byte", packing=True, shuffle=True, options={})
     packed = dataclasses.replace(recipe_of(), data=text)
-    assert codes(packed, whole, OLMO2) == {"SW3125": "error"}
+    assert codes(packed, whole, STABLELM) == {"SW3125": "error"}
     assert codes(packed, whole) == {}
 
 
@@ -194,4 +194,4 @@ def test_selective_checkpointing_needs_an_attention_module() -> None:
     mamba: dict[str, JsonValue] = {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 260}
     selective = change(tensor=1, data=4, gradient_accumulation_steps=4, activation_checkpointing="selective")
     assert codes(recipe_of(), selective, mamba) == {"SW3124": "error"}
-    assert codes(recipe_of(), selective, OLMO2) == {}
+    assert codes(recipe_of(), selective, STABLELM) == {}
