@@ -1,0 +1,70 @@
+"""Many model types in few launches of pipeline_worker.py, and what came of each."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from shardwright.runtime.launcher import free_port
+
+LOSS_ABSOLUTE, NORM_RELATIVE, WEIGHT_ABSOLUTE = 1e-5, 1e-4, 2e-5
+"""DESIGN house rule 10, over the zoo."""
+
+
+def run_types(types: list[str], layout: str, ranks: int, out: Path) -> dict[str, dict[str, Any]]:
+    """Type -> its worst figures over the ranks, its refusal, or its error.
+
+    A rank that fails ends its launch, since others may wait for it in a collective; the next launch goes on behind it.
+    """
+    out.mkdir(parents=True)
+    found: dict[str, dict[str, Any]] = {}
+    left = list(types)
+    while left:
+        environment = {
+            **os.environ,
+            "DS_ACCELERATOR": "cpu",
+            "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+            "SHARDWRIGHT_ZOO_OUT": str(out),
+            "SHARDWRIGHT_ZOO_TYPES": ",".join(left),
+            "SHARDWRIGHT_ZOO_LAYOUT": layout,
+        }
+        program, worker = Path(sys.executable).parent / "deepspeed", Path(__file__).with_name("pipeline_worker.py")
+        launch = [str(program), "--hostfile", "none", "--num_gpus", str(ranks), "--master_port", str(free_port())]
+        result = subprocess.run([*launch, str(worker)], env=environment, capture_output=True, text=True, timeout=1800)
+        found = _read(out)
+        rest = [t for t in left if t not in found]
+        if len(rest) == len(left):
+            found[left[0]] = {"error": result.stdout[-2000:] + result.stderr[-2000:]}
+            rest = left[1:]
+        left = rest
+    return found
+
+
+def _read(out: Path) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for file in sorted(out.glob("rank-*.jsonl")):
+        for line in file.read_text().splitlines():
+            figures = json.loads(line)
+            before = found.setdefault(figures.pop("type"), figures)
+            if "error" in figures and ("error" not in before or "Connection closed" in before["error"]):
+                before["error"] = figures["error"]
+            for name in ("loss", "norm", "weights"):
+                if name in figures and name in before:
+                    before[name] = max(before[name], figures[name])
+    return found
+
+
+def verdict(figures: dict[str, Any]) -> str:
+    """proved | refused | wrong | error"""
+    if "error" in figures:
+        return "error"
+    if "refused" in figures:
+        return "refused"
+    good = (
+        figures["loss"] <= LOSS_ABSOLUTE and figures["norm"] <= NORM_RELATIVE and figures["weights"] <= WEIGHT_ABSOLUTE
+    )
+    return "proved" if good else "wrong"
