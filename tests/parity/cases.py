@@ -34,7 +34,6 @@ _LAYOUTS: dict[str, dict[str, object]] = {
     "bf16-one": {"precision": "bf16"},
     "bf16-pp2": {"pipeline": 2, "precision": "bf16"},
     "bf16-pp2-tp2": {"pipeline": 2, "tensor": 2, "precision": "bf16"},
-    "bf16-dp2-zero0": {"data": 2, "zero_stage": 0, "precision": "bf16", "accumulation_dtype": "bf16"},
     "bf16-tp2-dp2-zero1": {"tensor": 2, "data": 2, "precision": "bf16"},
     "bf16-dp2-zero2": {"data": 2, "zero_stage": 2, "precision": "bf16"},
     "bf16-dp2-zero3": {"data": 2, "zero_stage": 3, "precision": "bf16"},

@@ -14,13 +14,10 @@ VOCABULARY = 260
 _AT_MOST: dict[str, int] = {
     name: size
     for names, size in (
-        (("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
         (("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"), 64),
         (("model_max_length", "max_target_positions", "max_source_positions"), 64),
         (("embedding_size", "input_embedding_size"), 48),
         (("output_embedding_size",), 80),
-        (("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_blocks"), LAYERS),
-        (("num_decoder_layers",), LAYERS),
         (("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), 4),
         (("decoder_attention_heads", "swa_num_attention_heads"), 4),
         (("head_dim", "d_head", "dim_head", "swa_head_dim", "kv_channels", "attention_head_size", "v_head_dim"), 16),
@@ -61,6 +58,16 @@ _AT_MOST: dict[str, int] = {
     for name in names
 }
 _WIDTHS = ("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim", "lru_width", "attention_hidden_size")
+_VOCABULARIES = ("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input")
+_DEPTHS = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "decoder_layers",
+    "num_blocks",
+    "num_decoder_layers",
+)
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _UNUSED = ("num_nextn_predict_layers", "num_mtp_layers")  # multi-token prediction: training code does not use it
@@ -70,11 +77,17 @@ def shrink(document: Mapping[str, Any]) -> dict[str, Any]:
     """`document`: a complete configuration (`PretrainedConfig.to_dict()`), nested ones included."""
     heads = next((document[n] for n in _HEADS if isinstance(document.get(n), int)), 4)
     width = 64 if 64 % min(heads, 4) == 0 else 16 * heads
+    kinds = [len(set(v)) for n, v in document.items() if _is_mixture(n) and isinstance(v, list)]
+    depth = max(LAYERS, *kinds) if kinds else LAYERS
     ids = iter(range(3, VOCABULARY))
     out: dict[str, Any] = {}
     for name, value in document.items():
         if name in _UNUSED:
             out[name] = 0
+        elif name in _DEPTHS and isinstance(value, int):
+            out[name] = depth
+        elif name in _VOCABULARIES and isinstance(value, int):
+            out[name] = VOCABULARY  # also where the model's own is smaller: the probe needs tokens to tell apart
         elif name in _KEY_VALUE_HEADS and isinstance(value, int):
             out[name] = min(heads, 4) if value == heads else (2 if value > 1 and min(heads, 4) % 2 == 0 else 1)
         elif name in _WIDTHS and isinstance(value, int):
@@ -87,8 +100,8 @@ def shrink(document: Mapping[str, Any]) -> dict[str, Any]:
             out[name] = next(ids)
         elif name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
             out[name] = _rope(value)
-        elif name == "layers_block_type" or name.endswith(("layer_types", "mlp_layer_types")):
-            out[name] = _mixture(value)
+        elif _is_mixture(name):
+            out[name] = _mixture(value, depth)
         elif isinstance(value, dict) and "model_type" in value:
             out[name] = shrink(value)
         else:
@@ -108,9 +121,13 @@ def _rope(value: dict[str, Any]) -> dict[str, Any]:
     return {"rope_type": "default", **{k: value[k] for k in kept if k in value}}
 
 
-def _mixture(value: Any) -> Any:
-    """Every kind of layer that the model has, in its order of appearance, repeated up to LAYERS."""
+def _is_mixture(name: str) -> bool:
+    return name == "layers_block_type" or name.endswith("layer_types")
+
+
+def _mixture(value: Any, depth: int) -> Any:
+    """Every kind of layer that the model has, in its order of appearance, repeated up to `depth`."""
     if not isinstance(value, list) or not value:
         return value
     kinds = list(dict.fromkeys(value))
-    return [kinds[i % len(kinds)] for i in range(max(LAYERS, len(kinds)))]
+    return [kinds[i % len(kinds)] for i in range(depth)]

@@ -98,7 +98,7 @@ def build_plan(
             global_batch_size=recipe.training.global_batch_size,
             steps=steps,
             precision=recipe.training.precision,
-            gradient_accumulation_dtype=accumulation_dtype(recipe.training, strategy),
+            gradient_accumulation_dtype=accumulation_dtype(recipe.training),
             gradient_clipping=recipe.training.gradient_clipping,
             seed=recipe.training.seed,
         ),
@@ -152,15 +152,12 @@ def resolve_scheduler(training: TrainingSection, steps: int) -> PlanScheduler:
     return PlanScheduler(name=s.name, warmup_steps=warmup, min_lr=min_lr, decay_steps=s.decay_steps)
 
 
-def accumulation_dtype(training: TrainingSection, strategy: Strategy) -> str:
-    """auto: fp32 for fp32 and bf16, fp16 for fp16.
-
-    bf16 under ZeRO-0 accumulates in bf16: DeepSpeed raises NotImplementedError for fp32 there.
-    """
+def accumulation_dtype(training: TrainingSection) -> str:
+    """auto: fp32 for fp32 and bf16, fp16 for fp16."""
     if training.gradient_accumulation_dtype is not None:
         return training.gradient_accumulation_dtype
     if training.precision == "bf16":
-        return "fp32" if strategy.zero_stage >= 1 else "bf16"
+        return "fp32"
     return training.precision
 
 

@@ -41,10 +41,9 @@ DEEPSPEED_RULES: dict[str, Rule] = {
     "SW3123": layout.tensor_styles,
     "SW3124": layout.selective_attention,
     "SW3125": layout.packed_documents,
-    "SW3114": layout.zero_0_accumulation,
+    "SW3114": layout.zero_0_half_precision,
     "SW3119": layout.fp16_on_cpu,
     "SW3120": layout.zero_3_slow_links,
-    "SW3122": layout.half_precision_norm,
 }
 
 # Where these are broken there is no layout to count: no memory and no time.

@@ -60,28 +60,16 @@ def test_scheduler_is_resolved(
 
 
 @pytest.mark.parametrize(
-    ("precision", "zero", "given", "expected"),
-    [
-        ("fp32", 1, None, "fp32"),
-        ("bf16", 1, None, "fp32"),
-        ("bf16", 0, None, "bf16"),
-        ("bf16", 3, "bf16", "bf16"),
-        ("fp16", 1, None, "fp16"),
-    ],
+    ("precision", "given", "expected"),
+    [("fp32", None, "fp32"), ("bf16", None, "fp32"), ("bf16", "bf16", "bf16"), ("fp16", None, "fp16")],
 )
 def test_accumulation_dtype(
-    plan_of: Callable[..., Plan],
-    write_recipe: Callable[..., Path],
-    precision: str,
-    zero: int,
-    given: str | None,
-    expected: str,
+    write_recipe: Callable[..., Path], precision: str, given: str | None, expected: str
 ) -> None:
     training = dataclasses.replace(
         load_recipe(write_recipe()).training, precision=precision, gradient_accumulation_dtype=given
     )
-    strategy = dataclasses.replace(plan_of().strategy, zero_stage=zero)
-    assert accumulation_dtype(training, strategy) == expected
+    assert accumulation_dtype(training) == expected
 
 
 def test_parameter_bytes_of_a_small_llama(plan_of: Callable[..., Plan]) -> None:

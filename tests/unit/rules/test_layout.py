@@ -125,15 +125,10 @@ def test_the_deepspeed_rules_are_deepspeeds() -> None:
         assert codes(recipe_of(target="megatron"), BROKEN_STRATEGIES[code]) == {}
 
 
-def test_accumulating_in_the_compute_precision_needs_no_zero() -> None:
-    recipe = recipe_of(training={"gradient_accumulation_dtype": "bf16"})
-    assert codes(recipe, BROKEN_STRATEGIES["SW3114"]) == {"SW3121": "warning"}
-    assert codes(recipe_of(training={"precision": "fp16"}), BROKEN_STRATEGIES["SW3114"]) == {}
-
-
-def test_half_precision_without_zero_counts_one_tensor_rank() -> None:
+def test_zero_0_is_for_fp32() -> None:
     split = change(zero_stage=0, pipeline=1, data=4, gradient_accumulation_steps=4)
-    assert codes(recipe_of(training={"precision": "fp16"}), split) == {"SW3122": "error"}
+    for training in ({"precision": "fp16"}, {"precision": "bf16"}):
+        assert codes(recipe_of(training=training), split) == {"SW3114": "error"}
     assert codes(recipe_of(training={"precision": "fp32"}), split) == {}
 
 
