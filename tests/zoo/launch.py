@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from shardwright.runtime.journal import is_echo
 from shardwright.runtime.launcher import free_port
 
 LOSS_ABSOLUTE, NORM_RELATIVE, WEIGHT_ABSOLUTE = 1e-5, 1e-4, 2e-5
@@ -49,8 +50,10 @@ def _read(out: Path) -> dict[str, dict[str, Any]]:
     for file in sorted(out.glob("rank-*.jsonl")):
         for line in file.read_text().splitlines():
             figures = json.loads(line)
+            if is_echo(figures.get("error", "")):
+                continue  # the other rank failed, maybe at the type before: this one gets a launch of its own
             before = found.setdefault(figures.pop("type"), figures)
-            if "error" in figures and ("error" not in before or "Connection closed" in before["error"]):
+            if "error" in figures:
                 before["error"] = figures["error"]
             for name in ("loss", "norm", "weights"):
                 if name in figures and name in before:

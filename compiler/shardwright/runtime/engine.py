@@ -155,8 +155,8 @@ class DataTrainer:
         _set_rate(self.engine, learning_rate)
         total, norm = torch.zeros((), device=self.device), None
         for m in micro_batches:
-            positions = None if m.position_ids is None else m.position_ids.to(self.device)
-            output = self.engine(input_ids=m.input_ids.to(self.device), position_ids=positions, use_cache=False)
+            positions = {} if m.position_ids is None else {"position_ids": m.position_ids.to(self.device)}
+            output = self.engine(input_ids=m.input_ids.to(self.device), use_cache=False, **positions)
             loss = self.loss_fn(output.logits, m.labels.to(self.device))
             self.engine.backward(loss)
             total += loss.detach()
