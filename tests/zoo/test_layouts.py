@@ -50,7 +50,7 @@ def test_a_sample_of_types(types: list[str], layout: str, ranks: int, tmp_path: 
 @pytest.mark.parametrize(
     ("area", "layout", "ranks", "at_least"),
     [
-        ("pipeline", "pipeline=2", 2, 137),
+        ("pipeline", "pipeline=2", 2, 139),
         ("tensor", "tensor=2", 2, 28),
         ("pipeline-tensor", "pipeline=2,tensor=2", 4, 28),
     ],
