@@ -61,7 +61,10 @@ def test_an_interrupt_ends_every_rank(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert "Traceback" not in errors
     assert len(pids) == 2
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    gone_by = time.monotonic() + 30  # the launcher has told them to end; a busy machine takes its time
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < gone_by, "a rank outlived its run"
+        time.sleep(0.2)
     status = json.loads((out / "run" / "status.json").read_text())
     assert (status["status"], status["cause"]) == ("failed", "interrupted")
 
