@@ -130,7 +130,16 @@ def _launch(plan: Plan, folder: Path, hostfile: Path | None, attempt: int, lock:
     def ask_to_stop(*_: object) -> None:
         (folder / "run" / "stop").touch()
 
+    interrupts: list[int] = []
+
+    def on_interrupt(number: int, frame: object) -> None:
+        # Our own handler: a background job starts with SIGINT ignored, and the launcher listens to it all the same.
+        # Remembered as well as raised: an exception in the wrong place (a finalizer) is swallowed by Python.
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
     previous = {s: signal.signal(s, ask_to_stop) for s in (signal.SIGUSR1, signal.SIGTERM)}
+    previous[signal.SIGINT] = signal.signal(signal.SIGINT, on_interrupt)
     log = folder / "run" / "launcher.log"
     process = subprocess.Popen(
         command(plan, hostfile),
@@ -152,7 +161,10 @@ def _launch(plan: Plan, folder: Path, hostfile: Path | None, attempt: int, lock:
                     progress.show(text.split(PROGRESS, 1)[1])
                 elif text.strip() and not _CHATTER.match(text):
                     progress.note(text.rstrip())
-        return process.wait()
+        code = process.wait()
+        if interrupts:
+            raise KeyboardInterrupt
+        return code
     except KeyboardInterrupt:
         _wait_interrupted(process, plan, ask_to_stop)
         write_status(folder, "failed", attempt, rank=None, cause="interrupted")
