@@ -11,6 +11,7 @@ from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.strategy import Strategy
 from shardwright.partition.stages import cut_evenly, cut_mirrored, layer_costs
+from shardwright.plan.build import accumulation_dtype
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -60,12 +61,6 @@ class Layout:
         return raw * LINK_EFFICIENCY
 
 
-def accumulation_dtype(recipe: Recipe) -> str:
-    """`auto` is fp32 for bf16, and the precision itself otherwise."""
-    precision = recipe.training.precision
-    return recipe.training.gradient_accumulation_dtype or ("fp32" if precision == "bf16" else precision)
-
-
 def make_layout(recipe: Recipe, graph: ModelGraph, cluster: Cluster, strategy: Strategy) -> Layout:
     return Layout(
         recipe=recipe,
@@ -75,7 +70,7 @@ def make_layout(recipe: Recipe, graph: ModelGraph, cluster: Cluster, strategy: S
         totals=layer_totals(graph, strategy.tensor),
         ranks=_blocks(graph, strategy, recipe.training.sequence_length),
         element_bytes=ELEMENT_BYTES[recipe.training.precision],
-        accumulation_dtype=accumulation_dtype(recipe),
+        accumulation_dtype=accumulation_dtype(recipe.training),
     )
 
 
