@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := build/demo
 
-.PHONY: help setup demo test prove lint golden build
+.PHONY: help setup demo test prove proof lint golden graphs build calibrate bench-cost
 
 help:
-	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
 
 setup: $(STAMP) ## make .venv with the pinned versions
 
@@ -35,6 +35,16 @@ test: setup ## all tests but the full counts
 prove: setup ## the full counts; results go to benchmarks/
 	$(BIN)/python -m pytest -m prove
 
+proof: setup ## the README's table and the support matrix, from benchmarks/
+	$(BIN)/python -m tests.proof
+	$(BIN)/python -m tests.zoo.matrix
+
+calibrate: setup ## fit the cost model's constants to the published rows; writes cost/constants.json
+	$(BIN)/python -m tests.calibration.calibrate
+
+bench-cost: setup ## the cost model against published runs, left out of the fit; writes benchmarks/cost.json
+	$(BIN)/python -m tests.calibration.bench
+
 lint: setup ## ruff, mypy --strict, import directions
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -43,6 +53,9 @@ lint: setup ## ruff, mypy --strict, import directions
 
 golden: setup ## write tests/cases/*/expected anew; read the difference before you commit it
 	$(BIN)/python -m pytest tests/cases --update-golden
+
+graphs: setup ## trace the models that come with the package anew
+	$(BIN)/python -m tests.unit.model.write_graphs
 
 build: setup ## sdist and wheel in dist/
 	$(BIN)/python -m build --no-isolation

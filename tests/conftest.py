@@ -48,6 +48,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write tests/cases/*/expected anew")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def model_graph_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The tests trace with their own code: an empty cache of theirs, for the commands that they start too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDWRIGHT_CACHE", str(tmp_path_factory.mktemp("graphs")))
+        yield
+
+
 @pytest.fixture
 def update_golden(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--update-golden"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
 from shardwright.cluster.resolve import resolve_cluster
@@ -11,15 +12,20 @@ from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.estimate import Estimate
 from shardwright.ir.model_graph import ModelGraph
+from shardwright.ir.own_code import OwnCode
 from shardwright.ir.partition import StagePartition, TensorParallelMap
 from shardwright.ir.recipe import Recipe
+from shardwright.ir.weights import Weights
+from shardwright.lower.autotp import AUTOTP_FILE, autotp_config
 from shardwright.lower.inputs import copied_inputs
 from shardwright.lower.launch import check_launch
-from shardwright.lower.lower import lower
-from shardwright.model.graph import build_model_graph
+from shardwright.lower.lower import json_bytes, lower
+from shardwright.model.build import build_model_graph
+from shardwright.model.own_code import locate_own_code
+from shardwright.model.popular.snapshot import locate_weights, tokenizer_folder
 from shardwright.partition.stages import partition_stages
 from shardwright.partition.tensor import tensor_parallel_map
-from shardwright.plan.build import build_plan, installed_versions
+from shardwright.plan.build import MODEL_DIRECTORY, build_plan, installed_versions
 from shardwright.plan.plan import Plan
 from shardwright.recipe.files import check_files
 from shardwright.rules.executable import check_executable
@@ -42,6 +48,8 @@ class Compilation:
     """What is known so far; each stage fills in its own field."""
 
     recipe: Recipe
+    weights: Weights | None = None
+    own_code: tuple[Path, OwnCode] | None = None
     graph: ModelGraph | None = None
     cluster: Cluster | None = None
     estimate: Estimate | None = None
@@ -49,6 +57,7 @@ class Compilation:
     tensor_map: TensorParallelMap | None = None
     plan: Plan | None = None
     files: Mapping[str, bytes] | None = None
+    warnings: tuple[Diagnostic, ...] = ()
 
     def verify(self) -> None:
         for value in (self.graph, self.cluster, self.tensor_map, self.plan):
@@ -65,8 +74,15 @@ def _check(c: Compilation) -> Compilation:
     return c
 
 
+def _weights(c: Compilation) -> Compilation:
+    return replace(c, weights=locate_weights(c.recipe.model))
+
+
 def _model(c: Compilation) -> Compilation:
-    return replace(c, graph=build_model_graph(c.recipe.model))
+    """The configuration is read beside the weights, so that both are of one commit."""
+    section = c.recipe.model if c.weights is None else replace(c.recipe.model, source=c.weights.path)
+    graph = build_model_graph(section)
+    return replace(c, graph=graph, own_code=locate_own_code(section))
 
 
 def _cluster(c: Compilation) -> Compilation:
@@ -95,20 +111,44 @@ def _plan(c: Compilation) -> Compilation:
         made(c.partition),
         made(c.tensor_map),
         installed_versions(),
+        c.weights,
+        None if c.own_code is None else c.own_code[1],
     )
     return replace(c, plan=plan)
 
 
 def _lower(c: Compilation) -> Compilation:
     files = lower(made(c.plan), c.recipe, made(c.graph))
-    return replace(c, files={**files, **copied_inputs(c.recipe, made(c.cluster))})
+    autotp = autotp_config(made(c.plan))
+    warnings: tuple[Diagnostic, ...] = ()
+    if isinstance(autotp, Diagnostic):
+        warnings = (autotp,)
+    elif autotp is not None:
+        files[AUTOTP_FILE] = json_bytes(autotp)
+    if c.own_code is not None:
+        folder, code = c.own_code
+        files |= {f"{MODEL_DIRECTORY}/{name}": (folder / name).read_bytes() for name, _ in code.files}
+    files |= copied_inputs(c.recipe, made(c.cluster), _tokenizer_folder(c))
+    return replace(c, files=files, warnings=warnings)
+
+
+def _tokenizer_folder(c: Compilation) -> Path | None:
+    data, model = c.recipe.data, c.recipe.model
+    if data is None or data.kind != "text" or data.tokenizer in (None, "byte"):
+        return None
+    name = str(data.tokenizer)
+    if name != model.source:
+        return tokenizer_folder(name, "main", ("data", "tokenizer"))
+    # The model's own: of the commit that its weights are of.
+    revision = c.weights.revision if c.weights is not None and c.weights.revision else model.revision
+    return tokenizer_folder(name, revision, ("data", "tokenizer"))
 
 
 Stage = Callable[[Compilation], Compilation]
 
 # The order of the compile. The stages of one row do not need each other: all their errors are reported together.
 STAGES: tuple[tuple[Stage, ...], ...] = (
-    (_check, _model, _cluster),
+    (_check, _weights, _model, _cluster),
     (_search,),
     (_partition,),
     (_plan,),
@@ -125,12 +165,14 @@ def compile_recipe(recipe: Recipe) -> Compiled:
             try:
                 state = stage(state)
             except Refusal as refusal:
-                errors.extend(refusal.diagnostics)
+                errors.extend(d for d in refusal.diagnostics if d not in errors)
             state.verify()
         if errors:
             errors.extend(_layout_errors(state, errors))
             raise Refusal(*errors, source=recipe.source)
-    return Compiled(plan=made(state.plan), files=made(state.files), warnings=made(state.estimate).diagnostics)
+    return Compiled(
+        plan=made(state.plan), files=made(state.files), warnings=(*made(state.estimate).diagnostics, *state.warnings)
+    )
 
 
 def _layout_errors(state: Compilation, errors: list[Diagnostic]) -> tuple[Diagnostic, ...]:

@@ -45,6 +45,7 @@ MODELS = {
     "llama-tied": {**LLAMA, "tie_word_embeddings": True},
     "qwen2": {**LLAMA, "model_type": "qwen2"},
     "gpt2-untied": {**GPT2, "tie_word_embeddings": False},
+    "gpt2-dropout": {**GPT2, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
 }
 STEPS, LENGTH, SEED, WARMUP = 8, 32, 11, 3
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-3, 0.1
@@ -208,7 +209,7 @@ def compare(case: Case, folder: Path) -> Difference:
     for m, rate in zip(lines, wanted.learning_rates, strict=True):
         assert abs(m["learning_rate"] - rate) <= 1e-12, (m["step"], m["learning_rate"], rate)
     assert set(weights) == set(wanted.weights)
-    difference = _difference(lines, weights, wanted)
+    difference = difference_of(lines, weights, wanted)
     if case.precision == "fp32":
         assert difference.loss_absolute <= LOSS_ABSOLUTE, difference
         assert difference.norm_relative <= NORM_RELATIVE, difference
@@ -223,7 +224,7 @@ def compare(case: Case, folder: Path) -> Difference:
     return difference
 
 
-def _difference(lines: list[dict[str, Any]], weights: dict[str, torch.Tensor], wanted: Reference) -> Difference:
+def difference_of(lines: list[dict[str, Any]], weights: dict[str, torch.Tensor], wanted: Reference) -> Difference:
     return Difference(
         loss_absolute=max(abs(m["loss"] - w) for m, w in zip(lines, wanted.losses, strict=True)),
         norm_relative=max(abs(m["grad_norm"] / w - 1) for m, w in zip(lines, wanted.grad_norms, strict=True)),

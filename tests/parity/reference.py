@@ -40,9 +40,11 @@ def train(
     warmup: int,
     clipping: float,
     dtype: torch.dtype = torch.float32,
+    own_loss: bool = True,
 ) -> Reference:
     """blocks: per step, the rows of the global batch as model inputs with "labels"; the loss is Hugging Face's own,
-    sum over the predicted tokens / their number over all rows of the step."""
+    sum over the predicted tokens / their number over all rows of the step. own_loss False: the model's own loss is
+    another one, and next-token cross-entropy is taken from its logits."""
     model.train()
     master = {n: p.detach().clone() for n, p in model.named_parameters()}
     decay = [p for p in master.values() if p.ndim >= 2]
@@ -61,7 +63,10 @@ def train(
     losses, norms, rates = [], [], []
     for step, rows in enumerate(blocks, 1):
         items = sum(int((r["labels"][:, 1:] != -100).sum()) for r in rows)
-        loss = sum(model(**r, use_cache=False, num_items_in_batch=items).loss for r in rows)
+        if own_loss:
+            loss = sum(model(**r, use_cache=False, num_items_in_batch=items).loss for r in rows)
+        else:
+            loss = sum(next_token_loss(model, **r) for r in rows) / items
         loss.backward()
         for name, p in model.named_parameters():
             master[name].grad = None if p.grad is None else p.grad.float()
@@ -81,6 +86,14 @@ def train(
         rates.append(rate)
     unused = frozenset(n for n, p in master.items() if p.grad is None)
     return Reference(losses, norms, rates, {n: p.detach() for n, p in master.items()}, unused)
+
+
+def next_token_loss(model: torch.nn.Module, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+    """Sum over the predicted tokens."""
+    logits = model(**inputs, use_cache=False).logits[:, :-1].float()
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+    )
 
 
 def cosine(lr: float, step: int, warmup: int, steps: int) -> float:

@@ -25,6 +25,7 @@ def test_parity(name: str, tmp_path: Path, proved: Record) -> None:
 
 
 RESUMES = {
+    "gpt2-dropout-pp2-tp2": Case(model="gpt2-dropout", pipeline=2, tensor=2, checkpointing="selective"),
     "gpt2-zero0": Case(model="gpt2", data=2, zero_stage=0),
     "llama-dp2-zero1": Case(model="llama", data=2),
     "llama-dp2-zero2": Case(model="llama", data=2, zero_stage=2),

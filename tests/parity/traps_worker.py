@@ -18,7 +18,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataP
 from deepspeed.runtime.utils import clip_grad_norm_
 from torch import nn
 
-from shardwright.runtime.tensor_parallel import ColumnLinear, RowLinear
+from shardwright.runtime.tensor.linears import ColumnLinear, RowLinear
 
 
 def strided(x: torch.Tensor) -> torch.Tensor:

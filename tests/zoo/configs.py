@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.zoo.overrides import IMPOSSIBLE, OVERRIDES, Json
+from tests.zoo.overrides import IMPOSSIBLE, OVERRIDES, VARIANTS, Json
 
 TYPES: tuple[str, ...] = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 RUNNABLE: tuple[str, ...] = tuple(t for t in TYPES if t not in IMPOSSIBLE)
@@ -176,10 +176,17 @@ def tiny_config(model_type: str, seed: int = 0) -> dict[str, Json]:
 
     The seed moves the multipliers only, never a shape. Raises KeyError for a type in IMPOSSIBLE or an unknown one.
     """
+    if model_type in VARIANTS:
+        return {**tiny_config(base_type(model_type), seed), **VARIANTS[model_type]}
     if model_type in IMPOSSIBLE or model_type not in TYPES:
         raise KeyError(f"{model_type}: {IMPOSSIBLE.get(model_type, 'not a causal-LM type')}")
     # A copy: configuration classes write into the nested dictionaries that they are given.
     return copy.deepcopy(_shrink(model_type, defaults(model_type), random.Random(f"{model_type} {seed}")))
+
+
+def base_type(name: str) -> str:
+    """The model type of a type or of a variant."""
+    return name.partition("/")[0]
 
 
 def _shrink(model_type: str, default: dict[str, Json], draw: random.Random) -> dict[str, Json]:

@@ -16,30 +16,37 @@ LOSS_ABSOLUTE, NORM_RELATIVE, WEIGHT_ABSOLUTE = 1e-5, 1e-4, 2e-5
 """DESIGN house rule 10, over the zoo."""
 
 
-def run_types(types: list[str], layout: str, ranks: int, out: Path) -> dict[str, dict[str, Any]]:
+ROOT = Path(__file__).resolve().parents[2]
+TYPES_A_LAUNCH = 64
+
+
+def run_types(types: list[str], layout: str, ranks: int, out: Path, kind: str = "") -> dict[str, dict[str, Any]]:
     """Type -> its worst figures over the ranks, its refusal, or its error.
 
     A rank that fails ends its launch, since others may wait for it in a collective; the next launch goes on behind it.
     """
     out.mkdir(parents=True)
     found: dict[str, dict[str, Any]] = {}
+    died: dict[str, dict[str, Any]] = {}
     left = list(types)
     while left:
         environment = {
             **os.environ,
             "DS_ACCELERATOR": "cpu",
-            "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+            "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "compiler"))),
             "SHARDWRIGHT_ZOO_OUT": str(out),
-            "SHARDWRIGHT_ZOO_TYPES": ",".join(left),
+            "SHARDWRIGHT_ZOO_TYPES": ",".join(left[:TYPES_A_LAUNCH]),
             "SHARDWRIGHT_ZOO_LAYOUT": layout,
+            "SHARDWRIGHT_ZOO_KIND": kind,
+            "SHARDWRIGHT_CACHE": "off",
         }
         program, worker = Path(sys.executable).parent / "deepspeed", Path(__file__).with_name("pipeline_worker.py")
         launch = [str(program), "--hostfile", "none", "--num_gpus", str(ranks), "--master_port", str(free_port())]
         result = subprocess.run([*launch, str(worker)], env=environment, capture_output=True, text=True, timeout=1800)
-        found = _read(out)
+        found = {**_read(out), **died}
         rest = [t for t in left if t not in found]
         if len(rest) == len(left):
-            found[left[0]] = {"error": result.stdout[-2000:] + result.stderr[-2000:]}
+            found[left[0]] = died[left[0]] = {"error": result.stdout[-2000:] + result.stderr[-2000:]}
             rest = left[1:]
         left = rest
     return found

@@ -296,3 +296,10 @@ OVERRIDES: dict[str, dict[str, Json]] = {
         "router_hidden_size": 32,
     },
 }
+
+VARIANTS: dict[str, dict[str, Json]] = {
+    "falcon/multi_query": {"new_decoder_architecture": False, "multi_query": True, "num_ln_in_parallel_attn": None},
+    "gpt_bigcode/heads": {"multi_query": False},
+    "stablelm/plain": {"qk_layernorm": False},
+}
+"""More shapes of a type: "type/name" -> what differs from its tiny configuration."""

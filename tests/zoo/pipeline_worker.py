@@ -1,7 +1,8 @@
 """Under the `deepspeed` launcher: many model types in one launch, each on the real engine, against a plain process.
 
-SHARDWRIGHT_ZOO_TYPES names the types, SHARDWRIGHT_ZOO_LAYOUT the layout ("tensor=2"), SHARDWRIGHT_ZOO_OUT the
-folder for results.
+SHARDWRIGHT_ZOO_TYPES names the types, SHARDWRIGHT_ZOO_LAYOUT keys of `parallelism` ("tensor=2"), SHARDWRIGHT_ZOO_OUT
+the folder for results. SHARDWRIGHT_ZOO_KIND, where set, is what is to be proved of tensor parallelism (sharded,
+fallback) instead of what is proved already.
 """
 
 from __future__ import annotations
@@ -19,23 +20,38 @@ import torch
 import transformers
 from deepspeed import comm as dist
 from deepspeed import ops
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
-from shardwright.ir.partition import ParameterSplit
+from shardwright.ir.cut import Cut
+from shardwright.ir.names import pattern
+from shardwright.model import graph
+from shardwright.model.tensor_styles import proved, whole_parameters
+from shardwright.model.trace import Traced
+from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
 from shardwright.runtime.batches import Batches
 from shardwright.runtime.corpus import open_rows
 from shardwright.runtime.engine import build_trainer
 from shardwright.runtime.schedule import learning_rate
+from tests.parity.groups import share_groups
 from tests.parity.reference import token_rows, train
-from tests.zoo.configs import TEXT_VOCABULARY, build
+from tests.zoo.configs import TEXT_VOCABULARY, base_type, build, tiny_config
 
 STEPS, LENGTH, BATCH = 3, 24, 4
-LAYOUT: dict[str, int] = {"tensor": 1, "pipeline": 1, "data": 1, "zero_stage": 1, "micro_batch_size": 2} | {
-    key: int(value) for key, value in (pair.split("=") for pair in os.environ["SHARDWRIGHT_ZOO_LAYOUT"].split(","))
+KIND = os.environ.get("SHARDWRIGHT_ZOO_KIND", "")
+LAYOUT: dict[str, Any] = {
+    "tensor": 1,
+    "pipeline": 1,
+    "data": 1,
+    "zero_stage": 1,
+    "micro_batch_size": 2,
+    "activation_checkpointing": "none",
 }
+for _pair in os.environ["SHARDWRIGHT_ZOO_LAYOUT"].split(","):
+    _key, _value = _pair.split("=")
+    LAYOUT[_key] = int(_value) if _value.isdecimal() else _value
 
 
 def recipe(model_type: str, folder: Path) -> dict[str, Any]:
@@ -44,7 +60,7 @@ def recipe(model_type: str, folder: Path) -> dict[str, Any]:
         "version": 1,
         "name": "zoo",
         "model": {"source": str(folder / "weights"), "weights": "pretrained"},
-        "cluster": {"nodes": 1, "gpus_per_node": LAYOUT["tensor"] * LAYOUT["pipeline"], "gpu": "cpu"},
+        "cluster": {"nodes": 1, "gpus_per_node": dist.get_world_size(), "gpu": "cpu"},
         "training": {
             "sequence_length": LENGTH,
             "global_batch_size": BATCH,
@@ -55,7 +71,7 @@ def recipe(model_type: str, folder: Path) -> dict[str, Any]:
             "gradient_clipping": 0.5,
         },
         "data": {"kind": "tokens", "path": str(folder / "tokens.npy"), "shuffle": False},
-        "parallelism": {**LAYOUT, "activation_checkpointing": "none"},
+        "parallelism": LAYOUT,
     }
 
 
@@ -66,10 +82,18 @@ def measure(model_type: str, folder: Path) -> dict[str, Any]:
     if rank == 0:
         folder.mkdir(parents=True)
         build(model_type).save_pretrained(folder / "weights")
+        # The class of a composite type may keep its text part only, of a type that is no causal LM by name (emu3,
+        # mllama); a published checkpoint has the whole configuration.
+        AutoConfig.for_model(**tiny_config(model_type)).save_pretrained(folder / "weights")
         np.save(folder / "tokens.npy", tokens)
         (folder / "recipe.yaml").write_text(json.dumps(recipe(model_type, folder)))
     dist.barrier()
+    if KIND:
+        proved()[base_type(model_type)] = KIND
+        whole_parameters().pop(base_type(model_type), None)
     compiled = compile_recipe(load_recipe(folder / "recipe.yaml"))
+    if KIND and compiled.plan.tensor_parallel.kind != KIND:
+        return {"refused": "SW3123", "reason": "transformers has no tensor-parallel plan for it, nor has this project"}
     if rank == 0:
         for name, content in compiled.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +103,9 @@ def measure(model_type: str, folder: Path) -> dict[str, Any]:
     trainer = build_trainer(plan, folder)
     batches = Batches(plan, open_rows(plan, folder))
     results = [
-        trainer.step(batches.micro_batches(k, 0), learning_rate(plan.optimizer, plan.scheduler, STEPS, k))
+        trainer.step(
+            batches.micro_batches(k, plan.ranks[rank].data), learning_rate(plan.optimizer, plan.scheduler, STEPS, k)
+        )
         for k in range(1, STEPS + 1)
     ]
     plain = AutoModelForCausalLM.from_pretrained(folder / "weights", dtype=torch.float32)
@@ -92,18 +118,21 @@ def measure(model_type: str, folder: Path) -> dict[str, Any]:
         weight_decay=0.1,
         warmup=2,
         clipping=0.5,
+        own_loss=plan.model.cut.loss == "next_token",
     )
     splits = {p.name: p for m in plan.tensor_parallel.modules for p in m.parameters}
     worst, cut, total = 0.0, 0, 0
     for name, p in trainer.engine.module.named_parameters():
-        if name in wanted.unused:
+        if name in wanted.unused and p.requires_grad:
             continue
         whole, split = wanted.weights[name], splits[name]
         if split.dimension is not None:
-            whole = shard(whole, split, plan.ranks[rank].tensor)
+            pieces = split.pieces(plan.ranks[rank].tensor)
+            whole = torch.cat([whole.narrow(split.dimension, start, n) for start, n in pieces], dim=split.dimension)
         if p.ndim >= 2 and name.startswith(plan.model.cut.stack):
-            total += p.numel()
-            cut += p.numel() if split.dimension is not None else 0
+            total += wanted.weights[name].numel()
+            # A copy of a shard is one, too; a whole parameter has all its elements on this rank.
+            cut += wanted.weights[name].numel() if p.numel() < wanted.weights[name].numel() else 0
         # The runtime keeps a Conv1D's weight transposed; a square one does not show it by its shape.
         views = [v for v in ((whole, whole.t()) if whole.ndim == 2 else (whole,)) if v.shape == p.shape]
         worst = max(worst, min((p.detach() - v).abs().max().item() for v in views))
@@ -113,33 +142,35 @@ def measure(model_type: str, folder: Path) -> dict[str, Any]:
         "weights": worst,
         "unused": len(wanted.unused),
         "sharded": cut / max(1, total),
+        "payload": [*plan.model.cut.payload, *(f"output {place}" for place in plan.model.cut.carried)],
+        "together": [list(r) for r in plan.model.cut.together],
+        "own_loss": plan.model.cut.loss,
+        "causal": plan.model.cut.causal,
+        "kind": plan.tensor_parallel.kind,
+        "whole": whole_patterns(plan),
     }
 
 
-def shard(whole: torch.Tensor, split: ParameterSplit, rank: int) -> torch.Tensor:
-    """Tensor rank `rank`'s part, block by block."""
-    assert split.dimension is not None
-    if len(split.blocks) == 1:
-        return whole.split(split.sizes, dim=split.dimension)[rank]
-    blocks = whole.split(split.blocks, dim=split.dimension)
-    return torch.cat([b.chunk(len(split.sizes), dim=split.dimension)[rank] for b in blocks], dim=split.dimension)
+def whole_patterns(plan: Plan) -> list[str]:
+    """The decoder-layer parameters that no style names, by their path inside a layer."""
+    inside = pattern(f"{plan.model.cut.stack}.0") + "."
+    names = {
+        pattern(p.name)
+        for m in plan.tensor_parallel.modules
+        if m.style in ("replicated", "local_params")
+        for p in m.parameters
+        if p.dimension is None
+    }
+    return sorted(n.removeprefix(inside) for n in names if n.startswith(inside))
 
 
-def share_groups() -> None:
-    """One process group per set of ranks: every engine makes its own, and their threads poll."""
-    made: dict[tuple[int, ...], Any] = {}
-    new_group = dist.new_group
-
-    def shared(ranks: Any) -> Any:
-        key = tuple(ranks)
-        if key not in made:
-            made[key] = new_group(list(key))
-        return made[key]
-
-    dist.new_group = shared
+def untraced(model: torch.nn.Module, cut: Cut, attention_module: str, attention: str) -> Traced:
+    """What the layers cost is no matter here (test_flops.py), and takes longer than the steps."""
+    return Traced(layers=(None,) * (len(list(model.get_submodule(cut.stack).children())) + 2), context=())
 
 
 def main() -> None:
+    graph.trace_model = untraced
     ops.__compatible_ops__["deepspeed_shm_comm"] = False
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)

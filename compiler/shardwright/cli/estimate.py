@@ -40,7 +40,7 @@ def model_and_cluster(recipe: Recipe) -> tuple[ModelGraph, Cluster]:
     """Stages 2 and 3; the errors of both at once."""
     from shardwright.cluster.resolve import resolve_cluster
     from shardwright.diagnostics import Refusal
-    from shardwright.model.graph import build_model_graph
+    from shardwright.model.build import build_model_graph
 
     found: list[Diagnostic] = []
     graph: ModelGraph | None = None
@@ -152,7 +152,7 @@ def _lines(estimate: Estimate, assume: AssumeSection) -> list[str]:
         lines.append(
             f"  training {training.steps} steps, {training.days:.3g} days, {training.gpu_hours:.4g} GPU hours{cost}"
         )
-    if assume != AssumeSection(kernels="hf", mfu=None, ignore_memory=False):
+    if assume != AssumeSection(kernels="auto", mfu=None, ignore_memory=False):
         given = (f"{name}={value}" for name, value in dataclasses.asdict(assume).items())
         lines.append(f"  assumed  {' '.join(given)}")
     return lines

@@ -21,6 +21,7 @@ DONE, REFUSED, OUR_FAULT, INTERRUPTED = 0, 1, 2, 130
 COMMANDS: dict[str, tuple[str, str]] = {
     "schema": ("shardwright.cli.schema", "print the JSON Schema of a recipe, with every default"),
     "check": ("shardwright.cli.check", "check recipes and the files that they name"),
+    "models": ("shardwright.cli.models", "list the model types and what was proved of each"),
     "plan": ("shardwright.cli.plan", "search the layouts of a recipe and rank them"),
     "estimate": ("shardwright.cli.estimate", "predict memory and time of exactly the pinned layout"),
     "compile": ("shardwright.cli.compile", "compile a recipe into a folder that can run"),
@@ -30,7 +31,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 NOT_YET: dict[str, str] = {
     "init": "write a first recipe for a model and a cluster",
-    "models": "list the model types and how they are split",
     "explain": "say why a plan is as it is",
     "diff": "compare two plans",
     "report": "draw a plan as an HTML page",

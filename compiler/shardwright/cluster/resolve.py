@@ -18,6 +18,8 @@ from shardwright.ir.recipe import ClusterSection
 
 class CatalogueEntry(TypedDict):
     memory_gib: float
+    compute_units: int
+    watts: float | None
     hbm_gbytes_per_second: float
     peak_tflops: dict[str, float]
     intra_node_gbytes_per_second: float
@@ -26,6 +28,7 @@ class CatalogueEntry(TypedDict):
 
 
 class LinkDefaults(TypedDict):
+    compute_units: int
     intra_node_gbytes_per_second: float
     inter_node_gbits_per_second: float
     source: str
@@ -54,6 +57,8 @@ def resolve_cluster(section: ClusterSection) -> Cluster:
             memory_gib=section.gpu.memory_gib,
             hbm_bytes_per_second=section.gpu.hbm_gbytes_per_second * 1e9,
             peak_flops={name: value * 1e12 for name, value in section.gpu.peak_tflops.items()},
+            compute_units=links["compute_units"],
+            watts=None,
         )
     elif section.gpu in gpus:
         entry = gpus[section.gpu]
@@ -63,6 +68,8 @@ def resolve_cluster(section: ClusterSection) -> Cluster:
             memory_gib=entry["memory_gib"],
             hbm_bytes_per_second=entry["hbm_gbytes_per_second"] * 1e9,
             peak_flops={name: value * 1e12 for name, value in entry["peak_tflops"].items()},
+            compute_units=entry["compute_units"],
+            watts=entry["watts"],
             is_cpu=section.gpu == "cpu",
         )
     if section.nodes is None:

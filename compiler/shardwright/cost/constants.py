@@ -1,40 +1,120 @@
-"""The cost model's numbers that no data sheet gives. First-order values, set by hand against published runs.
+"""The cost model's numbers that no data sheet gives, read once from constants.json.
 
-Each says what it stands for and where it was seen. Nothing else in cost/ holds a bare constant.
+Each stands there with its unit, its meaning, its source or prior, and whether `make calibrate` fits it. They are shared
+by all GPUs and models. Nothing else in cost/ holds a bare constant.
 """
 
 from __future__ import annotations
 
-# Share of a dense peak that a large matrix product reaches on a GPU (arXiv 2104.04473 reports about 0.5 end to end).
-GEMM_EFFICIENCY = 0.76
-# The same for the two attention products: batched and small (eager), or fused and recomputing (sdpa, flash).
-ATTENTION_EFFICIENCY = {"eager": 0.4, "sdpa": 0.45, "flash_attention_2": 0.55}
-# A width that is not a multiple of 64 falls off the tensor cores' tiles (BigScience: 94 against 120 TFLOP/s); a
-# head size that is not a multiple of 8 likewise.
-ODD_WIDTH_EFFICIENCY = 0.85
-ODD_HEAD_EFFICIENCY = 0.9
-# Times that elementwise kernels move one kept activation through memory in a forward pass (read and write), by the
-# kernels in use: unfused Hugging Face, Megatron's fused softmax/gelu/dropout, or torch.compile.
-ELEMENTWISE_PASSES = {"hf": 3.0, "megatron": 2.0, "compiled": 1.5}
-# The same for one score of eager attention: mask, softmax, dropout.
-SCORE_PASSES = {"hf": 3.0, "megatron": 1.5, "compiled": 1.5}
-# Share of a link's nominal bandwidth that collectives reach.
-LINK_EFFICIENCY = 0.7
-# Share of a backward pass's length behind which data-parallel traffic can hide.
-OVERLAP = 0.6
-# Bytes that an Adam step moves per updated parameter: read gradient, master, two moments; write three and the copy.
-ADAM_BYTES_PER_PARAMETER = 30
-# Fixed cost of one micro-batch on one stage: launches, schedule (seconds). 2.4 ms a call were measured on a CPU.
-MICRO_BATCH_OVERHEAD_SECONDS = 2e-3
-# Device context, communicators and library workspaces (bytes), as nvidia-smi shows them.
-FRAMEWORK_BYTES = 4_000_000_000
-# A CPU rank's own interpreter and libraries.
-CPU_FRAMEWORK_BYTES = 600_000_000
-# The allocator's rounding and fragmentation, as a share of everything it hands out.
-FRAGMENTATION = 0.05
-# Bytes per logit while the loss runs: half-precision logits, their float32 copy, and a half-precision gradient.
-LOGIT_BYTES = 8
-# Elements in a gradient bucket of DeepSpeed's ZeRO (reduce_bucket_size, allgather_bucket_size defaults).
-BUCKET_ELEMENTS = 500_000_000
-# memory_headroom: auto, as a share of the device's memory.
-MEMORY_HEADROOM = 0.05
+import functools
+import json
+from dataclasses import dataclass
+from importlib import resources
+from typing import TypedDict
+
+
+class ConstantEntry(TypedDict):
+    """prior_spread: of the logarithm, how far the fit may move it; 0 = not fitted."""
+
+    value: float
+    unit: str
+    prior: float
+    prior_spread: float
+    meaning: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constants:
+    """The values alone; constants.json says what each means. An argument of the model, so that a fit can vary it."""
+
+    # matrix products
+    gemm_efficiency: float
+    tile_seconds: float
+    watts_per_tflops: float
+    width_alignment_efficiency: float
+    load_alignment_efficiency: float
+    # attention
+    fused_attention_efficiency: float
+    softmax_unit_seconds: float
+    score_passes_hf: float
+    score_passes_megatron: float
+    score_passes_compiled: float
+    # kernels that move memory
+    memory_efficiency: float
+    logit_traffic_bytes_hf: float
+    logit_traffic_bytes_megatron: float
+    logit_traffic_bytes_compiled: float
+    optimizer_traffic_bytes: float
+    # what the host and the schedule add
+    launch_seconds: float
+    kernels_per_layer_hf: float
+    kernels_per_layer_megatron: float
+    kernels_per_layer_compiled: float
+    micro_batch_seconds: float
+    # links
+    intra_node_efficiency: float
+    inter_node_efficiency: float
+    intra_node_hop_seconds: float
+    inter_node_hop_seconds: float
+    collective_host_seconds: float
+    zero_reduction_efficiency: float
+    overlap: float
+    # memory
+    context_bytes: float
+    communicator_bytes: float
+    cpu_framework_bytes: float
+    driver_share: float
+    fragmentation: float
+    backward_share: float
+    logit_bytes_auto: float
+    logit_bytes_hf: float
+    logit_bytes_megatron: float
+    logit_bytes_compiled: float
+    bucket_elements: float
+    live_elements: float
+    memory_headroom: float
+
+    def score_passes(self, kernels: str) -> float:
+        return {
+            "auto": self.score_passes_hf,
+            "hf": self.score_passes_hf,
+            "megatron": self.score_passes_megatron,
+            "compiled": self.score_passes_compiled,
+        }[kernels]
+
+    def logit_traffic_bytes(self, kernels: str) -> float:
+        return {
+            "auto": self.logit_traffic_bytes_hf,
+            "hf": self.logit_traffic_bytes_hf,
+            "megatron": self.logit_traffic_bytes_megatron,
+            "compiled": self.logit_traffic_bytes_compiled,
+        }[kernels]
+
+    def kernels_per_layer(self, kernels: str) -> float:
+        return {
+            "auto": self.kernels_per_layer_hf,
+            "hf": self.kernels_per_layer_hf,
+            "megatron": self.kernels_per_layer_megatron,
+            "compiled": self.kernels_per_layer_compiled,
+        }[kernels]
+
+    def logit_bytes(self, kernels: str) -> float:
+        return {
+            "auto": self.logit_bytes_auto,
+            "hf": self.logit_bytes_hf,
+            "megatron": self.logit_bytes_megatron,
+            "compiled": self.logit_bytes_compiled,
+        }[kernels]
+
+
+@functools.cache
+def constant_entries() -> dict[str, ConstantEntry]:
+    text = resources.files("shardwright.cost").joinpath("constants.json").read_text("utf-8")
+    entries: dict[str, ConstantEntry] = json.loads(text)["constants"]
+    return entries
+
+
+@functools.cache
+def default_constants() -> Constants:
+    return Constants(**{name: entry["value"] for name, entry in constant_entries().items()})

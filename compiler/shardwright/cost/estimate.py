@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from shardwright.cost.constants import Constants, default_constants
 from shardwright.cost.layout import make_layout
 from shardwright.cost.memory import estimate_memory
 from shardwright.cost.timing import estimate_time
@@ -30,10 +31,15 @@ def estimate_strategy(recipe: Recipe, graph: ModelGraph, cluster: Cluster, strat
 
 
 def price(
-    recipe: Recipe, graph: ModelGraph, cluster: Cluster, strategy: Strategy, diagnostics: tuple[Diagnostic, ...]
+    recipe: Recipe,
+    graph: ModelGraph,
+    cluster: Cluster,
+    strategy: Strategy,
+    diagnostics: tuple[Diagnostic, ...],
+    constants: Constants | None = None,
 ) -> Estimate:
-    """As estimate_strategy, for a caller that has checked the rules already."""
-    layout = make_layout(recipe, graph, cluster, strategy)
+    """As estimate_strategy, for a caller that has checked the rules already, or that varies the constants."""
+    layout = make_layout(recipe, graph, cluster, strategy, constants or default_constants())
     memory = estimate_memory(layout)
     time = estimate_time(layout)
     if not memory.fits:
@@ -46,6 +52,14 @@ def price(
         time=time,
         training=_training(recipe, cluster, time),
     )
+
+
+def is_roomy(recipe: Recipe, estimate: Estimate) -> bool:
+    """Whether memory_headroom: auto leaves what predictions fall short by; a pinned headroom is in `fits` already."""
+    if recipe.parallelism.memory_headroom is not None or recipe.assume.ignore_memory:
+        return True
+    memory = estimate.memory
+    return memory.peak_bytes <= memory.capacity_bytes * (1 - default_constants().memory_headroom)
 
 
 def does_not_fit(memory: Memory, strategy: Strategy) -> Diagnostic:

@@ -1,19 +1,19 @@
-"""What memory and time both need to know about one layout: dtypes, blocks per pipeline rank, links."""
+"""What memory and time both need to know about one layout: blocks per pipeline rank, shapes, dtypes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwright.cost.constants import LINK_EFFICIENCY
-from shardwright.cost.layers import LayerTotals, layer_totals
+from shardwright.cost.activations import Activations, activations
+from shardwright.cost.compute import ELEMENT_BYTES
+from shardwright.cost.constants import Constants
+from shardwright.cost.shapes import ModelShapes, model_shapes
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.strategy import Strategy
-from shardwright.partition.stages import cut_evenly, cut_mirrored, layer_costs
+from shardwright.partition.stages import cut_layers, most_stages
 from shardwright.plan.build import accumulation_dtype
-
-ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +24,6 @@ class Block:
     stop: int
     in_flight: float  # micro-batches whose activations are kept at once
 
-    def of(self, prefix: tuple[int, ...]) -> int:
-        return prefix[self.stop] - prefix[self.start]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
@@ -34,7 +31,9 @@ class Layout:
     graph: ModelGraph
     cluster: Cluster
     strategy: Strategy
-    totals: LayerTotals
+    constants: Constants
+    shapes: ModelShapes
+    activations: Activations
     ranks: tuple[tuple[Block, ...], ...]  # per pipeline rank
     element_bytes: int
     accumulation_dtype: str
@@ -47,29 +46,35 @@ class Layout:
     def has_head(self, rank: int) -> bool:
         return any(block.start < block.stop == len(self.graph.layers) for block in self.ranks[rank])
 
+    def decoder_layers(self, block: Block) -> int:
+        """Of the block: all its layers but the embedding and the head."""
+        ends = (block.start == 0) + (block.stop == len(self.graph.layers))
+        return max(0, block.stop - block.start - ends)
+
     def numel(self, rank: int) -> int:
         """Parameters of one rank of this pipeline rank; a tied tensor that is on it twice counts once."""
         blocks = self.ranks[rank]
-        total = sum(block.of(self.totals.numel) for block in blocks)
+        numel = self.shapes.numel
+        total = sum(numel[b.stop] - numel[b.start] for b in blocks)
         both = blocks[0].start == 0 and self.has_head(rank)
-        return total - (self.totals.shared_numel if both else 0)
-
-    def link_bytes_per_second(self, reach: int) -> float:
-        """Per GPU, of a group whose members lie within `reach` consecutive ranks (nodes are filled in order)."""
-        inside = reach <= self.cluster.gpus_per_node
-        raw = self.cluster.intra_node_bytes_per_second if inside else self.cluster.inter_node_bytes_per_second
-        return raw * LINK_EFFICIENCY
+        return total - (self.shapes.shared_numel if both else 0)
 
 
-def make_layout(recipe: Recipe, graph: ModelGraph, cluster: Cluster, strategy: Strategy) -> Layout:
+def make_layout(
+    recipe: Recipe, graph: ModelGraph, cluster: Cluster, strategy: Strategy, constants: Constants
+) -> Layout:
+    element_bytes = ELEMENT_BYTES[recipe.training.precision]
+    sequence_length, checkpointing = recipe.training.sequence_length, strategy.activation_checkpointing
     return Layout(
         recipe=recipe,
         graph=graph,
         cluster=cluster,
         strategy=strategy,
-        totals=layer_totals(graph, strategy.tensor),
-        ranks=_blocks(graph, strategy, recipe.training.sequence_length),
-        element_bytes=ELEMENT_BYTES[recipe.training.precision],
+        constants=constants,
+        shapes=model_shapes(graph, strategy.tensor),
+        activations=activations(graph, sequence_length, element_bytes, checkpointing, recipe.assume.kernels),
+        ranks=_blocks(graph, strategy, sequence_length),
+        element_bytes=element_bytes,
         accumulation_dtype=accumulation_dtype(recipe.training),
     )
 
@@ -79,10 +84,11 @@ def _blocks(graph: ModelGraph, strategy: Strategy, sequence_length: int) -> tupl
     min(2p - rank, m) of the outward half and min(rank + 1, m) of the returning one; interleaving by v adds the share
     (p - 1) / (p v) (arXiv 2205.05198)."""
     p, m = strategy.pipeline, strategy.gradient_accumulation_steps
-    costs = layer_costs(graph, sequence_length)
-    layers = len(costs)
+    if most_stages(graph) >= strategy.stages:
+        parts = cut_layers(graph, sequence_length, strategy.stages, strategy.schedule)
+    else:
+        parts = _thin(len(graph.layers), strategy.stages)
     if strategy.schedule == "dualpipev":
-        parts = cut_mirrored(costs, 2 * p) if layers >= 2 * p else _thin(layers, 2 * p)
         return tuple(
             (
                 Block(start=parts[r], stop=parts[r + 1], in_flight=min(2 * p - r, m)),
@@ -90,7 +96,6 @@ def _blocks(graph: ModelGraph, strategy: Strategy, sequence_length: int) -> tupl
             )
             for r in range(p)
         )
-    parts = cut_evenly(costs, p) if layers >= p else _thin(layers, p)
     v = strategy.virtual_stages
     extra = 1 + (p - 1) / (p * v) if v > 1 else 1.0
     return tuple((Block(start=parts[r], stop=parts[r + 1], in_flight=min(p - r, m) * extra),) for r in range(p))

@@ -6,30 +6,24 @@ d from stage 1 (optimizer), 2 (gradients), 3 (parameters). Activations: arXiv 22
 
 from __future__ import annotations
 
-from shardwright.cost.constants import (
-    BUCKET_ELEMENTS,
-    CPU_FRAMEWORK_BYTES,
-    FRAGMENTATION,
-    FRAMEWORK_BYTES,
-    LOGIT_BYTES,
-    MEMORY_HEADROOM,
-)
-from shardwright.cost.layout import ELEMENT_BYTES, Layout
+from shardwright.cost.activations import Share
+from shardwright.cost.compute import ELEMENT_BYTES
+from shardwright.cost.layout import Block, Layout
 from shardwright.ir.estimate import Memory, StageMemory
 
 
 def estimate_memory(layout: Layout) -> Memory:
     """Bytes as nvidia-smi would show them, per pipeline rank; `fits` honours memory_headroom and ignore_memory."""
-    stages = tuple(_rank_memory(layout, rank) for rank in range(layout.strategy.pipeline))
-    peak = max(stage.peak_bytes for stage in stages)
     capacity = layout.cluster.capacity_bytes
-    headroom = layout.recipe.parallelism.memory_headroom
-    usable = capacity * (1 - (MEMORY_HEADROOM if headroom is None else headroom))
+    driver = 0.0 if layout.cluster.gpu.is_cpu else layout.constants.driver_share
+    usable = int(capacity * (1 - max(driver, layout.recipe.parallelism.memory_headroom or 0.0)))
+    stages = tuple(_rank_memory(layout, rank, usable) for rank in range(layout.strategy.pipeline))
+    peak = max(stage.peak_bytes for stage in stages)
     fits = peak <= usable or layout.recipe.assume.ignore_memory
     return Memory(peak_bytes=peak, capacity_bytes=capacity, fits=fits, stages=stages)
 
 
-def _rank_memory(layout: Layout, rank: int) -> StageMemory:
+def _rank_memory(layout: Layout, rank: int, usable: int) -> StageMemory:
     s = layout.strategy
     numel, element = layout.numel(rank), layout.element_bytes
     parameters = numel * element / (s.data if s.zero_stage >= 3 else 1)
@@ -41,13 +35,13 @@ def _rank_memory(layout: Layout, rank: int) -> StageMemory:
         optimizer = 0.0
     if s.offload == "parameters":
         parameters = 0.0
-    activations = sum(
-        _kept_bytes(layout, block.of(layout.totals.decoder_layers)) * block.in_flight for block in layout.ranks[rank]
-    )
-    framework = CPU_FRAMEWORK_BYTES if layout.cluster.gpu.is_cpu else FRAMEWORK_BYTES
-    working = _working_bytes(layout, rank)
-    fragmentation = FRAGMENTATION * (parameters + gradients + optimizer + activations + working)
-    parts = [round(x) for x in (parameters, gradients, optimizer, activations, working + fragmentation + framework)]
+    activations = sum(_kept_bytes(layout, block) * block.in_flight for block in layout.ranks[rank])
+    workspace = _working_bytes(layout, rank) + _framework_bytes(layout)
+    parts = [round(x) for x in (parameters, gradients, optimizer, activations, workspace)]
+    live = sum(parts)
+    # The allocator keeps freed blocks for later, and gives them back when the device is nearly full.
+    slack = round(layout.constants.fragmentation * live)
+    parts[4] += max(0, min(slack, usable - live))
     return StageMemory(
         stage=rank,
         parameters_bytes=parts[0],
@@ -59,6 +53,15 @@ def _rank_memory(layout: Layout, rank: int) -> StageMemory:
     )
 
 
+def _framework_bytes(layout: Layout) -> float:
+    """Context and communicators: the world's, and those of each way of being parallel (a pipeline has one a side)."""
+    s, c = layout.strategy, layout.constants
+    if layout.cluster.gpu.is_cpu:
+        return c.cpu_framework_bytes
+    groups = (s.world_size > 1) + (s.data > 1) + (s.tensor > 1) + 2 * (s.pipeline > 1)
+    return c.context_bytes + groups * c.communicator_bytes
+
+
 def _gradient_bytes(layout: Layout) -> int:
     """Per parameter: the gradient itself, and the float32 buffer beside it where half precision accumulates in fp32
     (BF16_Optimizer at stage 1; stages 2 and 3 accumulate in the partition alone)."""
@@ -68,49 +71,40 @@ def _gradient_bytes(layout: Layout) -> int:
     return layout.element_bytes + accumulation
 
 
-def _layer_elements(layout: Layout, *, attention: bool) -> float:
-    """Activation elements per token of one decoder layer on one tensor rank, with or without the attention module."""
-    s, totals = layout.strategy, layout.totals
-    replicated = totals.layer_elements_replicated / (s.tensor if s.sequence_parallel else 1)
-    elements = replicated + totals.layer_elements_other / s.tensor
-    if attention:
-        elements += totals.layer_elements_attention / s.tensor
-        if layout.graph.attention == "eager":
-            elements += totals.layer_scores * layout.recipe.training.sequence_length / s.tensor
-    return elements
-
-
-def _kept_bytes(layout: Layout, decoder_layers: int) -> float:
-    """What one micro-batch keeps for its backward pass, on a block of this many decoder layers."""
+def _kept_bytes(layout: Layout, block: Block) -> float:
+    """What one micro-batch keeps for its backward pass on one rank, on this block's layers."""
     s = layout.strategy
-    boundary = layout.graph.hidden_size / (s.tensor if s.sequence_parallel else 1)
-    match s.activation_checkpointing:
-        case "full":
-            elements = boundary * decoder_layers
-        case "selective":
-            elements = _layer_elements(layout, attention=False) * decoder_layers
-        case _:
-            elements = _layer_elements(layout, attention=True) * decoder_layers
-    # The block's own input and output, held for the neighbours while the micro-batch is in flight.
-    buffers = 2 * boundary if s.pipeline > 1 else 0.0
-    return (elements + buffers) * layout.tokens * layout.element_bytes
+    kept = layout.activations.between(block.start, block.stop)
+    total = s.micro_batch_size * kept.on_rank(layout.shapes.attention_degree, sequence_parallel=s.sequence_parallel)
+    if s.pipeline > 1:
+        # Its output, held until the gradient comes back; DeepSpeed's pipe_partitioned keeps a share a tensor rank.
+        share = 1 if s.schedule == "dualpipev" else s.tensor
+        total += layout.graph.hidden_size / share * layout.tokens * layout.element_bytes
+    return total
 
 
 def _working_bytes(layout: Layout, rank: int) -> float:
-    """Short-lived: the layer being recomputed, the loss over the vocabulary, communication buckets, gathered layers."""
-    s, totals, tokens = layout.strategy, layout.totals, layout.tokens
-    total = 0.0
-    if s.activation_checkpointing == "full":
-        total += _layer_elements(layout, attention=True) * tokens * layout.element_bytes
-    elif s.activation_checkpointing == "selective":
-        attention = _layer_elements(layout, attention=True) - _layer_elements(layout, attention=False)
-        total += attention * tokens * layout.element_bytes
+    """Short-lived: the layer in its backward pass, or the loss over the vocabulary, whichever is more (they never
+    meet), beside masks, communication buckets and gathered layers."""
+    s, c, found = layout.strategy, layout.constants, layout.activations
+
+    def held(share: Share) -> float:
+        return s.micro_batch_size * share.on_rank(layout.shapes.attention_degree, sequence_parallel=s.sequence_parallel)
+
+    layer = held(found.recomputed) + c.backward_share * held(found.largest)
+    loss = 0.0
     if layout.has_head(rank):
-        total += tokens * (
-            LOGIT_BYTES * layout.graph.vocabulary_size / s.tensor + totals.head_elements * layout.element_bytes
-        )
+        logits = c.logit_bytes(layout.recipe.assume.kernels) * layout.shapes.head_width
+        loss = layout.tokens * logits + held(found.head)
+    total = max(layer, loss) + held(found.context)
     if s.zero_stage >= 1 and s.data > 1:
-        total += min(BUCKET_ELEMENTS, layout.numel(rank)) * layout.element_bytes
+        total += min(c.bucket_elements, layout.numel(rank)) * layout.element_bytes
     if s.zero_stage >= 3 and s.data > 1:
-        total += 2 * totals.layer_numel * layout.element_bytes  # the layer in use and the one fetched ahead
+        # The layer in use and the one fetched ahead, as far as DeepSpeed lets them live together.
+        layers, widest = 2 * layout.shapes.largest_layer, layout.shapes.largest_product
+        total += min(layers, c.live_elements + widest) * layout.element_bytes
+    accumulation = ELEMENT_BYTES[layout.accumulation_dtype]
+    if accumulation < 4 and 1 <= s.zero_stage <= 2:
+        # The optimizer steps on a float32 copy of its share of the gradients (DeepSpeed stage_1_and_2.py).
+        total += 4 * layout.numel(rank) / s.data
     return total

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from shardwright.hf.skeleton import Skeleton
-from shardwright.ir.cut import Cut
+from shardwright.hf.arguments import Arguments, leaves
+from shardwright.hf.objective import is_causal, own_loss
+from shardwright.hf.skeleton import Skeleton, State
+from shardwright.ir.cut import Cut, Range, merged, sharing
+from shardwright.ir.names import pattern
 
 
 class NotCuttable(Exception):
@@ -32,44 +36,92 @@ class Probed:
     head: tuple[str, ...]
     attention: str
 
+    def place(self, names: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+        """The embedding's and the head's parameters among the full model's, those of the decoder stack left out.
+
+        A tower outside the stack may be deeper than the tiny copy's: a name counts by its pattern, numbers aside.
+        None where a name's pattern is not the tiny copy's.
+        """
+        before, behind = ({pattern(n) for n in side} for side in (self.embedding, self.head))
+        outside = [n for n in names if not n.startswith(self.cut.stack + ".")]
+        if any(pattern(n) not in before | behind for n in outside):
+            return None
+        return (
+            tuple(n for n in outside if pattern(n) in before),
+            tuple(n for n in outside if pattern(n) in behind),
+        )
+
 
 def probe(model: nn.Module, input_ids: torch.Tensor) -> Probed:
-    """`model`: tiny, on the CPU, in eval mode. Raises NotCuttable with the reason."""
+    """`model`: tiny, on the CPU, in training mode without anything random. Raises NotCuttable with the reason."""
     cut = find_cut(model, input_ids)
-    check_cut(model, cut, input_ids)
-    _check_loss(model, input_ids)
+    cut = replace(cut, together=find_together(model, cut, input_ids))
     embedding, head = _edges(model, cut, input_ids)
+    check_cut(model, cut, embedding, head, input_ids)
+    loss = own_loss(model, input_ids)
+    if loss is None:
+        raise NotCuttable("its logits are not one row a token")
+    cut = replace(cut, untrained=_untrained(model, input_ids), loss=loss, causal=is_causal(model, input_ids))
     return Probed(cut=cut, embedding=embedding, head=head, attention=_attention(model, cut))
 
 
-@torch.no_grad()
-def _check_loss(model: nn.Module, input_ids: torch.Tensor) -> None:
-    """The trainer's loss is cross-entropy on labels shifted by one; some types compute another one."""
-    output = model(input_ids=input_ids, labels=input_ids, use_cache=False)
-    logits = output.logits
-    if logits.shape[:2] != input_ids.shape:
-        raise NotCuttable("its logits are not one row a token")
-    shifted = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), input_ids[:, 1:].flatten())
-    if not torch.allclose(output.loss, shifted, rtol=1e-5, atol=1e-6):
-        raise NotCuttable("its own loss is not cross-entropy on the next token")
-
-
 def _edges(model: nn.Module, cut: Cut, input_ids: torch.Tensor) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """By gradient: what the hidden states before the first layer, and the logits after the last one, depend on."""
-    outside = [(n, p) for n, p in model.named_parameters() if not n.startswith(cut.stack + ".")]
-    for _, p in outside:
+    """By gradient: what the state before the first layer, and the logits after the last one, depend on."""
+    outside = {n: p for n, p in model.named_parameters() if not n.startswith(cut.stack + ".")}
+    frozen = [p for p in outside.values() if not p.requires_grad]
+    for p in outside.values():
         p.requires_grad_(True)
-    if any((cut.stack + ".").startswith(name.rpartition(".")[0] + ".") or "." not in name for name, _ in outside):
-        raise NotCuttable("it has parameters of its own, outside any module that a stage could take")
-    skeleton, parameters = Skeleton(model, cut), [p for _, p in outside]
-    hidden = skeleton.embed(input_ids, None)
-    before = torch.autograd.grad(hidden.square().sum(), parameters, allow_unused=True)
-    logits = skeleton.head(hidden.detach(), None)
-    behind = torch.autograd.grad(logits.square().sum(), parameters, allow_unused=True)
-    names = [name for name, _ in outside]
-    embedding = tuple(n for n, g in zip(names, before, strict=True) if g is not None)
-    head = tuple(n for n, g, b in zip(names, behind, before, strict=True) if g is not None or b is None)
-    return embedding, head  # what neither uses goes with the head: it is saved, and gets no gradient anywhere
+    skeleton = Skeleton(model, cut, _tokens(input_ids))
+    state = skeleton.embed(input_ids, None)
+    reached = [t for t in (state.hidden, *state.payload) if t is not None and t.requires_grad]
+    total = torch.stack([t.square().sum() for t in reached]).sum()
+    before = torch.autograd.grad(total, list(outside.values()), allow_unused=True)
+    logits = skeleton.head(State(hidden=state.hidden.detach()))
+    behind = torch.autograd.grad(logits.square().sum(), list(outside.values()), allow_unused=True)
+    for p in frozen:
+        p.requires_grad_(False)
+    embedding = {n for n, g in zip(outside, before, strict=True) if g is not None}
+    head = {n for n, g in zip(outside, behind, strict=True) if g is not None}
+    # What neither shows by gradient goes with the head, where it is saved; a constant table (sinusoidal positions,
+    # looked up without a gradient) shows by what comes of its absence.
+    for name in _seen_by_value(
+        skeleton, input_ids, state, {n: p for n, p in outside.items() if n not in embedding | head}
+    ):
+        embedding.add(name)
+    return tuple(n for n in outside if n in embedding), tuple(n for n in outside if n in head or n not in embedding)
+
+
+@torch.no_grad()
+def _seen_by_value(
+    skeleton: Skeleton, input_ids: torch.Tensor, state: State, silent: dict[str, nn.Parameter]
+) -> list[str]:
+    """Which of these parameters the embedding's state depends on; tried one by one only where some do."""
+
+    def matters(parameters: Iterable[nn.Parameter]) -> bool:
+        kept = [(p, p.data) for p in parameters]
+        for p, data in kept:
+            p.data = torch.zeros_like(data)
+        try:
+            return not _equal(skeleton.embed(input_ids, None), state)
+        finally:
+            for p, data in kept:
+                p.data = data
+
+    return [name for name, p in silent.items() if matters([p])] if matters(silent.values()) else []
+
+
+def _untrained(model: nn.Module, input_ids: torch.Tensor) -> tuple[str, ...]:
+    """By pattern: an expert that no token of the probe chose is not untrained while others like it are trained."""
+    named = dict(model.named_parameters())
+    frozen = [p for p in named.values() if not p.requires_grad]  # a type may do so in one way of building it only
+    for p in frozen:
+        p.requires_grad_(True)
+    logits = model(input_ids=input_ids, use_cache=False).logits
+    gradients = torch.autograd.grad(logits.square().sum(), list(named.values()), allow_unused=True)
+    for p in frozen:
+        p.requires_grad_(False)
+    trained = {pattern(n) for n, g in zip(named, gradients, strict=True) if g is not None}
+    return tuple(dict.fromkeys(pattern(n) for n in named if pattern(n) not in trained))
 
 
 def _attention(model: nn.Module, cut: Cut) -> str:
@@ -81,24 +133,30 @@ def _attention(model: nn.Module, cut: Cut) -> str:
     return min(common, key=lambda name: (name.count("."), name)) if common else ""
 
 
+def _tokens(input_ids: torch.Tensor) -> tuple[int, int]:
+    return input_ids.shape[0], input_ids.shape[1]
+
+
 @dataclass
 class _Call:
     module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    arguments: Arguments
     output: Any
 
 
 @torch.no_grad()
 def find_cut(model: nn.Module, input_ids: torch.Tensor) -> Cut:
-    """The outermost ModuleList whose children each run once, in order. Raises NotCuttable."""
+    """The outermost ModuleList whose children each run once, in order, and all that passes through them.
+
+    Raises NotCuttable.
+    """
     stacks = [
         (path, list(m.children())) for path, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 0
     ]
     calls: list[_Call] = []
     handles = [
         child.register_forward_hook(
-            lambda module, args, kwargs, output: calls.append(_Call(module, args, kwargs, output)), with_kwargs=True
+            lambda module, args, kwargs, output: calls.append(_Call(module, (args, kwargs), output)), with_kwargs=True
         )
         for child in {id(c): c for _, children in stacks for c in children}.values()
     ]
@@ -109,25 +167,50 @@ def find_cut(model: nn.Module, input_ids: torch.Tensor) -> Cut:
             handle.remove()
     for path, children in sorted(stacks, key=lambda s: (s[0].count("."), -len(s[1]))):
         ours = [call for call in calls if any(call.module is c for c in children)]
-        if [id(c.module) for c in ours] == [id(c) for c in children]:
-            cut = _slots(path, ours, input_ids)
+        # Some layers may not run at all: cross-attention to an image where there is none.
+        ran = [id(c.module) for c in ours]
+        in_order = len(set(ran)) == len(ran) and ran == [id(c) for c in children if id(c) in ran]
+        if in_order and 2 * len(ran) >= len(children):
+            if hasattr(ours[0].output, "_fields"):
+                fields = ", ".join(ours[0].output._fields)
+                raise NotCuttable(
+                    f"its layers hand on several streams as one {type(ours[0].output).__name__}: {fields}"
+                )
+            cut = _slots(path, ours)
             if cut is not None:
-                return cut
-    raise NotCuttable("no list of layers runs once each, in order, on the hidden states")
+                return _with_payload(model, replace(cut, carried=_carried(ours)), ours, input_ids)
+    raise NotCuttable(_no_stack(calls, stacks))
 
 
-def _slots(path: str, calls: list[_Call], input_ids: torch.Tensor) -> Cut | None:
+def _no_stack(calls: list[_Call], stacks: list[tuple[str, list[nn.Module]]]) -> str:
+    """Why no list of layers can be cut, from what ran."""
+    runs: dict[int, int] = {}
+    for call in calls:
+        runs[id(call.module)] = runs.get(id(call.module), 0) + 1
+    looped = [path for path, children in stacks if any(runs.get(id(c), 0) > 1 for c in children)]
+    if looped:
+        return f"its layers run more than once, in a loop: {', '.join(looped)}"
+    once = [path for path, children in stacks if all(runs.get(id(c), 0) == 1 for c in children)]
+    if len({path.rpartition(".")[0] for path in once}) == 1 < len(once):
+        return f"its layers are no modules of their own: their parts lie in {', '.join(once)}"
+    return "no list of layers runs once each, in order, on the hidden states"
+
+
+def _slots(path: str, calls: list[_Call]) -> Cut | None:
     """Where the hidden states enter and leave: the argument that is the previous layer's output."""
     first = calls[0].output
-    length = len(first) if isinstance(first, tuple) else 0
+    # Some layers return a list where they mean a tuple; a ModelOutput is neither.
+    length = len(first) if isinstance(first, tuple | list) else 0
     hidden = first[0] if length else first
-    if not isinstance(hidden, torch.Tensor) or hidden.shape[:2] != input_ids.shape:
+    if not isinstance(hidden, torch.Tensor) or not hidden.is_floating_point() or hidden.ndim < 3:
         return None
     if len(calls) == 1:
-        same = [i for i, a in enumerate(calls[0].args) if isinstance(a, torch.Tensor) and a.shape == hidden.shape]
+        args, _ = calls[0].arguments
+        same = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.shape == hidden.shape]
         return Cut(stack=path, hidden_position=same[0], hidden_keyword=None, output_length=length) if same else None
-    position = next((i for i, a in enumerate(calls[1].args) if _same(a, hidden)), None)
-    keyword = next((k for k, a in calls[1].kwargs.items() if _same(a, hidden)), None)
+    args, kwargs = calls[1].arguments
+    position = next((i for i, a in enumerate(args) if _same(a, hidden)), None)
+    keyword = next((k for k, a in kwargs.items() if _same(a, hidden)), None)
     if position is None and keyword is None:
         return None
     return Cut(
@@ -142,31 +225,119 @@ def _same(a: Any, b: torch.Tensor) -> bool:
     return a is b or (isinstance(a, torch.Tensor) and a.shape == b.shape and torch.equal(a, b))
 
 
+def _carried(calls: list[_Call]) -> tuple[int, ...]:
+    """Places in a layer's output that a later layer is handed: the same tensor, not an equal one."""
+    found: set[int] = set()
+    for index, call in enumerate(calls):
+        if not isinstance(call.output, tuple | list):
+            continue
+        later = {id(value) for after in calls[index + 1 :] for _, value in leaves(after.arguments)}
+        found |= {
+            place
+            for place, value in enumerate(call.output)
+            if place and isinstance(value, torch.Tensor) and id(value) in later
+        }
+    return tuple(sorted(found))
+
+
+def _with_payload(model: nn.Module, cut: Cut, calls: list[_Call], input_ids: torch.Tensor) -> Cut:
+    """The arguments that another stage could not make: they differ on dummy ids, or where the embedding is stubs."""
+    skeleton = _isolated(model, cut, {id(p) for p in model.get_submodule(cut.stack).parameters()}, input_ids)
+    hidden = dict(leaves(calls[0].arguments))[skeleton._hidden_path]
+    dummy, slots = skeleton._context(hidden, None)
+    known = {use for slot in slots for use in slot.uses}
+    payload = {
+        path: None
+        for call, (index, other) in zip(calls, dummy.items(), strict=True)
+        for guesses in [dict(leaves(other))]
+        for path, value in leaves(call.arguments)
+        if isinstance(value, torch.Tensor)
+        and path in guesses  # else an earlier layer left it in a container: find_together sees to that
+        and path != skeleton._hidden_path
+        and (index, path) not in known
+        and not _same(guesses[path], value)
+    }
+    return replace(cut, payload=tuple(payload))
+
+
 @torch.no_grad()
-def check_cut(model: nn.Module, cut: Cut, input_ids: torch.Tensor) -> None:
-    """Raises NotCuttable unless the isolated pieces give the plain model's logits, bit for bit."""
+def check_cut(
+    model: nn.Module, cut: Cut, embedding: tuple[str, ...], head: tuple[str, ...], input_ids: torch.Tensor
+) -> None:
+    """Raises NotCuttable unless isolated pieces give the plain model's logits, bit for bit.
+
+    embedding, head: the parameters that these two own. Layers of `cut.together` are one piece. Each piece runs twice: a
+    second micro-batch must find nothing of the first.
+    """
     plain = model(input_ids=input_ids, use_cache=False).logits
     layers = list(model.get_submodule(cut.stack).children())
-    inside = {id(p): i for i, layer in enumerate(layers) for p in layer.parameters()}
-    counts: dict[int, int] = {}
-    for layer in layers:
-        for p in layer.parameters():
-            counts[id(p)] = counts.get(id(p), 0) + 1
-    if any(n > 1 for n in counts.values()):
-        raise NotCuttable("decoder layers share parameters")
-    hidden = _isolated(model, cut, inside, None).embed(input_ids, None)
-    for index in range(len(layers)):
-        hidden = _isolated(model, cut, inside, index).decode(index, hidden, None)
-    got = _isolated(model, cut, inside, None).head(hidden, None)
+    ranges = dict(cut.together)
+    pieces: list[Range] = []
+    while not pieces or pieces[-1][1] + 1 < len(layers):
+        first = pieces[-1][1] + 1 if pieces else 0
+        pieces.append((first, ranges.get(first, first)))
+    inside = [{id(p) for layer in layers[a : b + 1] for p in layer.parameters()} for a, b in pieces]
+    before, behind = ({id(model.get_parameter(n)) for n in side} for side in (embedding, head))
+    state = _isolated(model, cut, before, input_ids).embed(input_ids, None)
+    for (first, last), own in zip(pieces, inside, strict=True):
+        skeleton = _isolated(model, cut, own, input_ids)
+        entering = state
+        for _ in range(2):
+            skeleton.begin()
+            state = entering
+            for index in range(first, last + 1):
+                state = skeleton.decode(index, state)
+    got = _isolated(model, cut, behind, input_ids).head(state)
     if got.shape != plain.shape or not torch.equal(got, plain):
         raise NotCuttable("more than the hidden states crosses between its layers")
 
 
-def _isolated(model: nn.Module, cut: Cut, inside: dict[int, int], index: int | None) -> Skeleton:
-    """A copy that owns decoder layer `index` only, or (None) everything outside the decoder stack."""
-    keep = [p for p in model.parameters() if inside.get(id(p)) == index]
+def _isolated(model: nn.Module, cut: Cut, owned: set[int], input_ids: torch.Tensor) -> Skeleton:
+    """A copy that owns these parameters of `model` only, by id."""
     memo: dict[int, Any] = {}
     twin = copy.deepcopy(model, memo)
-    skeleton = Skeleton(twin, cut)
-    skeleton.release({id(memo[id(p)]) for p in keep}, torch.device("cpu"), torch.float32)
+    skeleton = Skeleton(twin, cut, _tokens(input_ids))
+    skeleton.release({id(memo[p]) for p in owned}, torch.device("cpu"), torch.float32)
     return skeleton
+
+
+@torch.no_grad()
+def find_together(model: nn.Module, cut: Cut, input_ids: torch.Tensor) -> tuple[Range, ...]:
+    """Decoder layers that share parameters, or state beside what crosses stages: such a layer is wrong, or fails, where
+    the layers that it reads from have not run before it in the same stage. Raises NotCuttable."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    shared = sharing((tuple(group) for group in names.values()), cut.stack)
+    skeleton = Skeleton(model, cut, _tokens(input_ids))
+    states = [skeleton.embed(input_ids, None)]
+    skeleton.begin()
+    for index in range(len(skeleton.layers)):
+        states.append(skeleton.decode(index, states[-1]))
+    plain = model(input_ids=input_ids, use_cache=False).logits
+    if not torch.equal(skeleton.head(states[-1]), plain):
+        raise NotCuttable("more than the hidden states crosses between its layers")
+    ranges = []
+    for last in range(len(skeleton.layers)):
+        reach = next((first for first in range(last, -1, -1) if _reproduces(skeleton, states, first, last)), None)
+        if reach is None:
+            raise NotCuttable("two runs of it on the same tokens differ")
+        ranges.append((reach, last))
+    return merged([*shared, *ranges])
+
+
+def _reproduces(skeleton: Skeleton, states: list[State], first: int, last: int) -> bool:
+    """Whether a stage that begins with layer `first` makes the right state behind layer `last`."""
+    skeleton.begin()
+    state = states[first]
+    try:
+        for index in range(first, last + 1):
+            state = skeleton.decode(index, state)
+    except Exception:  # whatever a type's own code raises where it misses what an earlier layer left
+        return False
+    return _equal(state, states[last + 1])
+
+
+def _equal(a: State, b: State) -> bool:
+    pairs = itertools.chain([(a.hidden, b.hidden)], zip(a.payload, b.payload, strict=True))
+    return all(x is y or (x is not None and y is not None and torch.equal(x, y)) for x, y in pairs)

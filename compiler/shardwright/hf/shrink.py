@@ -1,6 +1,6 @@
 """A configuration of any type, made tiny: the same structure and switches, sizes that a CPU runs in a blink.
 
-One table by attribute name; what it does not name stays as it is.
+One table of sizes by attribute name; what it does not name stays as it is. hf/depth.py says which layers are kept.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-LAYERS = 4
+from shardwright.hf.depth import at_depth, kept_layers
+
 VOCABULARY = 260
 
 _AT_MOST: dict[str, int] = {
@@ -41,7 +42,7 @@ _AT_MOST: dict[str, int] = {
         (("n_group", "num_expert_group"), 2),
         (("topk_group",), 1),
         (("zero_expert_num",), 2),
-        (("first_k_dense_replace", "num_dense_layers"), 1),
+        (("encoder_hash_byte_group_vocab",), 50),
         (("sliding_window", "window_size", "attention_window_size", "sliding_window_size", "attention_chunk_size"), 8),
         (("state_size", "ssm_state_size", "mamba_d_state"), 8),
         (("conv_kernel", "mamba_d_conv", "conv1d_width", "linear_conv_kernel_dim", "short_conv_kernel_size"), 3),
@@ -57,37 +58,42 @@ _AT_MOST: dict[str, int] = {
     )
     for name in names
 }
-_WIDTHS = ("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim", "lru_width", "attention_hidden_size")
-_VOCABULARIES = ("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input")
-_DEPTHS = (
-    "num_hidden_layers",
-    "n_layer",
-    "n_layers",
-    "num_layers",
-    "decoder_layers",
-    "num_blocks",
-    "num_decoder_layers",
+_WIDTHS = (
+    *("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim", "lru_width", "hidden_size_global"),
+    *("adapter_in_dim", "adapter_out_dim", "adapter_input_size"),  # a tower's own width, or the decoder's
 )
+_VOCABULARIES = ("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input")
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_KEY_PARTS = ("qk_nope_head_dim", "qk_rope_head_dim")
 _UNUSED = ("num_nextn_predict_layers", "num_mtp_layers")  # multi-token prediction: training code does not use it
 
 
-def shrink(document: Mapping[str, Any]) -> dict[str, Any]:
-    """`document`: a complete configuration (`PretrainedConfig.to_dict()`), nested ones included."""
+def shrink(document: Mapping[str, Any], *, depth: bool = True, widths: bool = True) -> dict[str, Any]:
+    """`document`: a complete configuration (`PretrainedConfig.to_dict()`), nested ones included.
+
+    depth False keeps every layer, for what depends on which layer it is; widths False keeps the layers' own sizes, for
+    a type whose sizes hang together in a way that the table does not know.
+    """
     heads = next((document[n] for n in _HEADS if isinstance(document.get(n), int)), 4)
     width = 64 if 64 % min(heads, 4) == 0 else 16 * heads
-    kinds = [len(set(v)) for n, v in document.items() if _is_mixture(n) and isinstance(v, list)]
-    depth = max(LAYERS, *kinds) if kinds else LAYERS
+    if depth:
+        document = {**document, **at_depth(document, kept_layers(document))}
     ids = iter(range(3, VOCABULARY))
     out: dict[str, Any] = {}
     for name, value in document.items():
         if name in _UNUSED:
             out[name] = 0
-        elif name in _DEPTHS and isinstance(value, int):
-            out[name] = depth
         elif name in _VOCABULARIES and isinstance(value, int):
             out[name] = VOCABULARY  # also where the model's own is smaller: the probe needs tokens to tell apart
+        elif isinstance(value, float) and ("drop" in name or "jitter" in name):
+            out[name] = 0.0  # the probe runs in training mode, and compares bits
+        elif name.endswith(("_token_id", "_token_index")) and isinstance(value, int) and value >= VOCABULARY:
+            out[name] = next(ids)
+        elif isinstance(value, dict) and "model_type" in value:
+            out[name] = shrink(value, depth=depth, widths=widths)
+        elif not widths:
+            out[name] = value
         elif name in _KEY_VALUE_HEADS and isinstance(value, int):
             out[name] = min(heads, 4) if value == heads else (2 if value > 1 and min(heads, 4) % 2 == 0 else 1)
         elif name in _WIDTHS and isinstance(value, int):
@@ -96,38 +102,53 @@ def shrink(document: Mapping[str, Any]) -> dict[str, Any]:
             out[name] = min(value, width) if value == document.get("hidden_size") else 48
         elif name in _AT_MOST and isinstance(value, int) and not isinstance(value, bool):
             out[name] = min(value, _AT_MOST[name])
-        elif name.endswith(("_token_id", "_token_index")) and isinstance(value, int) and value >= VOCABULARY:
-            out[name] = next(ids)
+        elif name in _AT_MOST and isinstance(value, list) and all(type(n) is int for n in value):
+            out[name] = [min(n, _AT_MOST[name]) for n in value]
+        elif name == "per_layer_config" and isinstance(value, dict):
+            whole = {k: v for k, v in document.items() if k != name}  # what a layer does not say is as everywhere
+            small = {layer: shrink({**whole, **sizes}, depth=False) for layer, sizes in value.items()}
+            out[name] = {layer: {k: small[layer][k] for k in sizes} for layer, sizes in value.items()}
         elif name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
             out[name] = _rope(value)
-        elif _is_mixture(name):
-            out[name] = _mixture(value, depth)
-        elif isinstance(value, dict) and "model_type" in value:
-            out[name] = shrink(value)
+        elif name == "attention_hidden_size" and isinstance(value, int):
+            out[name] = width * max(1, value // document.get("hidden_size", value))
         else:
             out[name] = value
-    if isinstance(document.get("kv_lora_rank"), int):
-        # Latent attention makes every head its own key; head_dim follows from the rope part.
-        out["num_key_value_heads"] = out.get("num_attention_heads")
-        out.pop("head_dim", None)
+    if widths:
+        _keep_proportions(document, out)
     return out
 
 
+def _keep_proportions(document: Mapping[str, Any], out: dict[str, Any]) -> None:
+    """Sizes that follow from others."""
+    layers = document.get("per_layer_config") or {}
+    parts = {sum({**document, **sizes}.get(n) or 0 for n in _KEY_PARTS) for sizes in ({}, *layers.values())} - {0}
+    if isinstance(document.get("kv_lora_rank"), int):
+        # Latent attention makes every head its own key.
+        out["num_key_value_heads"] = out.get("num_attention_heads")
+        if document.get("head_dim") not in (document.get("qk_rope_head_dim"), *parts):
+            out.pop("head_dim", None)  # it follows from the others
+    for whole in ("head_dim", "qk_head_dim"):
+        if out.get(whole) is not None and document[whole] in parts:
+            out[whole] = sum(out[n] for n in _KEY_PARTS)
+        elif out.get(whole) is not None and parts and document[whole] == document["qk_rope_head_dim"]:
+            out[whole] = out["qk_rope_head_dim"]
+    if "attention_head_dim" in out and "attention_hidden_size" in out:
+        out["attention_head_dim"] = out["attention_hidden_size"] // out["num_attention_heads"]
+    if document.get("mamba_d_ssm") and document["mamba_d_ssm"] == document["mamba_n_heads"] * document["mamba_d_head"]:
+        out["mamba_d_ssm"] = out["mamba_n_heads"] * out["mamba_d_head"]
+    out.pop("hybrid_layer_ids", None)  # zamba2 says it again in layers_block_type
+    names = ("num_heads", "head_dim", "expand", "hidden_size")  # of a state-space layer
+    if all(isinstance(document.get(name), int) for name in names):
+        heads, head, expand, hidden = (document[name] for name in names)
+        if heads * head == expand * hidden:
+            out["num_heads"] = expand * out["hidden_size"] // out["head_dim"]
+
+
 def _rope(value: dict[str, Any]) -> dict[str, Any]:
-    """Lists of factors are as long as the real head: the plain table has the same place in the model."""
-    if value and all(isinstance(v, dict) for v in value.values()):
-        return {kind: _rope(table) for kind, table in value.items()}
-    kept = ("rope_theta", "partial_rotary_factor")
-    return {"rope_type": "default", **{k: value[k] for k in kept if k in value}}
-
-
-def _is_mixture(name: str) -> bool:
-    return name == "layers_block_type" or name.endswith("layer_types")
-
-
-def _mixture(value: Any, depth: int) -> Any:
-    """Every kind of layer that the model has, in its order of appearance, repeated up to `depth`."""
-    if not isinstance(value, list) or not value:
-        return value
-    kinds = list(dict.fromkeys(value))
-    return [kinds[i % len(kinds)] for i in range(depth)]
+    """Lists (factors, sections) are as long as the real head: without them the table keeps its place in the model."""
+    if any(isinstance(v, dict) for v in value.values()):
+        return {kind: _rope(table) if isinstance(table, dict) else table for kind, table in value.items()}
+    kept = {name: number for name, number in value.items() if not isinstance(number, list)}
+    plain = "long_factor" in value or "short_factor" in value
+    return {**kept, "rope_type": "default"} if plain else kept

@@ -2,30 +2,57 @@
 
 Every stage keeps the whole model as a skeleton in which only its own modules own storage. What Hugging Face would hand
 a decoder layer (masks, rotary tables, positions) is found by running the model's own forward once with pass-through
-layers; the embedding is that forward stopped at layer 0, the head is that forward with the last layer returning the
-received hidden states. Shapes: B micro-batch, S sequence, H hidden.
+layers; the embedding is that forward stopped at the layers, the head is that forward with the layers returning the
+received hidden states. What such a run on dummy ids cannot give is the payload: it crosses stages with the hidden
+states. Shapes: B micro-batch, S sequence, H hidden.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardwright.hf.arguments import Arguments, fresh, leaves, replaced
 from shardwright.ir.cut import Cut
 
-Context = tuple[tuple[Any, ...], dict[str, Any]]
-"""Arguments of a decoder layer, the hidden states' own place included."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What one piece hands the next.
+
+    hidden: mostly (B, S, H). position_ids: (B, S) where documents are packed. payload: a value per Slot of the model,
+        None where it is not there yet or no longer needed.
+    """
+
+    hidden: torch.Tensor
+    position_ids: torch.Tensor | None = None
+    payload: tuple[torch.Tensor | None, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One tensor of the payload. source: (layer, place in its output tuple), or None where the embedding's side makes
+    it. uses: the (layer, path of the argument) that are this tensor, in order."""
+
+    source: tuple[int, int] | None
+    uses: tuple[tuple[int, str], ...]
+
+
+Context = tuple[dict[int, Arguments], tuple[Slot, ...]]
+"""Per decoder layer that runs its arguments, the hidden states' own place included; and the payload of the model.
+
+A layer may stand in the list and not run: cross-attention to an image where there is none.
+"""
 
 
 class _Reached(Exception):
-    """A layer was reached at which the forward is to stop: carries the hidden states that it was handed."""
-
-    def __init__(self, hidden: torch.Tensor) -> None:
-        self.hidden = hidden
+    """A layer was reached at which the forward is to stop."""
 
 
 @contextmanager
@@ -46,53 +73,58 @@ class Skeleton:
     """The model of one stage. Not an nn.Module, so that nothing here is registered with an engine.
 
     lookup_is_collective: the input embedding here is cut over tensor ranks; runs with dummy ids skip its all-reduce.
+    tokens: (B, S) of a micro-batch, or None where the hidden states begin with them.
     """
 
-    def __init__(self, model: nn.Module, cut: Cut) -> None:
-        self.model, self.cut = model, cut
+    def __init__(self, model: nn.Module, cut: Cut, tokens: tuple[int, int] | None = None) -> None:
+        self.model, self.cut, self.tokens = model, cut, tokens
         self.layers: list[nn.Module] = list(model.get_submodule(cut.stack).children())
         self.lookup_is_collective = False
-        self._contexts: list[tuple[tuple[Any, ...], torch.Tensor | None, list[Context]]] = []
+        self._contexts: list[tuple[tuple[Any, ...], torch.Tensor | None, Context]] = []
+        self._memo: dict[int, Any] = {}
 
-    def embed(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
-        """(B, S) ids -> (B, S, H): the model's own forward, stopped where layer 0 would begin."""
+    def begin(self) -> None:
+        """A micro-batch enters the stage: state that layers share through an argument starts anew."""
+        self._memo = {}
 
-        def stop(*args: Any, **kwargs: Any) -> Any:
-            raise _Reached(self._hidden(args, kwargs))
+    def embed(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> State:
+        """(B, S) ids -> what layer 0 takes: the model's own forward, stopped where the layers would run."""
+        crossing = bool(self.cut.payload or self.cut.carried)
+        calls, slots = self._pass_through(input_ids, position_ids, all_layers=crossing)
+        hidden = self._hidden(*next(iter(calls.values())))
+        values = {index: dict(leaves(call)) for index, call in calls.items()}
+        payload = tuple(None if s.source else values[s.uses[0][0]][s.uses[0][1]] for s in slots)
+        return State(hidden=hidden, position_ids=position_ids, payload=payload)
 
-        with forward_replaced(self.layers[0], stop):
-            try:
-                self._run(input_ids, position_ids)
-            except _Reached as reached:
-                return reached.hidden
-        raise RuntimeError("the model's forward never reached its first decoder layer")
-
-    def decode(self, index: int, hidden: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
-        """Decoder layer `index` on (B, S, H), with the arguments that Hugging Face would give it."""
-        args, kwargs = self._context(hidden, position_ids)[index]
-        if self.cut.hidden_position is not None:
-            at = self.cut.hidden_position
-            args = (*args[:at], hidden, *args[at + 1 :])
-        else:
-            kwargs = {**kwargs, str(self.cut.hidden_keyword): hidden}
+    def decode(self, index: int, state: State) -> State:
+        """Decoder layer `index`, with the arguments that Hugging Face would give it."""
+        contexts, slots = self._context(state.hidden, state.position_ids)
+        if index not in contexts:
+            return state
+        values: dict[str, Any] = {self._hidden_path: state.hidden}
+        for slot, value in zip(slots, state.payload, strict=True):
+            values |= {path: value for layer, path in slot.uses if layer == index}
+        args, kwargs = replaced(fresh(contexts[index], self._memo), values)
         output = self.layers[index](*args, **kwargs)
-        return output[0] if self.cut.output_length else output  # type: ignore[no-any-return]
+        payload = tuple(
+            output[slot.source[1]] if slot.source and slot.source[0] == index else value
+            for slot, value in zip(slots, state.payload, strict=True)
+        )
+        needed = tuple(v if s.uses[-1][0] > index else None for s, v in zip(slots, payload, strict=True))
+        return replace(state, hidden=output[0] if self.cut.output_length else output, payload=needed)
 
-    def head(self, hidden: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
-        """(B, S, H) -> logits (B, S, V or this tensor rank's slice of V): final norm, head, scaling, soft caps."""
-
-        def passing(*args: Any, **kwargs: Any) -> Any:
-            return self._output(self._hidden(args, kwargs))
+    def head(self, state: State) -> torch.Tensor:
+        """-> logits (B, S, V or this tensor rank's slice of V): final norm, head, scaling, soft caps."""
+        hidden = state.hidden
 
         def finish(*args: Any, **kwargs: Any) -> Any:
             return self._output(hidden)
 
         with ExitStack() as stack:
             self._skip_collective_lookup(stack)
-            for layer in self.layers[:-1]:
-                stack.enter_context(forward_replaced(layer, passing))
-            stack.enter_context(forward_replaced(self.layers[-1], finish))
-            return self._run(self._dummy_ids(hidden), position_ids).logits  # type: ignore[no-any-return]
+            for layer in self.layers:
+                stack.enter_context(forward_replaced(layer, finish))
+            return self._run(self._dummy_ids(hidden), state.position_ids).logits  # type: ignore[no-any-return]
 
     def release(self, owned: set[int], device: torch.device, dtype: torch.dtype) -> None:
         """Frees every parameter whose id is not in `owned`; moves the model-level buffers to `device`.
@@ -111,17 +143,23 @@ class Skeleton:
         positions = {} if position_ids is None else {"position_ids": position_ids}
         return self.model(input_ids=input_ids, use_cache=False, **positions)
 
+    @property
+    def _hidden_path(self) -> str:
+        return str(self.cut.hidden_keyword if self.cut.hidden_position is None else self.cut.hidden_position)
+
     def _hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         if self.cut.hidden_position is not None:
             return args[self.cut.hidden_position]  # type: ignore[no-any-return]
         return kwargs[str(self.cut.hidden_keyword)]  # type: ignore[no-any-return]
 
-    def _output(self, hidden: torch.Tensor) -> Any:
+    def _output(self, hidden: torch.Tensor, carried: dict[int, torch.Tensor] | None = None) -> Any:
         """`hidden` as a decoder layer would return it."""
-        return (hidden, *[None] * (self.cut.output_length - 1)) if self.cut.output_length else hidden
+        if not self.cut.output_length:
+            return hidden
+        return (hidden, *[(carried or {}).get(place) for place in range(1, self.cut.output_length)])
 
     def _dummy_ids(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+        return torch.zeros(self.tokens or hidden.shape[:2], dtype=torch.long, device=hidden.device)
 
     def _skip_collective_lookup(self, stack: ExitStack) -> None:
         if not self.lookup_is_collective:
@@ -131,39 +169,58 @@ class Skeleton:
         assert isinstance(weight, torch.Tensor)
 
         def shape_only(ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return torch.zeros((), dtype=weight.dtype, device=weight.device).expand(*ids.shape, weight.shape[1])
+            return torch.zeros(*ids.shape, weight.shape[1], dtype=weight.dtype, device=weight.device)
 
         stack.enter_context(forward_replaced(table, shape_only))
 
-    def _context(self, hidden: torch.Tensor, position_ids: torch.Tensor | None) -> list[Context]:
+    def _context(self, hidden: torch.Tensor, position_ids: torch.Tensor | None) -> Context:
         """Depends on shape and positions only. Two entries: recomputation comes back to an older micro-batch."""
-        key = (tuple(hidden.shape), hidden.dtype, hidden.device)
-        for known, positions, contexts in self._contexts:
+        key = (self.tokens or tuple(hidden.shape[:2]), hidden.dtype, hidden.device)
+        for known, positions, context in self._contexts:
             if known == key and (
                 positions is position_ids
                 or (positions is not None and position_ids is not None and torch.equal(positions, position_ids))
             ):
-                return contexts
-        contexts = self._capture(hidden, position_ids)
-        self._contexts = [(key, position_ids, contexts), *self._contexts[:1]]
-        return contexts
-
-    @torch.no_grad()
-    def _capture(self, hidden: torch.Tensor, position_ids: torch.Tensor | None) -> list[Context]:
-        contexts: list[Context] = []
-
-        def record(*args: Any, **kwargs: Any) -> Any:
-            contexts.append((args, kwargs))
-            if len(contexts) == len(self.layers):
-                raise _Reached(self._hidden(args, kwargs))  # the head may be stubs: go no further
-            return self._output(self._hidden(args, kwargs))
-
-        with ExitStack() as stack:
+                return context
+        with ExitStack() as stack, torch.no_grad():
+            # A resumed run captures again where the first one had its context: neither may draw from the stream.
+            stack.enter_context(torch.random.fork_rng([hidden.device] if hidden.is_cuda else []))
             self._skip_collective_lookup(stack)
-            for layer in self.layers:
-                stack.enter_context(forward_replaced(layer, record))
-            try:
-                self._run(self._dummy_ids(hidden), position_ids)
-            except _Reached:
-                return contexts
-        raise RuntimeError(f"{len(contexts)} of {len(self.layers)} decoder layers ran once, in order")
+            context = self._pass_through(self._dummy_ids(hidden), position_ids, all_layers=True)
+        self._contexts = [(key, position_ids, context), *self._contexts[:1]]
+        return context
+
+    def _pass_through(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None, *, all_layers: bool) -> Context:
+        """Runs the model up to its first decoder layer, or the last one; none of them computes anything."""
+        calls: dict[int, Arguments] = {}
+        markers: dict[int, tuple[int, int]] = {}  # id of a stand-in for a carried output -> where it came from
+        kept: list[torch.Tensor] = []
+
+        def record(index: int, /, *args: Any, **kwargs: Any) -> Any:
+            if index in calls:
+                raise RuntimeError(f"decoder layer {index} ran twice")
+            calls[index] = (args, kwargs)
+            if not all_layers or index == len(self.layers) - 1:
+                raise _Reached  # the head may be stubs: go no further
+            carried = {place: torch.empty(0) for place in self.cut.carried}
+            kept.extend(carried.values())
+            markers.update({id(marker): (index, place) for place, marker in carried.items()})
+            return self._output(self._hidden(args, kwargs), carried)
+
+        with ExitStack() as stack, suppress(_Reached):
+            for index, layer in enumerate(self.layers):
+                stack.enter_context(forward_replaced(layer, partial(record, index)))
+            self._run(input_ids, position_ids)
+        return calls, _slots(calls, markers, self.cut, self._hidden_path)
+
+
+def _slots(
+    calls: dict[int, Arguments], markers: dict[int, tuple[int, int]], cut: Cut, hidden_path: str
+) -> tuple[Slot, ...]:
+    """One slot a tensor, however many layers take it. The same in every run: it depends on the model's code only."""
+    uses: dict[int, list[tuple[int, str]]] = {}
+    for layer, call in calls.items():
+        for path, value in leaves(call):
+            if path != hidden_path and (id(value) in markers or (path in cut.payload and torch.is_tensor(value))):
+                uses.setdefault(id(value), []).append((layer, path))
+    return tuple(Slot(source=markers.get(at), uses=tuple(where)) for at, where in uses.items())

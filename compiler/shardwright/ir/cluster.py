@@ -12,6 +12,8 @@ class Gpu:
     memory_gib: float
     hbm_bytes_per_second: float
     peak_flops: Mapping[str, float]  # precision -> dense FLOP/s
+    watts: float | None  # the board's power limit; None: peak_flops are what it sustains
+    compute_units: int  # streaming multiprocessors (NVIDIA), compute units (AMD)
     is_cpu: bool = False
 
 

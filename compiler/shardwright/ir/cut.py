@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+Range = tuple[int, int]
+"""First and last number of neighbouring decoder layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -11,9 +16,56 @@ class Cut:
 
     hidden_position, hidden_keyword: which argument of a decoder layer is the hidden states; one of the two.
     output_length: 0 where a layer returns the hidden states alone, else the length of the tuple that starts with them.
+    payload: paths of the decoder layers' arguments that the embedding's side computes and that cross stages with the
+        hidden states: "2" is the third positional one, "position_embeddings.0" lies inside a keyword's tuple.
+    carried: places in a layer's output tuple that come back as a later layer's argument, and so cross stages too.
+    together: decoder layers that share parameters or state, and so stay on one stage.
+    untrained: parameters that the logits have no gradient for, with * for numbers: constant tables, towers that text
+        does not pass, a router's correction. An optimizer must leave them alone, weight decay included.
+    loss: what the model computes itself from labels: "next_token" (labels = inputs, as the trainer does), "given" (it
+        expects labels that are shifted already) or "other". The trainer's is next-token cross-entropy in any case.
+    causal: whether no logit sees a later token.
     """
 
     stack: str
     hidden_position: int | None
     hidden_keyword: str | None
     output_length: int
+    payload: tuple[str, ...] = ()
+    carried: tuple[int, ...] = ()
+    together: tuple[Range, ...] = ()
+    untrained: tuple[str, ...] = ()
+    loss: str = "next_token"
+    causal: bool = True
+
+    def blocks(self, decoder_layers: int) -> tuple[int, ...]:
+        """Numbers of pipeline layers (embedding, decoder layers, head) that no stage boundary may part, in order."""
+        sizes, at = [1], 0
+        for first, last in self.together:
+            sizes += [1] * (first - at) + [last - first + 1]
+            at = last + 1
+        return (*sizes, *[1] * (decoder_layers - at), 1)
+
+
+def merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """Ranges that have a layer in common are one; in order."""
+    out: list[Range] = []
+    for first, last in sorted(ranges):
+        if out and first <= out[-1][1]:
+            out[-1] = (out[-1][0], max(last, out[-1][1]))
+        elif first < last:
+            out.append((first, last))
+    return tuple(out)
+
+
+def sharing(names: Iterable[tuple[str, ...]], stack: str) -> tuple[Range, ...]:
+    """Decoder layers that share a parameter. names: per parameter, every name that it has in the whole model."""
+    prefix = stack + "."
+    layers = [[int(n[len(prefix) :].split(".")[0]) for n in group if n.startswith(prefix)] for group in names]
+    return merged((min(group), max(group)) for group in layers if group)
+
+
+def boundaries_of_blocks(boundaries: tuple[int, ...], blocks: tuple[int, ...]) -> tuple[int, ...]:
+    """Stage boundaries counted in blocks -> counted in layers."""
+    starts = (0, *itertools.accumulate(blocks))
+    return tuple(starts[b] for b in boundaries)

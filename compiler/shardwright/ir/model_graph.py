@@ -24,14 +24,57 @@ class Parameter:
         return math.prod(self.shape)
 
 
+CHECKPOINTING = ("none", "selective", "full")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Bytes that one layer keeps for backward, per sequence of S tokens: per_token S + per_pair S^2.
+
+    checkpointing: none | selective (the attention module keeps its inputs alone) | full (the layer's input alone).
+    element_bytes: of the compute precision; norms and softmax keep float32 copies, so 2 and 4 differ by more than 2.
+    from_length: holds for S from here on, up to the next entry of its kind: beyond a sliding window there is a mask.
+    whole, divided: held by every tensor rank, and cut over them (what a block that holds matrices makes for itself,
+        and anything wider than the hidden states; block inputs, norms and residuals are whole).
+    """
+
+    checkpointing: str
+    element_bytes: int
+    from_length: int
+    whole_bytes_per_token: int
+    whole_bytes_per_pair: int
+    divided_bytes_per_token: int
+    divided_bytes_per_pair: int
+
+    def whole_bytes(self, sequence_length: int) -> int:
+        return (self.whole_bytes_per_token + self.whole_bytes_per_pair * sequence_length) * sequence_length
+
+    def divided_bytes(self, sequence_length: int) -> int:
+        return (self.divided_bytes_per_token + self.divided_bytes_per_pair * sequence_length) * sequence_length
+
+
+def kept_entry(entries: tuple[Kept, ...], checkpointing: str, element_bytes: int, sequence_length: int) -> Kept | None:
+    """The entry that holds at this length; None where there is none: the layer could not be traced."""
+    kind = (checkpointing, element_bytes)
+    fitting = [k for k in entries if (k.checkpointing, k.element_bytes) == kind and k.from_length <= sequence_length]
+    return max(fitting, key=lambda k: k.from_length, default=None)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
     """One pipeline layer: the embedding, a decoder layer, or the head (final norm and output embedding).
 
     parameters: those that live here; a tied head lists the shared parameter too (`ModelGraph.tied` names it).
+    flops_source: traced (the layer's own modules ran on fake tensors) | counted (they refuse to: from the parameters'
+        shapes, the experts that a token is routed to, and attention over the configured heads).
     matmul_flops_per_token: forward, multiply and add counted as two, embedding lookup as zero.
     attention_flops_per_token_per_position: forward, the QK^T and AV matmuls: times S gives FLOPs per token
         (full S x S attention).
+    attention_module_flops_per_token: the part of matmul_flops_per_token inside the attention module (projections).
+    backward_flops_per_token, backward_flops_per_token_per_position: the same of the backward pass; a fused attention
+        computes its scores a second time there.
+    kept: bytes kept for backward, as traced: () where the layer refuses. What follows is the published formula instead
+        (arXiv 2205.05198), also for kernels that are not Hugging Face's.
     activation_elements_per_token: kept for backward with checkpointing "none", flash-like attention.
     attention_activation_elements_per_token: the part of it inside the attention module ("selective" recomputes it).
     attention_matrix_elements_per_token_per_position: score elements kept by eager attention (times S per token).
@@ -40,8 +83,13 @@ class Layer:
     name: str  # "embedding", "model.layers.0", "head"
     kind: str  # embedding | decoder | head
     parameters: tuple[Parameter, ...]
+    flops_source: str
     matmul_flops_per_token: int
     attention_flops_per_token_per_position: int
+    attention_module_flops_per_token: int
+    backward_flops_per_token: int
+    backward_flops_per_token_per_position: int
+    kept: tuple[Kept, ...]
     activation_elements_per_token: int
     attention_activation_elements_per_token: int
     attention_matrix_elements_per_token_per_position: int
@@ -59,9 +107,12 @@ class ModelGraph:
     tied: groups of parameter names that are one tensor, the canonical (first) name first.
     cut: the decoder stack and how hidden states enter and leave its layers.
     attention_module: name of the attention module inside a decoder layer ("self_attn", "attn").
-    tensor_styles: module path pattern (with * for the layer number) -> tensor-parallel style.
+    tensor_kind: sharded | fallback (ir/partition.py), or "" where tensor_reason says why neither is.
+    tensor_styles: path pattern of a module or a parameter (with * for every number) -> tensor-parallel style.
+    tensor_heads: path or pattern of a module that is cut by heads -> its number of heads.
     max_dropout: the largest dropout probability in the config.
     attention: the attention implementation that will run (sdpa, eager...).
+    context: bytes of what the model hands to its decoder layers (masks, rotary tables), once per sequence and stage.
     """
 
     model_type: str
@@ -79,9 +130,13 @@ class ModelGraph:
     tied: tuple[tuple[str, ...], ...]
     cut: Cut
     attention_module: str
+    tensor_kind: str
+    tensor_reason: str
     tensor_styles: tuple[tuple[str, str], ...]
+    tensor_heads: tuple[tuple[str, int], ...]
     max_dropout: float
     attention: str
+    context: tuple[Kept, ...]
 
     @property
     def decoder_layers(self) -> int:

@@ -30,13 +30,23 @@ class StagePartition:
             raise ValueError(f"boundaries {b} do not cut {layers} layers into non-empty stages")
 
 
+def shard_sizes(total: int, degree: int) -> tuple[int, ...]:
+    """Near-even shards, the first `total % degree` ranks one larger.
+
+    As DeepSpeed's get_shard_size_list with no head count and a grain of one (module_inject/tp_shard.py).
+    """
+    return tuple(total // degree + (1 if rank < total % degree else 0) for rank in range(degree))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSplit:
     """How one parameter (in HF's own layout) is cut over tensor ranks.
 
     dimension: the cut one, or None where every tensor rank holds the whole.
     blocks: sizes along `dimension` that are cut one by one (fused qkv: three); one block where not fused.
-    sizes: per tensor rank, elements along `dimension` (their sum is the full size).
+    sizes: per tensor rank, elements along `dimension`.
+    copies: consecutive tensor ranks that hold the same shard (key/value heads, fewer than the ranks); their gradients
+        are summed. sum(sizes) = copies x the full size.
     """
 
     name: str
@@ -44,6 +54,7 @@ class ParameterSplit:
     dimension: int | None
     blocks: tuple[int, ...]
     sizes: tuple[int, ...]
+    copies: int = 1
 
     def shard_shape(self, tensor_rank: int) -> tuple[int, ...]:
         if self.dimension is None:
@@ -53,11 +64,26 @@ class ParameterSplit:
     def shard_numel(self, tensor_rank: int) -> int:
         return math.prod(self.shard_shape(tensor_rank))
 
+    def pieces(self, tensor_rank: int) -> tuple[tuple[int, int], ...]:
+        """(start, length) along `dimension` in the full parameter, in the order in which the rank holds them."""
+        shards, mine = len(self.sizes) // self.copies, tensor_rank // self.copies
+        found: list[tuple[int, int]] = []
+        offset = 0
+        for block in self.blocks:
+            sizes = shard_sizes(block, shards)
+            found.append((offset + sum(sizes[:mine]), sizes[mine]))
+            offset += block
+        return tuple(found)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleSplit:
-    """style: one of transformers' (colwise, colwise_gather_output, rowwise, rowwise_split_input, packed_colwise,
-    replicated_with_grad_allreduce), or vocabulary_embedding | vocabulary_head | replicated."""
+    """What one module communicates (`style`), and how each parameter that it owns is cut.
+
+    style: one of transformers' (colwise, rowwise, moe_tp_experts...), or one of ours: vocabulary_embedding,
+        vocabulary_head, local_heads (head counts kept as attributes become the rank's share), replicated. A module
+        without parameters is listed where its style asks for something.
+    """
 
     module: str  # dotted HF path, "model.layers.0.self_attn.q_proj"
     style: str
@@ -66,19 +92,27 @@ class ModuleSplit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorParallelMap:
-    """Every module that owns parameters, in model order. sharded_fraction: share of decoder-layer 2-D
-    parameters (elements) that are cut."""
+    """Every module that owns parameters, in model order, and those without that a style names.
+
+    kind: sharded (transformers' plan, or a map of ours) | fallback (each linear cut by itself, its output gathered) |
+        none (degree 1).
+    vocabulary_sizes: per tensor rank, the logits that it holds; () where every rank has them all.
+    sharded_fraction: share of decoder-layer parameters of two and more dimensions (elements) that are cut.
+    """
 
     degree: int
+    kind: str
     modules: tuple[ModuleSplit, ...]
+    vocabulary_sizes: tuple[int, ...]
     sharded_fraction: float
 
     def verify(self) -> None:
         for module in self.modules:
             for p in module.parameters:
                 if p.dimension is not None and (
-                    sum(p.sizes) != p.shape[p.dimension]
+                    sum(p.sizes) != p.copies * p.shape[p.dimension]
                     or sum(p.blocks) != p.shape[p.dimension]
                     or len(p.sizes) != self.degree
+                    or any(sum(n for _, n in p.pieces(r)) != size for r, size in enumerate(p.sizes))
                 ):
                     raise ValueError(f"{p.name}: {p.sizes} do not cut {p.shape} at dimension {p.dimension}")

@@ -19,6 +19,7 @@ class ModelSection:
     weights: str  # pretrained | random
     attention: str  # auto | sdpa | eager | flash_attention_2
     loss: str  # auto | full | chunked
+    trust_remote_code: str | None = None  # the same as source, or None: code of the model's own never runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +113,7 @@ class ParallelismSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssumeSection:
-    kernels: str  # hf | megatron | compiled
+    kernels: str  # auto | hf | megatron | compiled
     mfu: float | None
     ignore_memory: bool
 

@@ -8,49 +8,43 @@ from pathlib import Path
 from shardwright.diagnostics import Diagnostic, Location, Refusal
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.recipe import Recipe
+from shardwright.ir.weights import TOKENIZER_PATTERNS
 from shardwright.plan.build import HOSTFILE, TOKENIZER_DIRECTORY
-
-TOKENIZER_PATTERNS: tuple[str, ...] = (
-    "tokenizer*.json",
-    "vocab*",
-    "merges*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "*.model",
-)
 
 # DeepSpeed's own pattern (launcher/runner.py) also accepts text after the slots; that text would be ignored in silence.
 _HOST_LINE = re.compile(r"([A-Za-z0-9_@%+=:,.-]+)\s+slots=([0-9]{1,6})")
 
 
-def copied_inputs(recipe: Recipe, cluster: Cluster) -> dict[str, bytes]:
-    """Relative path in the compiled folder -> content. Raises Refusal for what cannot be read or used."""
+def copied_inputs(recipe: Recipe, cluster: Cluster, tokenizer: Path | None) -> dict[str, bytes]:
+    """Relative path in the compiled folder -> content. tokenizer: the folder that holds it, where one is needed.
+
+    Raises Refusal for what cannot be read or used.
+    """
     files: dict[str, bytes] = {}
     errors: list[Diagnostic] = []
-    for read in (_tokenizer, _hostfile):
-        try:
-            files |= read(recipe, cluster)
-        except Refusal as refusal:
-            errors.extend(refusal.diagnostics)
+    try:
+        if tokenizer is not None:
+            files |= _tokenizer(tokenizer, str(recipe.data.tokenizer if recipe.data else ""))
+    except Refusal as refusal:
+        errors.extend(refusal.diagnostics)
+    try:
+        files |= _hostfile(recipe, cluster)
+    except Refusal as refusal:
+        errors.extend(refusal.diagnostics)
     if errors:
         raise Refusal(*errors)
     return files
 
 
-def _tokenizer(recipe: Recipe, cluster: Cluster) -> dict[str, bytes]:
-    data = recipe.data
-    if data is None or data.kind != "text" or data.tokenizer is None or data.tokenizer == "byte":
-        return {}
-    folder = Path(data.tokenizer)
+def _tokenizer(folder: Path, name: str) -> dict[str, bytes]:
     found = {path for pattern in TOKENIZER_PATTERNS for path in folder.glob(pattern) if path.is_file()}
-    if folder.is_absolute() and found:
+    if found:
         return {f"{TOKENIZER_DIRECTORY}/{path.name}": path.read_bytes() for path in sorted(found)}
     cause = "holds no tokenizer files" if folder.is_dir() else "is not a folder on this machine"
     raise Refusal(
         Diagnostic(
             code="SW1911",
-            message=f"data.tokenizer: {data.tokenizer!r} {cause}",
+            message=f"data.tokenizer: {name!r} {cause}",
             help="Save it with `save_pretrained` and give that folder (as ./path), or write `tokenizer: byte`.",
             key=("data", "tokenizer"),
             valid=("byte",),

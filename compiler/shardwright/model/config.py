@@ -1,6 +1,6 @@
-"""The recipe's `model` section -> a checked Hugging Face configuration, as plain JSON.
+"""A configuration as written -> a checked Hugging Face configuration.
 
-Nothing here runs a model's own code: config.json is read as data.
+config.json is read as data; a model's own code runs only where the recipe trusts it by name (own_code.py).
 """
 
 from __future__ import annotations
@@ -8,17 +8,18 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import cast
 
 from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from shardwright.diagnostics import Diagnostic, KeyPath, Refusal
+from shardwright.hf.floats import tagged, untagged
 from shardwright.ir.json_value import JsonObject, JsonValue
-from shardwright.ir.recipe import ModelSection
-from shardwright.model.popular.hub import hub_config, read_config_file
+from shardwright.model.own_code import FINGERPRINT
+from shardwright.model.refusals import encoder_decoder, no_causal_lm, unknown_type
+from shardwright.model.support import support
 
 # Sizes that must be at least one, by transformers' common names.
 _SIZES = (
@@ -40,74 +41,31 @@ _COMMON_KEYS = {"model_type", "torch_dtype", "rope_theta", "rope_scaling", "tran
 _VOLATILE_KEYS = ("transformers_version", "_name_or_path", "_attn_implementation", "_attn_implementation_autoset")
 
 
-def read_config(section: ModelSection) -> tuple[JsonObject, KeyPath, bool]:
-    """The configuration as written, the recipe key it is under, and whether it is inline.
-
-    Errors: SW2002 no readable config.json; SW2014 a model with code of its own; those of hub_config for a hub id.
-    """
-    if section.config is not None:
-        return section.config, ("model", "config"), True
-    source = section.source or ""
-    key: KeyPath = ("model", "source")
-    folder = Path(source)
-    config = read_config_file(folder / "config.json") if folder.is_absolute() else hub_config(source, section.revision)
-    return _without_own_code(config, source, key), key, False
-
-
-def _without_own_code(config: JsonObject, source: str, key: KeyPath) -> JsonObject:
-    """`auto_map` names Python files beside the weights. Where transformers has the type itself they are not needed,
-    and are left out; else the model is refused: SW2014."""
-    if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING:
-        raise Refusal(
-            Diagnostic(
-                code="SW2014",
-                message=f"{source!r} is a {config.get('model_type')!r}, which runs on Python code of its own",
-                help="transformers would need trust_remote_code for it, and this version never runs a model's own "
-                "code. Use a model of a type that transformers has itself.",
-                key=key,
-            )
-        )
-    return {name: value for name, value in config.items() if name != "auto_map"}
-
-
 def check_model_type(config: JsonObject, key: KeyPath, inline: bool) -> str:
-    """The model type. Errors: SW2003 unknown, SW2004 no causal language model."""
+    """The model type. Errors: SW2003 unknown, SW2004 no causal language model, SW2017 an encoder-decoder."""
     model_type = config.get("model_type")
+    where = (*key, "model_type") if inline and model_type is not None else key
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        near = difflib.get_close_matches(str(model_type), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3)
-        unknown = (
-            "the configuration names no model_type" if model_type is None else f"unknown model_type {model_type!r}"
-        )
-        raise Refusal(
-            Diagnostic(
-                code="SW2003",
-                message=unknown,
-                help="Give one of transformers' causal language models, by the `model_type` of its config.json.",
-                key=(*key, "model_type") if inline and model_type is not None else key,
-                valid=tuple(dict.fromkeys(near)) or ("llama", "qwen2", "gpt2"),
-            )
-        )
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        near = difflib.get_close_matches(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3)
-        raise Refusal(
-            Diagnostic(
-                code="SW2004",
-                message=f"model_type {model_type!r} is no causal language model in transformers",
-                help="This compiler trains causal language models; AutoModelForCausalLM must know the type.",
-                key=(*key, "model_type") if inline else key,
-                valid=tuple(near),
-            )
-        )
+        raise Refusal(unknown_type(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, where))
+    if support().others.get(model_type) == "encoder-decoder":
+        raise Refusal(encoder_decoder(model_type, where, decoder_alone=False))
+    own = FINGERPRINT in config and CONFIG_MAPPING[model_type] in MODEL_FOR_CAUSAL_LM_MAPPING
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not own:
+        raise Refusal(no_causal_lm(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, where))
     return model_type
 
 
 def resolve_config(config: JsonObject, key: KeyPath, inline: bool) -> PretrainedConfig:
-    """The transformers configuration, every value checked. Errors: SW2005, SW2006 (all of them), SW2007."""
+    """The transformers configuration, every value checked. Errors: SW2005, SW2006 (all of them), SW2007, SW2017."""
     model_type = check_model_type(config, key, inline)
     config_class = CONFIG_MAPPING[model_type]
-    known = {*config_class().to_dict(), *config_class.attribute_map, *_COMMON_KEYS}
+    try:
+        probe = config_class()
+    except Exception as error:  # some types have no defaults that agree with each other
+        raise Refusal(contradiction(error, key)) from None
+    known = {*probe.to_dict(), *config_class.attribute_map, *_COMMON_KEYS}
     diagnostics: list[Diagnostic] = []
-    probe = config_class()
+    config = untagged(config)
     for name, value in config.items():
         where = (*key, name) if inline else key
         if name not in known:
@@ -139,9 +97,13 @@ def resolve_config(config: JsonObject, key: KeyPath, inline: bool) -> Pretrained
     left_out = {*_VOLATILE_KEYS, "model_type"}
     values = {renamed.get(name, name): value for name, value in config.items() if name not in left_out}
     try:
-        return config_class(**values)
+        resolved = config_class(**values)
     except Exception as error:
         raise Refusal(contradiction(error, key)) from None
+    if resolved.is_encoder_decoder and model_type in support().decoders:
+        where = (*key, "is_encoder_decoder") if "is_encoder_decoder" in config else (*key, "model_type")
+        raise Refusal(encoder_decoder(model_type, where if inline else key, decoder_alone=True))
+    return resolved
 
 
 def contradiction(error: Exception, key: KeyPath) -> Diagnostic:
@@ -158,7 +120,16 @@ def config_json(config: PretrainedConfig, architecture: str) -> dict[str, JsonVa
     """The complete configuration: sorted, without the keys that say where it came from."""
     plain = {k: v for k, v in config.to_dict().items() if k not in _VOLATILE_KEYS}
     plain["architectures"] = [architecture]
-    return cast(dict[str, JsonValue], json.loads(json.dumps(plain, sort_keys=True)))
+    return cast(dict[str, JsonValue], json.loads(json.dumps(tagged(plain), sort_keys=True)))
+
+
+def text_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The part that describes the decoder; the whole where transformers finds several (musicgen: its class reads the
+    decoder's sizes from the outermost one)."""
+    try:
+        return config.get_text_config()
+    except ValueError:
+        return config
 
 
 def _value_problem(probe: PretrainedConfig, name: str, value: JsonValue) -> str:

@@ -2,28 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import json
+from collections.abc import Iterator
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging
 
 from shardwright.diagnostics import Diagnostic, KeyPath, Refusal
-from shardwright.hf.probe import NotCuttable, Probed, probe
+from shardwright.hf.adapters import adapt
+from shardwright.hf.probe import NotCuttable, Probed, find_cut, find_together, probe
 from shardwright.hf.shrink import VOCABULARY, shrink
+from shardwright.ir.cut import Range
 
 TOKENS = (2, 24)
 """Batch and sequence of the probe."""
 
+MOST_PARAMETERS = 250_000_000
+"""Of a copy with the model's own widths: 1 GB in fp32, and as much again for each isolated piece in its turn."""
+
 
 def probe_config(config: PretrainedConfig, attention: str, key: KeyPath) -> Probed:
     """Error: SW2016, this structure cannot be proved to come apart."""
-    text = json.dumps(shrink(config.to_dict()), sort_keys=True, default=str)
-    found = _probe(config.model_type, text, None if attention == "auto" else attention)
+    document, pinned = config.to_dict(), None if attention == "auto" else attention
+    found = _probe(config.model_type, _text(shrink(document)), pinned, most_parameters=None)
+    if isinstance(found, _DoesNotRun):
+        # Maybe only because the sizes of the copy do not fit each other: the real ones do.
+        as_it_is = _text(shrink(document, widths=False))
+        again = _probe(config.model_type, as_it_is, pinned, most_parameters=MOST_PARAMETERS)
+        found = again if isinstance(again, Probed) else found
+    if isinstance(found, Probed) and found.cut.together:
+        # Which layers share is a matter of which layers there are: the copy has fewer.
+        deep = _together(config.model_type, _text(shrink(document, depth=False)), pinned)
+        if isinstance(deep, str):
+            raise Refusal(uncuttable(config, deep, key))
+        found = dataclasses.replace(found, cut=dataclasses.replace(found.cut, together=deep))
     if isinstance(found, str):
         raise Refusal(uncuttable(config, found, key))
     return found
+
+
+def _text(document: dict[str, object]) -> str:
+    return json.dumps(document, sort_keys=True, default=str)
 
 
 def uncuttable(config: PretrainedConfig, why: str, key: KeyPath) -> Diagnostic:
@@ -36,22 +60,67 @@ def uncuttable(config: PretrainedConfig, why: str, key: KeyPath) -> Diagnostic:
     )
 
 
+class _DoesNotRun(str):
+    """A reason that may be the tiny copy's own."""
+
+
 @functools.lru_cache(maxsize=256)
-def _probe(model_type: str, text: str, attention: str | None) -> Probed | str:
+def _probe(model_type: str, text: str, attention: str | None, *, most_parameters: int | None) -> Probed | str:
     """The reason as text where there is no cut, so that it is cached too."""
-    state = torch.get_rng_state()
+    with _aside():
+        try:
+            if most_parameters is not None:
+                with torch.device("meta"):
+                    count = sum(p.numel() for p in _build(model_type, text, attention).parameters())
+                if count > most_parameters:
+                    return _DoesNotRun("it is too large to run as it is")
+            return probe(_random_model(model_type, text, attention), _tokens())
+        except NotCuttable as reason:
+            return str(reason)
+        except Exception as error:  # whatever a type's own code raises at this size
+            lines = str(error).strip().splitlines() or [""]
+            return _DoesNotRun(f"its tiny copy does not run ({type(error).__name__}: {lines[-1][:200]})")
+
+
+@functools.lru_cache(maxsize=256)
+def _together(model_type: str, text: str, attention: str | None) -> tuple[Range, ...] | str:
+    """`Cut.together` of a narrow copy as deep as the model, or the reason why there is none."""
+    with _aside():
+        try:
+            model, tokens = _random_model(model_type, text, attention), _tokens()
+            return find_together(model, find_cut(model, tokens), tokens)
+        except Exception as error:
+            return f"its layers share state, and a narrow copy does not run at its depth ({type(error).__name__})"
+
+
+def _build(model_type: str, text: str, attention: str | None) -> PreTrainedModel:
+    config = CONFIG_MAPPING[model_type].from_dict(json.loads(text))
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+
+
+def _random_model(model_type: str, text: str, attention: str | None) -> PreTrainedModel:
+    """In training mode, as a run has it; the shrunk configuration has no dropout."""
+    model = _build(model_type, text, attention)
+    model.train()
+    adapt(model)
+    with torch.no_grad():
+        for parameter in model.parameters():  # no bias all zero, no norm weight all one
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+def _tokens() -> torch.Tensor:
+    return torch.randint(3, VOCABULARY - 10, TOKENS)
+
+
+@contextlib.contextmanager
+def _aside() -> Iterator[None]:
+    """Random numbers of its own, and no warnings: they would be about the tiny copy."""
+    state, verbosity = torch.get_rng_state(), logging.get_verbosity()
+    torch.manual_seed(0)
+    logging.set_verbosity_error()
     try:
-        config = CONFIG_MAPPING[model_type].from_dict(json.loads(text))
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
-        with torch.no_grad():
-            for parameter in model.parameters():  # no bias all zero, no norm weight all one
-                parameter.add_(torch.randn_like(parameter) * 0.05)
-        return probe(model, torch.randint(3, VOCABULARY - 10, TOKENS))
-    except NotCuttable as reason:
-        return str(reason)
-    except Exception as error:  # whatever a type's own code raises at this size
-        lines = str(error).strip().splitlines() or [""]
-        return f"its tiny copy does not run ({type(error).__name__}: {lines[-1][:200]})"
+        yield
     finally:
         torch.set_rng_state(state)
+        logging.set_verbosity(verbosity)

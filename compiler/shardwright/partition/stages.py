@@ -11,6 +11,7 @@ import functools
 import itertools
 
 from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.ir.cut import boundaries_of_blocks
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.partition import StagePartition
 from shardwright.ir.recipe import Recipe
@@ -26,25 +27,43 @@ def layer_costs(graph: ModelGraph, sequence_length: int) -> tuple[int, ...]:
 
 
 def partition_stages(recipe: Recipe, graph: ModelGraph, strategy: Strategy) -> StagePartition:
-    """Explicit boundaries over graph.layers; every stage holds at least one layer. Error: SW3106, too few layers."""
-    stages = strategy.stages
-    if len(graph.layers) < stages:
+    """Explicit boundaries over graph.layers; every stage holds at least one layer, and layers that share parameters or
+    state are on one. Error: SW3106, too few layers."""
+    if most_stages(graph) < strategy.stages:
         raise Refusal(too_few_layers(graph, strategy))
-    costs = layer_costs(graph, recipe.training.sequence_length)
-    cut = cut_mirrored if strategy.schedule == "dualpipev" else cut_evenly
-    partition = StagePartition(boundaries=cut(costs, stages), schedule=strategy.schedule)
+    boundaries = cut_layers(graph, recipe.training.sequence_length, strategy.stages, strategy.schedule)
+    partition = StagePartition(boundaries=boundaries, schedule=strategy.schedule)
     partition.verify(len(graph.layers))
     return partition
 
 
+def most_stages(graph: ModelGraph) -> int:
+    return len(graph.cut.blocks(graph.decoder_layers))
+
+
+def cut_layers(graph: ModelGraph, sequence_length: int, stages: int, schedule: str) -> tuple[int, ...]:
+    """Boundaries over graph.layers, none inside a block that has to stay together; there are enough blocks."""
+    blocks = graph.cut.blocks(graph.decoder_layers)
+    costs = iter(layer_costs(graph, sequence_length))
+    of_blocks = tuple(sum(itertools.islice(costs, size)) for size in blocks)
+    cut = cut_mirrored if schedule == "dualpipev" else cut_evenly
+    return boundaries_of_blocks(cut(of_blocks, stages), blocks)
+
+
 def too_few_layers(graph: ModelGraph, strategy: Strategy) -> Diagnostic:
-    most = len(graph.layers) // (2 if strategy.schedule == "dualpipev" else 1)
+    blocks = most_stages(graph)
+    most = blocks // (2 if strategy.schedule == "dualpipev" else 1)
+    layers = f"{len(graph.layers)} layers to put on them"
+    shared = ", ".join(f"{first} to {last}" for first, last in graph.cut.together)
+    if shared:
+        layers = f"{blocks} parts that can stand on a stage of their own"
+        shared = f" Decoder layers {shared} share parameters or state, and stay on one stage."
     return Diagnostic(
         code="SW3106",
         message=f"pipeline {strategy.pipeline} ({strategy.schedule}) makes {strategy.stages} stages, "
-        f"but the model has {len(graph.layers)} layers to put on them",
-        help=f"The layers are the embedding, {graph.decoder_layers} decoder layers and the head. "
-        f"Use pipeline <= {most}, or a deeper model.",
+        f"but the model has {layers}",
+        help=f"The layers are the embedding, {graph.decoder_layers} decoder layers and the head.{shared} "
+        f"Use pipeline <= {most}, or {'another' if shared else 'a deeper'} model.",
         key=("parallelism", "pipeline"),
         valid=(str(most),),
     )

@@ -6,16 +6,17 @@ import hashlib
 import importlib.metadata
 import json
 import math
-from pathlib import Path
 
 import shardwright
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.estimate import Estimate
 from shardwright.ir.model_graph import Layer, ModelGraph
+from shardwright.ir.own_code import OwnCode
 from shardwright.ir.partition import StagePartition, TensorParallelMap
 from shardwright.ir.recipe import DataSection, LaunchSection, Recipe, TrainingSection
 from shardwright.ir.strategy import Strategy
+from shardwright.ir.weights import Weights
 from shardwright.plan.plan import (
     PLAN_VERSION,
     Plan,
@@ -34,15 +35,17 @@ from shardwright.plan.plan import (
 from shardwright.plan.ranks import place_ranks
 from shardwright.plan.zero import zero_section
 
-CONFIG_FILE = "model/config.json"
+MODEL_DIRECTORY = "model"
+CONFIG_FILE = f"{MODEL_DIRECTORY}/config.json"
 TOKENIZER_DIRECTORY = "tokenizer"
 HOSTFILE = "launch/hostfile"
 RUN_DIRECTORY = "run"
-FOLDER_ROOTS: tuple[str, ...] = ("launch", "model", TOKENIZER_DIRECTORY)
+FOLDER_ROOTS: tuple[str, ...] = ("launch", MODEL_DIRECTORY, TOKENIZER_DIRECTORY)
 ARTIFACT_ROOTS: tuple[str, ...] = (
     ".shardwright",
     "plan.json",
     "ds_config.json",
+    "ds_config.autotp.json",
     "recipe.resolved.json",
     "launch.sh",
     "train.py",
@@ -70,10 +73,15 @@ def build_plan(
     partition: StagePartition,
     tensor_map: TensorParallelMap,
     versions: Versions,
+    weights: Weights | None,
+    own_code: OwnCode | None,
 ) -> Plan:
-    """Raises Refusal where the model's weights, the data or the checkpoint folder cannot be what the run needs."""
+    """weights: where they are, None for random ones.
+
+    Raises Refusal where the data or the checkpoint folder cannot be what the run needs.
+    """
     strategy = estimate.strategy
-    errors = (*_weights_errors(recipe), *_data_errors(recipe, graph), *_checkpoint_errors(recipe.checkpoint.directory))
+    errors = (*_data_errors(recipe, graph), *_checkpoint_errors(recipe.checkpoint.directory))
     if recipe.data is None or errors:
         raise Refusal(*errors)
     steps = training_steps(recipe.training)
@@ -82,7 +90,7 @@ def build_plan(
         name=recipe.name,
         recipe_hash=canonical_hash(recipe.document),
         versions=versions,
-        model=_model(recipe, graph),
+        model=_model(recipe, graph, weights, own_code),
         strategy=strategy,
         nodes=cluster.nodes,
         gpus_per_node=cluster.gpus_per_node,
@@ -90,7 +98,11 @@ def build_plan(
         is_cpu=cluster.gpu.is_cpu,
         stages=_stages(graph, partition, strategy),
         tensor_parallel=PlanTensorParallel(
-            degree=tensor_map.degree, sharded_fraction=tensor_map.sharded_fraction, modules=tensor_map.modules
+            degree=tensor_map.degree,
+            kind=tensor_map.kind,
+            sharded_fraction=tensor_map.sharded_fraction,
+            vocabulary_sizes=tensor_map.vocabulary_sizes,
+            modules=tensor_map.modules,
         ),
         ranks=place_ranks(graph, cluster, strategy, partition, tensor_map, recipe.training.precision),
         training=PlanTraining(
@@ -161,31 +173,49 @@ def accumulation_dtype(training: TrainingSection) -> str:
     return training.precision
 
 
-def _model(recipe: Recipe, graph: ModelGraph) -> PlanModel:
+def _model(recipe: Recipe, graph: ModelGraph, weights: Weights | None, own_code: OwnCode | None) -> PlanModel:
     return PlanModel(
         model_type=graph.model_type,
         architecture=graph.architecture,
         config_file=CONFIG_FILE,
         config_hash=graph.config_hash,
         weights=recipe.model.weights,
-        weights_path=recipe.model.source if recipe.model.weights == "pretrained" else None,
-        revision=None,  # a local folder has none
+        weights_path=None if weights is None else weights.path,
+        revision=None if weights is None else weights.revision,
         attention=graph.attention,
         loss="full",
         shared_parameters=tuple(p.name for p in graph.layers[0].parameters if p in graph.layers[-1].parameters),
         cut=graph.cut,
-        embedding_modules=_modules(graph.layers[0]),
-        head_modules=_modules(graph.layers[-1]),
+        embedding_modules=_modules(graph, graph.layers[0]),
+        head_modules=_modules(graph, graph.layers[-1]),
         attention_module=graph.attention_module,
         tied=graph.tied,
         total_parameters=graph.total_parameters,
         vocabulary_size=graph.vocabulary_size,
+        dropout=graph.max_dropout,
+        own_code=own_code,
     )
 
 
-def _modules(layer: Layer) -> tuple[str, ...]:
-    """Paths of the modules that own the layer's parameters, in order."""
-    return tuple(dict.fromkeys(p.name.rpartition(".")[0] for p in layer.parameters))
+def _modules(graph: ModelGraph, layer: Layer) -> tuple[str, ...]:
+    """Paths of the modules that own the layer's parameters, in order. Of a module that owns others' parameters too, or
+    holds the decoder stack, the parameters' own paths: a piece takes no more than what it uses."""
+    own = {p.name for p in layer.parameters}
+    own |= {name for group in graph.tied if group[0] in own for name in group}
+    names = {p.name for side in graph.layers for p in side.parameters} | {n for group in graph.tied for n in group}
+    shared = {_owner(name) for name in names - own}
+    return tuple(
+        dict.fromkeys(
+            p.name if _owner(p.name) in shared or f"{graph.cut.stack}.".startswith(_owner(p.name) + ".") else owner
+            for p in layer.parameters
+            for owner in [_owner(p.name)]
+        )
+    )
+
+
+def _owner(parameter: str) -> str:
+    """A parameter of the outermost module has "" as its owner, and is its own path."""
+    return parameter.rpartition(".")[0] or parameter
 
 
 def _stages(graph: ModelGraph, partition: StagePartition, strategy: Strategy) -> tuple[PlanStage, ...]:
@@ -225,27 +255,6 @@ def _launch(launch: LaunchSection, nodes: int) -> PlanLaunch:
         env=tuple(sorted(launch.env.items())),
         env_from=tuple(sorted(set(launch.env_from))),
         setup_script=None,
-    )
-
-
-def _weights_errors(recipe: Recipe) -> tuple[Diagnostic, ...]:
-    if recipe.model.weights != "pretrained":
-        return ()
-    source = recipe.model.source
-    if source is not None and any(Path(source).glob("*.safetensors")):
-        return ()
-    where = "there is no model.source" if source is None else f"no *.safetensors file in {source!r}"
-    help = "Give a folder that `save_pretrained` wrote, or `weights: random`."
-    if source is not None and not Path(source).is_absolute():
-        where = f"{source!r} is a name on the hub, and weights are read from a local folder"
-        help = f"Run `hf download {source} --local-dir FOLDER`, give ./FOLDER as model.source, or `weights: random`."
-    return (
-        Diagnostic(
-            code="SW1913",
-            message=f"model.weights: pretrained, but {where}",
-            help=help,
-            key=("model", "weights"),
-        ),
     )
 
 

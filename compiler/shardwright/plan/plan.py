@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from shardwright.ir.cut import Cut
 from shardwright.ir.estimate import Memory, Time, Training
 from shardwright.ir.json_value import JsonObject
+from shardwright.ir.own_code import OwnCode
 from shardwright.ir.partition import ModuleSplit
 from shardwright.ir.strategy import Strategy
 
@@ -28,10 +29,14 @@ class Versions:
 class PlanModel:
     """config_file, tokenizer_directory: relative to the compiled folder.
 
-    weights_path: absolute folder of safetensors files where weights is "pretrained", else None.
+    weights_path: absolute folder of safetensors files where weights is "pretrained", else None; revision: its commit
+        where it is of the hub.
     embedding_modules, head_modules: modules outside the decoder stack whose parameters the first and the last layer
-        hold; a tied head names the embedding's module too.
+        hold; a tied head names the embedding's module too. A parameter stands there by its own path where its module
+        owns others' too, or holds the stack.
     shared_parameters: those that both hold, by name.
+    dropout: the largest probability in the model; 0 where nothing is random.
+    own_code: of a type that transformers lacks; its files lie beside config_file.
     """
 
     model_type: str
@@ -51,6 +56,8 @@ class PlanModel:
     shared_parameters: tuple[str, ...]
     total_parameters: int
     vocabulary_size: int
+    dropout: float
+    own_code: OwnCode | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +72,12 @@ class PlanStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanTensorParallel:
+    """As ir.partition.TensorParallelMap."""
+
     degree: int
+    kind: str
     sharded_fraction: float
+    vocabulary_sizes: tuple[int, ...]
     modules: tuple[ModuleSplit, ...]
 
 

@@ -95,6 +95,19 @@ def _weights(view: View) -> Iterable[Diagnostic]:
         )
 
 
+def _trust(view: View) -> Iterable[Diagnostic]:
+    trusted, source = view.get("model.trust_remote_code"), view.get("model.source")
+    if trusted is None or trusted == source:
+        return
+    if source is None:
+        help = "Remove it: model.config is data, there is no code to run."
+        yield _error("SW1212", "model.trust_remote_code", "trust_remote_code without model.source trusts nothing", help)
+    else:
+        message = f"trust_remote_code names {trusted!r}, and model.source is {source!r}"
+        help = "If you have read that code and trust it, write the same text as model.source; else remove the key."
+        yield _error("SW1212", "model.trust_remote_code", message, help, (str(source),))
+
+
 def _data_parallel(view: View) -> tuple[int | None, str]:
     """The data parallel degree that is pinned or follows from the world, and words for where it comes from."""
     data = view.number("parallelism.data")
@@ -242,6 +255,7 @@ CHECKS: tuple[Check, ...] = (
     _at_most_one("training.scheduler", "warmup_steps", "warmup_ratio"),
     _at_most_one("training.scheduler", "min_lr", "min_lr_ratio"),
     Check(keys=("model.weights", "model.config"), find=_weights),
+    Check(keys=("model.trust_remote_code", "model.source"), find=_trust),
     Check(keys=_LAYOUT, find=_world),
     Check(keys=(*_LAYOUT, "training.global_batch_size", "parallelism.micro_batch_size"), find=_batch),
     Check(

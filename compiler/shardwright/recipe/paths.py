@@ -22,6 +22,7 @@ _PATH_KEYS: tuple[tuple[str, ...], ...] = (
 )
 _FOLDER_OR_NAME_KEYS: tuple[tuple[str, ...], ...] = (
     ("model", "source"),
+    ("model", "trust_remote_code"),
     ("data", "tokenizer"),
     ("data", "mixture", "*", "tokenizer"),
     ("validation", "tokenizer"),

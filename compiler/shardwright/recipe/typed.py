@@ -71,6 +71,7 @@ def build(document: JsonObject, directory: str, source: Source) -> Recipe:
             weights=cast(str, model["weights"]),
             attention=cast(str, model["attention"]),
             loss=cast(str, model["loss"]),
+            trust_remote_code=_folder_or_name(model["trust_remote_code"], directory),
         ),
         cluster=ClusterSection(
             nodes=_integer(cluster["nodes"]),

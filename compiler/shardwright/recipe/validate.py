@@ -125,6 +125,7 @@ def wrong_type(path: KeyPath, value: JsonValue, wanted: set[str], choices: tuple
         help = f'Write "{say_value(value)}" in quotes.'
     elif "array" in wanted:
         help = f"Give a list, such as [{say_value(value)}]." if not isinstance(value, Mapping) else "Give a list."
+    help = _TYPE_HELP.get(path, help)
     return Diagnostic(
         code="SW1102",
         message=f"{name(path)}: expected {expected}, got {say_value(value, typed=True)}",
@@ -133,6 +134,11 @@ def wrong_type(path: KeyPath, value: JsonValue, wanted: set[str], choices: tuple
         valid=choices,
     )
 
+
+_TYPE_HELP: dict[KeyPath, str] = {
+    ("model", "trust_remote_code"): "Write the model's name, the same as model.source: `trust_remote_code: org/name`. "
+    "Without the key no code of a model's own runs.",
+}
 
 _BOOLEANS: dict[str, str] = {
     "yes": "true",

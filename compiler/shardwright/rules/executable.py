@@ -95,13 +95,13 @@ EXECUTABLE: tuple[Limit, ...] = (
             code="SW1914",
             key=("assume", key),
             value=value,
-            allowed=(default,),
+            allowed=allowed,
             help="Remove it: `assume` changes what an estimate predicts, not what a run does.",
         )
-        for key, value, default in (
-            ("kernels", lambda r: r.assume.kernels, "hf"),
-            ("mfu", lambda r: r.assume.mfu, None),
-            ("ignore_memory", lambda r: r.assume.ignore_memory, False),
+        for key, value, allowed in (
+            ("kernels", lambda r: r.assume.kernels, ("auto", "hf")),
+            ("mfu", lambda r: r.assume.mfu, (None,)),
+            ("ignore_memory", lambda r: r.assume.ignore_memory, (False,)),
         )
     ),
     Limit(

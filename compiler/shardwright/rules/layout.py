@@ -13,7 +13,8 @@ from shardwright.ir.divisors import nearest_divisors
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.strategy import Strategy
-from shardwright.partition.stages import too_few_layers
+from shardwright.partition.stages import most_stages, too_few_layers
+from shardwright.partition.tensor import indivisible
 
 PACKING_TYPES = ("llama", "mistral", "qwen2", "gpt2")  # tests/parity/test_packing.py
 SLOW_LINK_BYTES_PER_SECOND = 200e9 / 8  # rule 36: ZeRO-3 across links under 200 Gb/s
@@ -72,50 +73,31 @@ def batch(x: Subject) -> Diagnostic | None:
 
 
 def heads(x: Subject) -> Diagnostic | None:
-    """Rule 13: a head is computed whole on one rank."""
-    t, count = x.strategy.tensor, x.graph.attention_heads
-    if count % t == 0:
-        return None
-    return _found(
-        "SW3103",
-        "parallelism.tensor",
-        f"tensor {t} does not divide the model's {count} attention heads",
-        "Each tensor rank computes whole attention heads.",
-        nearest_divisors(count, t),
-    )
+    """Rule 13."""
+    return _indivisible(x, "SW3103")
 
 
 def key_value_heads(x: Subject) -> Diagnostic | None:
-    """Rule 13, without the copies of key/value heads that a larger degree would need."""
-    t, count = x.strategy.tensor, x.graph.key_value_heads
-    if count % t == 0 or count == x.graph.attention_heads:
-        return None
-    return _found(
-        "SW3104",
-        "parallelism.tensor",
-        f"tensor {t} does not divide the model's {count} key/value heads",
-        "This version does not copy key/value heads to several tensor ranks.",
-        nearest_divisors(count, t),
-    )
+    """Rule 13: a degree beyond the key/value heads must be a multiple of them."""
+    return _indivisible(x, "SW3104")
 
 
 def feed_forward(x: Subject) -> Diagnostic | None:
     """Shards of a feed-forward matrix are equal (rule 13's counterpart)."""
-    t, size = x.strategy.tensor, x.graph.feed_forward_size
-    if size % t == 0:
-        return None
-    return _found(
-        "SW3105",
-        "parallelism.tensor",
-        f"tensor {t} does not divide the model's feed-forward size {size}",
-        "Each tensor rank holds an equal share of the feed-forward matrices.",
-        nearest_divisors(size, t),
-    )
+    return _indivisible(x, "SW3105")
+
+
+def experts(x: Subject) -> Diagnostic | None:
+    return _indivisible(x, "SW3126")
+
+
+def _indivisible(x: Subject, code: str) -> Diagnostic | None:
+    return next((d for d in indivisible(x.graph, x.strategy.tensor) if d.code == code), None)
 
 
 def layers(x: Subject) -> Diagnostic | None:
-    """A stage holds at least one layer; embedding and head count as one each."""
-    if len(x.graph.layers) >= x.strategy.stages:
+    """A stage holds at least one layer; embedding and head count as one each, layers that share something as one."""
+    if most_stages(x.graph) >= x.strategy.stages:
         return None
     return too_few_layers(x.graph, x.strategy)
 
@@ -200,13 +182,14 @@ def tensor_in_node(x: Subject) -> Diagnostic | None:
 
 
 def tensor_styles(x: Subject) -> Diagnostic | None:
-    """Rule 15: only types whose every matrix has a style here are cut over tensor ranks."""
-    if x.strategy.tensor == 1 or x.graph.tensor_styles:
+    """Rule 15: what is not proved against a plain process (model/tensor_proved.json) is not offered."""
+    if x.strategy.tensor == 1 or x.graph.tensor_kind:
         return None
     return _found(
         "SW3123",
         "parallelism.tensor",
-        f"tensor {x.strategy.tensor}: this version has no tensor-parallel map for model_type {x.graph.model_type!r}",
+        f"tensor {x.strategy.tensor}: model_type {x.graph.model_type!r} is not cut over tensor ranks: "
+        f"{x.graph.tensor_reason}",
         "Use tensor: 1; pipeline and ZeRO run this type.",
         (1,),
     )
@@ -237,21 +220,18 @@ def packed_documents(x: Subject) -> Diagnostic | None:
     )
 
 
-def dropout(x: Subject) -> Diagnostic | None:
-    """Sharded regions would need their own random stream, which attention dropout does not take by itself."""
-    if x.strategy.tensor == 1 or x.graph.max_dropout == 0:
+def layer_drop(x: Subject) -> Diagnostic | None:
+    """Skipping layers at random: a stage cannot skip what another one sends, and ZeRO-3 hangs where data ranks, each
+    with its own numbers, gather different layers. Ordinary dropout runs under every layout (runtime/dropout.py)."""
+    s = x.strategy
+    name = next((k for k in ("layerdrop", "decoder_layerdrop") if x.graph.config.get(k)), None)
+    if name is None or (s.pipeline == 1 and s.zero_stage < 3):
         return None
-    names = [
-        k
-        for k, v in x.graph.config.items()
-        if k.endswith(("dropout", "pdrop")) and not k.startswith(("summary", "classifier")) and v
-    ]
     return _found(
         "SW3113",
-        "parallelism.tensor",
-        f"tensor {x.strategy.tensor} with dropout {x.graph.max_dropout} cannot run in this version",
-        f"Set {', '.join(names)} to 0 in model.config, or use tensor: 1.",
-        (1,),
+        "parallelism.pipeline" if s.pipeline > 1 else "parallelism.zero_stage",
+        f"{name} {x.graph.config[name]} skips layers at random, which a pipeline and zero_stage 3 cannot",
+        f"Set {name} to 0 in model.config, or use pipeline: 1 with a zero_stage below 3.",
     )
 
 
@@ -374,5 +354,31 @@ def zero_3_slow_links(x: Subject) -> Diagnostic | None:
         "parallelism.zero_stage",
         f"zero_stage 3 over links of {rate * 8 / 1e9:.0f} Gb/s per GPU: more nodes may be slower",
         "A pipeline with zero_stage: 1 sends far less between nodes.",
+        severity="warning",
+    )
+
+
+def not_causal(x: Subject) -> Diagnostic | None:
+    """Found by the probe. A plain Hugging Face run trains it the same way, so it is no error."""
+    if x.graph.cut.causal:
+        return None
+    return _found(
+        "SW3130",
+        "model",
+        f"a {x.graph.model_type!r} of this configuration sees later tokens: next-token prediction is no task for it",
+        "Where the type has the key, set is_decoder: true in the model's configuration.",
+        severity="warning",
+    )
+
+
+def own_loss(x: Subject) -> Diagnostic | None:
+    """Found by the probe: label smoothing, codebooks, image tokens, an auxiliary loss of the router."""
+    if x.graph.cut.loss != "other":
+        return None
+    return _found(
+        "SW3131",
+        "model",
+        f"Hugging Face's own loss of a {x.graph.model_type!r} is another one",
+        "The trainer's is next-token cross-entropy on the logits, for every type.",
         severity="warning",
     )

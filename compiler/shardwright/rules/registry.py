@@ -21,6 +21,7 @@ GENERAL_RULES: dict[str, Rule] = {
     "SW3103": layout.heads,
     "SW3104": layout.key_value_heads,
     "SW3105": layout.feed_forward,
+    "SW3126": layout.experts,
     "SW3106": layout.layers,
     "SW3110": layout.dualpipev_alone,
     "SW3112": layout.tensor_in_node,
@@ -29,6 +30,8 @@ GENERAL_RULES: dict[str, Rule] = {
     "SW3117": layout.rotary_positions,
     "SW3118": layout.precision,
     "SW3121": layout.half_precision_accumulation,
+    "SW3130": layout.not_causal,
+    "SW3131": layout.own_loss,
 }
 
 # What DeepSpeed, or this version's use of it, does not run. `target: megatron` is estimated without them.
@@ -37,7 +40,7 @@ DEEPSPEED_RULES: dict[str, Rule] = {
     "SW3108": layout.pipeline_zero_23,
     "SW3109": layout.dualpipev_micro_batches,
     "SW3111": layout.offload,
-    "SW3113": layout.dropout,
+    "SW3113": layout.layer_drop,
     "SW3123": layout.tensor_styles,
     "SW3124": layout.selective_attention,
     "SW3125": layout.packed_documents,

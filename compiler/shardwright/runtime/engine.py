@@ -19,11 +19,12 @@ from torch import nn
 from shardwright.plan.plan import Plan
 from shardwright.runtime.batches import MicroBatch
 from shardwright.runtime.deepspeed_fixes import apply_fixes
+from shardwright.runtime.dropout import TENSOR_RANDOM
 from shardwright.runtime.loss import CausalLoss
 from shardwright.runtime.pipeline import build_pipeline
 from shardwright.runtime.recompute import apply_recompute
 from shardwright.runtime.schedule import decay_groups
-from shardwright.runtime.tensor_parallel import adjust_head_counts, split_module
+from shardwright.runtime.tensor.split import TensorSplitter
 from shardwright.runtime.weights import build_model, conv1d_to_linear
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -54,17 +55,17 @@ def build_trainer(plan: Plan, folder: Path) -> Trainer:
     model = build_model(plan, folder)
     conv1d_to_linear(model)
     config = json.loads((folder / "ds_config.json").read_text(encoding="utf-8"))
-    if plan.strategy.pipeline > 1:
-        return PipelineTrainer(plan, model, config)
-    return DataTrainer(plan, model, config)
+    trainer: Trainer = (PipelineTrainer if plan.strategy.pipeline > 1 else DataTrainer)(plan, model, config)
+    random_is_cut = plan.model.dropout > 0 and plan.strategy.tensor > 1
+    TENSOR_RANDOM.use(trainer.grid.get_slice_parallel_rank() if random_is_cut else None)
+    return trainer
 
 
 def _causal_loss(plan: Plan, grid: PipelineParallelGrid) -> CausalLoss:
-    degree, vocabulary = plan.strategy.tensor, plan.model.vocabulary_size
-    if degree == 1:
+    sizes, vocabulary = plan.tensor_parallel.vocabulary_sizes, plan.model.vocabulary_size
+    if not sizes:
         return CausalLoss(vocabulary, None, None)
-    embedding = next(m for m in plan.tensor_parallel.modules if m.style == "vocabulary_embedding")
-    sizes, rank = embedding.parameters[0].sizes, grid.get_slice_parallel_rank()
+    rank = grid.get_slice_parallel_rank()
     first = sum(sizes[:rank])
     return CausalLoss(vocabulary, grid.get_slice_parallel_group(), (first, first + sizes[rank]))
 
@@ -141,10 +142,9 @@ class DataTrainer:
         self.grid = PipelineParallelGrid(topology=topology)
         layers = list(model.get_submodule(plan.model.cut.stack).children())
         if strategy.tensor > 1:
+            splitter = TensorSplitter(model, plan.tensor_parallel.modules, self.grid.get_slice_parallel_group())
             for split in plan.tensor_parallel.modules:
-                split_module(model, split, self.grid.get_slice_parallel_group())
-            for layer in layers:
-                adjust_head_counts(layer.get_submodule(plan.model.attention_module), strategy.tensor)
+                splitter.split(split)
         apply_recompute(layers, strategy.activation_checkpointing, plan.model.attention_module)
         self.loss_fn = _causal_loss(plan, self.grid)
         self.engine = _initialize(plan, model, config, self.grid)

@@ -10,9 +10,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.ir.own_code import OwnCode
 from shardwright.ir.partition import ParameterSplit
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
@@ -45,6 +46,8 @@ def export_checkpoint(checkpoint: Path, output: Path) -> None:
     model.config.dtype = next(iter(state.values())).dtype
     temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=_parent(output)))
     try:
+        if plan.model.own_code is not None:
+            _bring_own_code(plan.model.own_code, model, checkpoint / "model", temporary)
         model.save_pretrained(temporary)
         if (checkpoint / "tokenizer").is_dir():
             shutil.copytree(checkpoint / "tokenizer", temporary, dirs_exist_ok=True)
@@ -55,6 +58,14 @@ def export_checkpoint(checkpoint: Path, output: Path) -> None:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _bring_own_code(code: OwnCode, model: PreTrainedModel, folder: Path, output: Path) -> None:
+    """Loads with trust_remote_code=True, as the model did that training started from."""
+    model.config.auto_map = {"AutoConfig": code.config_class, "AutoModelForCausalLM": code.model_class}
+    for name, _ in code.files:
+        (output / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / name, output / name)
 
 
 def _parent(output: Path) -> Path:
@@ -145,12 +156,13 @@ def join_shards(plan: Plan, shards: Shards, transposed: Iterable[str]) -> dict[s
 
 
 def join(split: ParameterSplit, parts: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenates block by block along the cut dimension; a replicated parameter is its first copy."""
+    """Each rank's pieces to their places along the cut dimension; a replicated parameter is its first copy."""
     if split.dimension is None or len(parts) == 1:
         return parts[0].contiguous()
-    dimension, degree = split.dimension, len(parts)
-    if len(split.blocks) == 1:
-        return torch.cat(parts, dim=dimension)
-    widths = [block // degree for block in split.blocks]
-    pieces = [part.split(widths, dim=dimension) for part in parts]
-    return torch.cat([rank[b] for b in range(len(widths)) for rank in pieces], dim=dimension)
+    whole = parts[0].new_empty(split.shape)
+    for rank in range(0, len(parts), split.copies):
+        pieces = split.pieces(rank)
+        held = parts[rank].split([length for _, length in pieces], dim=split.dimension)
+        for (start, length), part in zip(pieces, held, strict=True):
+            whole.narrow(split.dimension, start, length).copy_(part)
+    return whole

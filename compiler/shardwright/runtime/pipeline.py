@@ -1,6 +1,6 @@
 """The pipeline module: one LayerSpec for the embedding, each decoder layer and the head, with the plan's own cut.
 
-Hidden states (and integer positions, where documents are packed) are all that crosses stages.
+Between the pieces of one stage goes a State; runtime/wire.py turns it into what crosses to the next one.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
-from shardwright.hf.skeleton import Skeleton
+from shardwright.hf.adapters import adapt
+from shardwright.hf.skeleton import Skeleton, State
+from shardwright.ir.partition import ModuleSplit
 from shardwright.plan.plan import Plan
 from shardwright.runtime.recompute import apply_recompute
-from shardwright.runtime.tensor_parallel import adjust_head_counts, split_module
-
-Wire = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-"""What crosses stages: hidden states, or (hidden states, position ids)."""
+from shardwright.runtime.tensor.split import TensorSplitter
+from shardwright.runtime.wire import Packing, Wire
 
 
 class StageModel:
@@ -29,36 +29,34 @@ class StageModel:
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self.plan = plan
-        self.skeleton = Skeleton(model, plan.model.cut)
+        tokens = (plan.strategy.micro_batch_size, plan.training.sequence_length)
+        self.skeleton = Skeleton(model, plan.model.cut, tokens)
         self.group: dist.ProcessGroup | None = None
         self.names: dict[int, str] = {}  # id of a parameter -> its Hugging Face name
         self._split: set[str] = set()
+        self._splitter: TensorSplitter | None = None
 
     def own(self, layer: str) -> list[str]:
-        """Module paths that hold the parameters of `layer`, cut by tensor parallelism where the plan says so."""
+        """Paths of the modules (and single parameters) of `layer`, cut by tensor parallelism where the plan says so."""
         model, plan = self.skeleton.model, self.plan
         if layer not in ("embedding", "head"):
             self._cut([m for m in plan.tensor_parallel.modules if m.module.startswith(layer + ".")])
             decoder = model.get_submodule(layer)
-            if plan.tensor_parallel.degree > 1:
-                adjust_head_counts(decoder.get_submodule(plan.model.attention_module), plan.tensor_parallel.degree)
             apply_recompute([decoder], plan.strategy.activation_checkpointing, plan.model.attention_module)
             return [layer]
         modules = plan.model.embedding_modules if layer == "embedding" else plan.model.head_modules
         # The embedding before a head that is tied to it: the head takes the slice that the embedding made.
-        self._cut(
-            [
-                m
-                for m in plan.tensor_parallel.modules
-                if m.module in modules or (layer == "head" and m.style == "vocabulary_head")
-            ]
-        )
+        self._cut([m for m in plan.tensor_parallel.modules if m.module in modules or m.style == f"vocabulary_{layer}"])
         return list(modules)
 
-    def _cut(self, splits: list[Any]) -> None:
+    def _cut(self, splits: list[ModuleSplit]) -> None:
+        if self.plan.tensor_parallel.degree == 1:
+            return
+        if self._splitter is None:
+            self._splitter = TensorSplitter(self.skeleton.model, self.plan.tensor_parallel.modules, self.group)
         for split in splits:
-            if self.plan.tensor_parallel.degree > 1 and split.module not in self._split:
-                split_module(self.skeleton.model, split, self.group)
+            if split.module not in self._split:
+                self._splitter.split(split)
                 self.skeleton.lookup_is_collective |= split.style == "vocabulary_embedding"
                 self._split.add(split.module)
 
@@ -73,25 +71,29 @@ class Piece(nn.Module):
         self.index = index
         self._stage = [stage]  # in a list: not to be registered
         for path in stage.own(layer):
-            _register(self, path, stage.skeleton.model.get_submodule(path))
+            _register(self, path, stage.skeleton.model)
 
-    def forward(self, wire: Wire) -> Wire:
+    def forward(self, state: State) -> State | torch.Tensor:
+        """The embedding takes token ids as the hidden states; the head gives logits."""
         skeleton = self._stage[0].skeleton
-        x, positions = wire if isinstance(wire, tuple) else (wire, None)
-        if self.layer == "head":
-            return skeleton.head(x, positions)
-        y = skeleton.embed(x, positions) if self.layer == "embedding" else skeleton.decode(self.index, x, positions)
-        return y if positions is None else (y, positions)
+        if self.layer == "embedding":
+            return skeleton.embed(state.hidden, state.position_ids)
+        return skeleton.head(state) if self.layer == "head" else skeleton.decode(self.index, state)
 
 
-def _register(piece: nn.Module, path: str, module: nn.Module) -> None:
+def _register(piece: nn.Module, path: str, model: nn.Module) -> None:
+    """`path` of the model, a module or a parameter, under the same path of the piece."""
     *parents, leaf = path.split(".")
+    owner = model.get_submodule(".".join(parents))
     at = piece
     for name in parents:
         if name not in at._modules:
             at.add_module(name, nn.Module())
         at = at.get_submodule(name)
-    at.add_module(leaf, module)
+    if leaf in owner._parameters:
+        at.register_parameter(leaf, owner._parameters[leaf])
+    else:
+        at.add_module(leaf, owner.get_submodule(leaf))
 
 
 class Stages(PipelineModule):
@@ -105,6 +107,29 @@ class Stages(PipelineModule):
         strategy = plan.strategy
         topology = PipeModelDataParallelTopology(num_pp=strategy.pipeline, num_mp=strategy.tensor, num_dp=strategy.data)
         super().__init__(layers=specs, topology=topology, loss_fn=loss_fn)
+        self._last_spec = len(specs)
+        self._packings: dict[tuple[str, int], Packing] = {}
+
+    def forward(self, forward_input: Wire) -> Wire:
+        stage: StageModel = self.__dict__["stage_model"]
+        cut, first, last = stage.plan.model.cut, self._local_start, self._local_stop
+        crossing = bool(cut.payload or cut.carried)
+        stage.skeleton.begin()
+        if crossing and first > 0:
+            state = self._packing("in").unpack(*forward_input)
+        else:
+            hidden, positions = forward_input if isinstance(forward_input, tuple) else (forward_input, None)
+            state = State(hidden=hidden, position_ids=positions)
+        out = super().forward(state)
+        if last == self._last_spec:
+            return out  # type: ignore[no-any-return]
+        if crossing:
+            return self._packing("out").pack(out)
+        return out.hidden if out.position_ids is None else (out.hidden, out.position_ids)
+
+    def _packing(self, way: str) -> Packing:
+        """DualPipeV has two stages a rank, so the stage's first layer is in the key."""
+        return self._packings.setdefault((way, self._local_start), Packing())
 
     def _partition_layers(self, method: str = "uniform") -> None:
         # DeepSpeed's methods know no cost but parameters. The grid exists by now: take the tensor group from it.
@@ -159,6 +184,7 @@ def build_pipeline(
     model: nn.Module, plan: Plan, loss_fn: Callable[..., torch.Tensor], device: torch.device, dtype: torch.dtype
 ) -> Stages:
     """The module of this rank; every parameter of other stages is freed."""
+    adapt(model)
     stage = StageModel(model, plan)
     kind = DualPipeVStages if plan.strategy.schedule == "dualpipev" else Stages
     module = kind(stage, loss_fn)

@@ -70,6 +70,13 @@ def _obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[Diag
             message="there is no `deepspeed` command in this environment",
             help="Install shardwright with its dependencies (pip install shardwright) and use its command.",
         )
+    weights = plan.model.weights_path
+    if weights is not None and not Path(weights).is_dir():
+        yield Diagnostic(
+            code="SW6007",
+            message=f"the pretrained weights are gone: there is no folder {weights!r}",
+            help="Bring them back (the plan names their revision where they came from the hub), or compile again.",
+        )
     if plan.launch.launcher == "no_ssh":
         yield Diagnostic(
             code="SW6005",

@@ -6,16 +6,25 @@ arguments, which is how Hugging Face layers call their attention.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from shardwright.runtime.dropout import TENSOR_RANDOM
+
 
 def recompute_forward(module: nn.Module) -> None:
     """Makes `module` keep only its inputs for backward."""
     # ZeRO-3 releases parameters between forward and recomputation, so their shapes differ then: no metadata check.
-    module.forward = partial(checkpoint, module.forward, use_reentrant=False, determinism_check="none")
+    module.forward = partial(
+        checkpoint, module.forward, use_reentrant=False, determinism_check="none", context_fn=_contexts
+    )
+
+
+def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), TENSOR_RANDOM.recomputing()
 
 
 def apply_recompute(decoder_layers: list[nn.Module], choice: str, attention_module: str) -> None:

@@ -10,14 +10,35 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
+from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.hf.floats import untagged
+from shardwright.hf.own_code import register
+from shardwright.ir.names import pattern
 from shardwright.plan.plan import Plan
 
 
 def load_config(plan: Plan, folder: Path) -> PretrainedConfig:
     """The compiled folder's own copy of the model's config."""
-    document = json.loads((folder / plan.model.config_file).read_text(encoding="utf-8"))
+    if plan.model.own_code is not None:
+        _register_own_code(plan, (folder / plan.model.config_file).parent)
+    document = untagged(json.loads((folder / plan.model.config_file).read_text(encoding="utf-8")))
     model_type = document.pop("model_type")
     return AutoConfig.for_model(model_type, **document)
+
+
+def _register_own_code(plan: Plan, folder: Path) -> None:
+    """Only for a plan whose recipe trusted the code by name. Raises Refusal: SW6008."""
+    assert plan.model.own_code is not None
+    try:
+        register(folder, plan.model.own_code)
+    except (OSError, ValueError) as error:
+        raise Refusal(
+            Diagnostic(
+                code="SW6008",
+                message=f"the model's own code in {str(folder)!r} cannot be used: {error}",
+                help="Compile the recipe again; what is in model/ is not to be edited.",
+            )
+        ) from None
 
 
 def build_model(plan: Plan, folder: Path) -> nn.Module:
@@ -39,8 +60,10 @@ def build_model(plan: Plan, folder: Path) -> nn.Module:
         torch.manual_seed(plan.training.seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=plan.model.attention)
     model.train()
-    for parameter in model.parameters():
-        parameter.requires_grad_(True)
+    # ZeRO's flat optimizer takes a missing gradient for zero, and would let weight decay shrink these.
+    for name, parameter in model.named_parameters():
+        if pattern(name) in plan.model.cut.untrained:
+            parameter.requires_grad_(False)
     return model  # type: ignore[no-any-return]
 
 

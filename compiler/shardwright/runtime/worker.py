@@ -74,8 +74,6 @@ def _record_failure(folder: Path, plan: Plan, rank: int, attempt: int, error: Ba
 def _train(plan: Plan, folder: Path, rank: int, attempt: int, resume: object) -> None:
     if plan.is_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
-    import torch
-
     from shardwright.runtime.distributed import close_groups, open_groups
 
     stop = _StopRequest(folder)
@@ -88,6 +86,7 @@ def _train(plan: Plan, folder: Path, rank: int, attempt: int, resume: object) ->
     from shardwright.runtime.batches import Batches
     from shardwright.runtime.checkpoint import load_checkpoint, save_checkpoint
     from shardwright.runtime.corpus import open_rows, prepare_rows
+    from shardwright.runtime.dropout import seed_dropout
     from shardwright.runtime.engine import build_trainer
     from shardwright.runtime.live import live_record
     from shardwright.runtime.schedule import learning_rate
@@ -101,8 +100,7 @@ def _train(plan: Plan, folder: Path, rank: int, attempt: int, resume: object) ->
     trainer = build_trainer(plan, folder)
     write_json(folder / "run" / "ranks" / f"rank-{rank:05d}.json", live_record(trainer.engine.module, rank))
     data_rank = trainer.grid.get_data_parallel_rank()
-    # Dropout: data ranks and stages differ (tensor ranks share: the planner refuses dropout under tensor > 1).
-    torch.manual_seed(plan.training.seed + 1 + plan.ranks[rank].pipeline * plan.strategy.data + data_rank)
+    seed_dropout(plan, rank)
     done = load_checkpoint(plan, trainer.engine, Path(str(resume))) if resume else 0
     metrics = Metrics(folder, attempt, done) if rank == 0 else None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, fields
 
-from shardwright.cost.estimate import does_not_fit, estimate_strategy, price
+from shardwright.cost.estimate import does_not_fit, estimate_strategy, is_roomy, price
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.estimate import Estimate
@@ -68,7 +68,8 @@ def search(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> SearchResult:
         reject(does_not_fit(estimate.memory, strategy), strategy)
         if closest is None or estimate.memory.peak_bytes < closest.memory.peak_bytes:
             closest = estimate
-    feasible.sort(key=lambda e: rank_key(recipe, e))
+    # A plan that the prediction's error could push out of memory comes after those that it could not.
+    feasible.sort(key=lambda e: (not is_roomy(recipe, e), rank_key(recipe, e)))
     return SearchResult(
         ranked=tuple(feasible),
         rejected=tuple(sorted(regions.values(), key=lambda r: (-r.count, r.code))),

@@ -66,7 +66,16 @@ def test_layout_errors_come_with_the_others(write_recipe: Callable[..., Path]) -
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
-        ({"parallelism.tensor": 4, "parallelism.pipeline": 1, "model.config.num_key_value_heads": 2}, "SW3104"),
+        (
+            {
+                "parallelism.tensor": 4,
+                "parallelism.pipeline": 1,
+                "model.config.hidden_size": 96,
+                "model.config.num_attention_heads": 12,
+                "model.config.num_key_value_heads": 3,
+            },
+            "SW3104",
+        ),
         ({"parallelism.zero_stage": 3}, "SW3108"),
         ({"model.config.num_hidden_layers": 1, "parallelism": {"pipeline": 4}}, "SW3106"),
         ({"model.config.hidden_size": 65536, "model.config.intermediate_size": 262144}, "SW3202"),

@@ -99,7 +99,7 @@ def test_within_the_table_compiles(recipe_of: Callable[..., Recipe], changes: di
 def test_the_search_proposes_only_what_runs(recipe_of: Callable[..., Recipe]) -> None:
     """With every key left open, no ranked layout has a value that the table refuses when it is pinned."""
     from shardwright.cluster.resolve import resolve_cluster
-    from shardwright.model.graph import build_model_graph
+    from shardwright.model.build import build_model_graph
     from shardwright.search.search import search
 
     recipe = recipe_of({"parallelism": {}})

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.cluster.resolve import resolve_cluster
+from shardwright.cost.constants import default_constants
 from shardwright.cost.estimate import estimate_strategy
-from shardwright.cost.layers import layer_totals
+from shardwright.cost.shapes import model_shapes
 from shardwright.diagnostics import Refusal
 from shardwright.ir.estimate import Estimate
 from shardwright.ir.json_value import JsonValue
@@ -60,7 +61,7 @@ def estimate(
     schedule=st.sampled_from(["1f1b", "dualpipev"]),
     virtual_stages=st.sampled_from([1, 2]),
     sequence_parallel=st.booleans(),
-    kernels=st.sampled_from(["hf", "megatron", "compiled"]),
+    kernels=st.sampled_from(["auto", "hf", "megatron", "compiled"]),
     mfu=st.sampled_from([None, 0.4]),
 )
 def test_identities(
@@ -179,8 +180,8 @@ def test_parameters_are_those_of_the_tensor_map() -> None:
         graph = graph_of(config)
         for degree in (1, 2, 4):
             held = sum(p.shard_numel(0) for m in tensor_parallel_map(graph, degree).modules for p in m.parameters)
-            totals = layer_totals(graph, degree)
-            assert totals.numel[-1] - totals.shared_numel == held
+            shapes = model_shapes(graph, degree)
+            assert shapes.numel[-1] - shapes.shared_numel == held
 
 
 def test_activations_follow_checkpointing_and_micro_batches_in_flight() -> None:
@@ -222,11 +223,15 @@ def test_it_does_not_fit() -> None:
 
 
 def test_headroom_is_kept_free() -> None:
+    """What is live has to fit; the allocator's slack gives way."""
     peak = estimate(LLAMA_8B, BASE).memory.peak_bytes
-    share = 1 - peak / (80 * 2**30)
+    live = peak / (1 + default_constants().fragmentation)
+    share = 1 - live / (80 * 2**30)
     for headroom, fits in ((share - 0.01, True), (share + 0.01, False)):
         recipe = recipe_of(parallelism={"memory_headroom": headroom})
-        assert estimate(LLAMA_8B, BASE, recipe=recipe).memory.fits == fits
+        memory = estimate(LLAMA_8B, BASE, recipe=recipe).memory
+        assert memory.fits == fits
+        assert live - 100 < memory.peak_bytes < peak
 
 
 def test_assumed_mfu_is_the_mfu_of_the_compute() -> None:

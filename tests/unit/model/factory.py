@@ -20,7 +20,7 @@ from shardwright.ir.recipe import (
     SchedulerSection,
     TrainingSection,
 )
-from shardwright.model.graph import build_model_graph
+from shardwright.model.build import build_model_graph
 
 SMALL_LLAMA: dict[str, JsonValue] = {
     "model_type": "llama",
@@ -159,7 +159,7 @@ def recipe_of(
         ),
         objective=objective,
         assume=dataclasses.replace(
-            AssumeSection(kernels="hf", mfu=None, ignore_memory=False),
+            AssumeSection(kernels="auto", mfu=None, ignore_memory=False),
             **(assume or {}),  # type: ignore[arg-type]
         ),
         launch=LaunchSection(

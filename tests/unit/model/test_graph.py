@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwright.diagnostics import Refusal
 from shardwright.ir.json_value import JsonValue
-from shardwright.model.graph import build_model_graph
+from shardwright.model.build import build_model_graph
+from shardwright.model.config import resolve_config
 from tests.unit.model.factory import LLAMA_8B, LLAMA_405B, SMALL_GPT2, SMALL_LLAMA, graph_of, model_section
 
 
@@ -105,6 +106,7 @@ C = ("model", "config")
     [
         ({"model_type": "lama"}, [("SW2003", (*C, "model_type"))]),
         ({"model_type": "vit"}, [("SW2004", (*C, "model_type"))]),
+        ({"model_type": "t5"}, [("SW2017", (*C, "model_type"))]),
         ({"hiden_size": 64}, [("SW2005", (*C, "hiden_size"))]),
         ({"hidden_size": "64"}, [("SW2006", (*C, "hidden_size"))]),
         ({"hidden_size": 64, "num_attention_heads": 7}, [("SW2007", C)]),
@@ -137,3 +139,11 @@ def test_did_you_mean() -> None:
     with pytest.raises(Refusal) as caught:
         build_model_graph(model_section({**SMALL_LLAMA, "hiden_size": 64}))
     assert "hidden_size" in caught.value.diagnostics[0].valid
+
+
+def test_an_encoder_decoder_trains_only_when_its_decoder_is_meant() -> None:
+    assert refused({"model_type": "bart"}) == [("SW2017", (*C, "model_type"))]
+    both: dict[str, JsonValue] = {"model_type": "whisper", "is_encoder_decoder": True}
+    assert refused(both) == [("SW2017", (*C, "is_encoder_decoder"))]
+    alone = resolve_config({"model_type": "mbart", "is_encoder_decoder": False, "is_decoder": True}, C, True)
+    assert not alone.is_encoder_decoder

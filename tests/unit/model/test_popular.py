@@ -20,9 +20,9 @@ from shardwright.cli.estimate import estimate_recipe
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.json_value import JsonObject
-from shardwright.model.graph import build_model_graph
+from shardwright.model.build import build_model_graph
 from shardwright.model.popular import shipped
-from shardwright.model.popular.hub import hub_config
+from shardwright.model.popular.hub import cached_config, hub_config
 from shardwright.model.popular.shipped import nearest_ids, shipped_config, shipped_ids, shipped_name
 from shardwright.recipe.load import load_recipe
 from tests.unit.model.factory import model_section
@@ -169,7 +169,7 @@ def cached(folder: Path, model_id: str, config: object, revision: str = "main") 
     """What `hf download model_id config.json` leaves in the cache."""
     repository = folder / "hub" / f"models--{model_id.replace('/', '--')}"
     commit = f"{abs(hash(revision)):040x}"[:40]
-    (repository / "refs").mkdir(parents=True, exist_ok=True)
+    (repository / "refs" / revision).parent.mkdir(parents=True, exist_ok=True)
     (repository / "refs" / revision).write_text(commit)
     (repository / "snapshots" / commit).mkdir(parents=True)
     (repository / "snapshots" / commit / "config.json").write_text(json.dumps(config))
@@ -259,6 +259,26 @@ def test_the_cache_comes_first_at_its_revision(asked: list[str], tmp_path: Path)
     assert asked == []
     section = dataclasses.replace(model_section(None, source="openai-community/gpt2"), revision="v2")
     assert build_model_graph(section).decoder_layers == 5
+
+
+def test_the_cache_is_read_as_the_hubs_client_reads_it(asked: list[str], tmp_path: Path) -> None:
+    cached(tmp_path, "org/name", {"model_type": "gpt2"})
+    cached(tmp_path, "org/name", {"model_type": "gpt2", "n_layer": 5}, revision="v2")
+    cached(tmp_path, "org/name", {"model_type": "gpt2", "n_layer": 6}, revision="refs/pr/1")
+    cached(tmp_path, "gpt2", {"model_type": "gpt2"})
+    commit = (tmp_path / "hub/models--org--name/refs/v2").read_text()
+    (tmp_path / "hub/models--org--empty/refs").mkdir(parents=True)
+    found = 0
+    for model_id, revision in [
+        *(("org/name", revision) for revision in ("main", "v2", "refs/pr/1", commit, "v3", "0" * 40)),
+        *(("gpt2", "main"), ("org/empty", "main"), ("org/other", "main")),
+    ]:
+        theirs = huggingface_hub.try_to_load_from_cache(model_id, "config.json", revision=revision)
+        ours = cached_config(model_id, revision)
+        assert (ours and str(ours)) == theirs, (model_id, revision)
+        found += ours is not None
+    assert found == 5
+    assert cached_config("org--name", "main") is None
 
 
 def test_shipped_configurations_are_of_main_only(asked: list[str]) -> None:
@@ -363,10 +383,12 @@ def test_a_shipped_model_is_estimated_and_compiled_with_random_weights_only(
     path = write_recipe({"model": model, "parallelism": {}})  # weights: pretrained is the default for a source
     recipe, estimate = estimate_recipe(str(path), [])
     assert recipe.model.weights == "pretrained" and estimate.memory.peak_bytes > 0
+    assert asked == []
     with pytest.raises(Refusal) as caught:
         compile_recipe(recipe)
     assert [d.code for d in caught.value.diagnostics] == ["SW1913"]
     assert "hf download openai-community/gpt2" in caught.value.diagnostics[0].help
+    assert asked.pop().endswith("/openai-community/gpt2/resolve/main/config.json")  # once, for the weights
     compiled = compile_recipe(load_recipe(write_recipe({"model": {**model, "weights": "random"}, "parallelism": {}})))
     assert compiled.plan.model.total_parameters == EXACT["openai-community/gpt2"]
     assert compiled.plan.model.weights_path is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.diagnostics import Refusal
+from shardwright.ir.cut import Cut, boundaries_of_blocks, merged, sharing
 from shardwright.ir.strategy import Strategy
 from shardwright.partition.stages import cut_evenly, cut_mirrored, layer_costs, partition_stages
 from tests.unit.model.factory import LLAMA_8B, LLAMA_70B, SMALL_LLAMA, graph_of, recipe_of
@@ -93,3 +95,36 @@ def test_fewer_layers_than_stages(pipeline: int, schedule: str) -> None:
     assert (found.code, found.key) == ("SW3106", ("parallelism", "pipeline"))
     assert found.valid == (("6",) if schedule == "1f1b" else ("3",))
     partition_stages(recipe_of(), graph_of(SMALL_LLAMA), layout(int(found.valid[0]), schedule))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
+def test_layers_that_share_stay_on_one_stage(schedule: str) -> None:
+    recipe, graph = recipe_of(SMALL_LLAMA), graph_of(SMALL_LLAMA)
+    shared = dataclasses.replace(graph, cut=dataclasses.replace(graph.cut, together=((1, 2),)))
+    degrees = {"1f1b": (2, 3, 4, 5), "dualpipev": (1, 2)}[schedule]
+    for pipeline in degrees:
+        strategy = layout(pipeline, schedule)
+        boundaries = partition_stages(recipe, shared, strategy).boundaries
+        assert len(boundaries) == strategy.stages + 1
+        assert 3 not in boundaries, "layers[2] and layers[3] are decoder layers 1 and 2"
+    with pytest.raises(Refusal) as refusal:
+        partition_stages(recipe, shared, layout(degrees[-1] + 1, schedule))
+    found = refusal.value.diagnostics[0]
+    assert (found.code, found.valid) == ("SW3106", (str(degrees[-1]),))
+    assert "Decoder layers 1 to 2 share parameters or state" in (found.help or "")
+
+
+@given(ranges=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=5))
+def test_blocks_cover_every_layer_and_part_no_range(ranges: list[tuple[int, int]]) -> None:
+    together = merged((min(r), max(r)) for r in ranges)
+    cut = Cut(stack="s", hidden_position=0, hidden_keyword=None, output_length=0, together=together)
+    blocks = cut.blocks(10)
+    assert sum(blocks) == 12 and blocks[0] == blocks[-1] == 1
+    starts = set(boundaries_of_blocks(tuple(range(len(blocks) + 1)), blocks))
+    inside = {layer + 1 for a, b in ranges for layer in range(min(a, b) + 1, max(a, b) + 1)}
+    assert starts == set(range(13)) - inside
+
+
+def test_layers_with_a_parameter_in_common() -> None:
+    names = (("s.0.w", "s.4.w"), ("s.1.a",), ("s.5.x", "s.7.x"), ("head.w", "table.w"))
+    assert sharing(names, "s") == ((0, 4), (5, 7))

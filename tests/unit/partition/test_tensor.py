@@ -7,8 +7,8 @@ from deepspeed.module_inject.tp_shard import AutoTPMeta, get_shard_size_list
 
 from shardwright.diagnostics import Refusal
 from shardwright.ir.json_value import JsonValue
-from shardwright.ir.partition import ParameterSplit
-from shardwright.partition.tensor import shard_sizes, tensor_parallel_map
+from shardwright.ir.partition import ParameterSplit, shard_sizes
+from shardwright.partition.tensor import tensor_parallel_map
 from tests.unit.model.factory import LLAMA_8B, SMALL_GPT2, SMALL_LLAMA, graph_of
 
 TIED_LLAMA: dict[str, JsonValue] = {
@@ -100,3 +100,58 @@ def test_other_dimensions_must_divide() -> None:
     with pytest.raises(Refusal) as caught:
         tensor_parallel_map(graph_of(SMALL_LLAMA), 3)
     assert [d.code for d in caught.value.diagnostics] == ["SW3103"]
+
+
+def test_fewer_key_value_heads_than_ranks_are_held_by_several() -> None:
+    found = splits(SMALL_LLAMA, 8)  # eight heads, four key/value heads of eight features
+    key = found["model.layers.0.self_attn.k_proj.weight"][1]
+    assert (key.copies, key.sizes) == (2, (8,) * 8)
+    assert [key.pieces(rank) for rank in (0, 1, 2, 7)] == [((0, 8),), ((0, 8),), ((8, 8),), ((24, 8),)]
+    assert found["model.layers.0.self_attn.q_proj.weight"][1].copies == 1
+
+
+MIXTRAL: dict[str, JsonValue] = {
+    **SMALL_LLAMA,
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+def test_experts_are_cut_inside_every_expert() -> None:
+    found = splits(MIXTRAL, 2)
+    gate_up = found["model.layers.0.mlp.experts.gate_up_proj"]
+    assert gate_up[0] == "moe_tp_experts"
+    assert (gate_up[1].shape, gate_up[1].dimension, gate_up[1].blocks) == ((4, 256, 64), 1, (128, 128))
+    assert gate_up[1].pieces(1) == ((64, 64), (192, 64))
+    assert found["model.layers.0.mlp.experts.down_proj"][1].dimension == 2
+    assert found["model.layers.0.mlp.gate.weight"] == (
+        "replicated",
+        ParameterSplit(name="model.layers.0.mlp.gate.weight", shape=(4, 64), dimension=None, blocks=(), sizes=()),
+    )
+
+
+def test_grouped_queries_are_cut_block_by_block() -> None:
+    """Falcon-40B's layout is cut by groups; MPT's q, k, v stand one behind the other."""
+    falcon = {"model_type": "falcon", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8}
+    grouped = splits({**falcon, "new_decoder_architecture": True, "num_kv_heads": 4, "vocab_size": 260}, 2)
+    fused = grouped["transformer.h.0.self_attention.query_key_value.weight"]
+    assert (fused[0], fused[1].sizes, fused[1].blocks) == ("colwise", (64, 64), (128,))
+    single = splits({**falcon, "multi_query": True, "vocab_size": 260}, 2)
+    assert single["transformer.h.0.self_attention.query_key_value.weight"][0] == "multi_query_colwise"
+
+
+def test_the_fallback_leaves_whole_what_does_not_divide() -> None:
+    config = {**SMALL_LLAMA, "model_type": "hunyuan_v1_dense", "intermediate_size": 129, "head_dim": 8}
+    graph = graph_of(config)
+    result = tensor_parallel_map(graph, 2)
+    assert result.kind == "fallback"
+    found = {p.name: (m.style, p.dimension) for m in result.modules for p in m.parameters}
+    assert found["model.layers.0.self_attn.q_proj.weight"] == ("colwise_gather_output", 0)
+    assert found["model.layers.0.mlp.up_proj.weight"] == ("replicated", None)
+    assert found["model.layers.0.mlp.down_proj.weight"] == ("colwise_gather_output", 0)
+
+
+def test_every_module_that_a_style_names_is_listed() -> None:
+    modules = {m.module: m.style for m in tensor_parallel_map(graph_of(SMALL_GPT2), 2).modules}
+    assert [modules[f"transformer.h.{i}.attn"] for i in range(4)] == ["local_heads"] * 4

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
@@ -168,7 +170,10 @@ def test_tokenizer_folder_travels_along(write_recipe: Callable[..., Path], tmp_p
     assert copied["tokenizer/merges.txt"] == b"merges.txt"
 
 
-def test_tokenizer_on_the_hub_is_refused(codes_of: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_not_in_the_cache_is_refused(
+    codes_of: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "corpus.txt").write_text("text")
     assert codes_of({"data": {"kind": "text", "path": "corpus.txt", "tokenizer": "org/name"}}) == ["SW1911"]
 
@@ -182,6 +187,8 @@ def test_pretrained_needs_safetensors(
     changes = {"model": {"source": "./weights", "weights": "pretrained"}}
     assert codes_of(changes) == ["SW1913"]
     (folder / "model.safetensors").write_bytes(b"")
+    assert codes_of(changes) == ["SW1913"]  # cut off
+    save_file({"a": torch.zeros(1)}, folder / "model.safetensors")
     plan = plan_of(changes)
     assert plan.model.weights_path == str(folder) and plan.model.weights == "pretrained"
 

@@ -11,6 +11,7 @@ from shardwright.diagnostics.codes import CODES
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.recipe import DataSection, Recipe
 from shardwright.ir.strategy import Strategy
+from shardwright.model.tensor_styles import proved
 from shardwright.rules.registry import DEEPSPEED_RULES, GENERAL_RULES, check_layout
 from tests.unit.model.factory import SMALL_GPT2, SMALL_LLAMA, graph_of, recipe_of
 
@@ -41,7 +42,6 @@ def change(**changes: object) -> Strategy:
 BROKEN_STRATEGIES: dict[str, Strategy] = {
     "SW3101": change(data=1, gradient_accumulation_steps=16),
     "SW3102": change(micro_batch_size=3, gradient_accumulation_steps=2),
-    "SW3104": change(tensor=8, pipeline=1, data=1, gradient_accumulation_steps=16),
     "SW3106": change(tensor=1, pipeline=8, data=1, gradient_accumulation_steps=16),
     "SW3107": change(zero_stage=0),
     "SW3108": change(zero_stage=3),
@@ -90,6 +90,32 @@ def test_attention_heads() -> None:
     assert codes(recipe, wide, config) == {}
 
 
+def test_key_value_heads() -> None:
+    """They divide over the tensor ranks, or each is held by several."""
+    config = {**SMALL_LLAMA, "hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 3}
+    config |= {"intermediate_size": 192}
+    assert codes(recipe_of(), GOOD, config) == {"SW3104": "error"}
+    found = check_layout(recipe_of(), graph_of(config), resolve_cluster(recipe_of().cluster), GOOD)
+    assert found[0].valid == ("1", "3", "6")
+    copied = change(tensor=8, pipeline=1, data=1, gradient_accumulation_steps=16)
+    assert codes(recipe_of(), copied) == {}  # eight ranks, four heads
+
+
+def test_experts() -> None:
+    config = {**SMALL_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    assert codes(recipe_of(), GOOD, config) == {}
+    assert codes(recipe_of(), GOOD, {**config, "intermediate_size": 129}) == {"SW3126": "error"}
+
+
+def test_the_fallback_asks_nothing_of_the_heads() -> None:
+    """It cuts each linear by itself; those that do not divide stay whole."""
+    config = {**SMALL_LLAMA, "model_type": "hunyuan_v1_dense", "hidden_size": 60, "intermediate_size": 129}
+    config |= {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 20}
+    graph = graph_of(config)
+    assert graph.tensor_kind == "fallback"
+    assert codes(recipe_of(), GOOD, config) == {}
+
+
 def test_only_the_feed_forward_does_not_divide() -> None:
     assert codes(recipe_of(), GOOD, {**SMALL_LLAMA, "intermediate_size": 129}) == {"SW3105": "error"}
 
@@ -105,11 +131,17 @@ def test_tensor_groups_stay_inside_a_node() -> None:
     assert codes(recipe_of(cluster=split), change(tensor=1, data=4, gradient_accumulation_steps=4)) == {}
 
 
-def test_dropout() -> None:
-    config = {**SMALL_GPT2, "attn_pdrop": 0.1}
-    assert codes(recipe_of(), GOOD, config) == {"SW3113": "error"}
-    assert codes(recipe_of(), change(tensor=1, data=4, gradient_accumulation_steps=4), config) == {}
-    assert codes(recipe_of(), GOOD, SMALL_GPT2) == {}
+def test_dropout_runs_everywhere() -> None:
+    assert codes(recipe_of(), GOOD, {**SMALL_GPT2, "attn_pdrop": 0.1}) == {}
+
+
+def test_layers_skipped_at_random() -> None:
+    config = {"model_type": "opt", "num_hidden_layers": 4, "layerdrop": 0.1}
+    flat = {"tensor": 1, "pipeline": 1, "data": 8, "gradient_accumulation_steps": 2}
+    assert "SW3113" in codes(recipe_of(), GOOD, config)
+    assert "SW3113" in codes(recipe_of(), change(**flat, zero_stage=3), config)
+    assert "SW3113" not in codes(recipe_of(), change(**flat), config)
+    assert "SW3113" not in codes(recipe_of(), GOOD, {**config, "layerdrop": 0.0})
 
 
 @pytest.mark.parametrize("key", [{"expert": 2}, {"context": 2}, {"virtual_stages": 2}, {"sequence_parallel": True}])
@@ -175,9 +207,12 @@ def test_every_rule_stands_in_this_file() -> None:
 STABLELM: dict[str, JsonValue] = {**SMALL_LLAMA, "model_type": "stablelm"}
 
 
-def test_types_without_a_tensor_map() -> None:
+def test_types_without_a_tensor_map(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = change(tensor=1, data=4, gradient_accumulation_steps=4)
-    assert codes(recipe_of(), GOOD, STABLELM) == {"SW3123": "error"}
+    monkeypatch.setitem(proved(), "stablelm", {"refused": "it loses a head"})
+    refused = {**STABLELM, "vocab_size": 261}
+    assert codes(recipe_of(), GOOD, refused) == {"SW3123": "error"}
+    assert codes(recipe_of(), whole, refused) == {}
     assert codes(recipe_of(), whole, STABLELM) == {}
     text = DataSection(kind="text", path="python-stdlib", tokenizer="byte", packing=True, shuffle=True, options={})
     packed = dataclasses.replace(recipe_of(), data=text)
@@ -190,3 +225,21 @@ def test_selective_checkpointing_needs_an_attention_module() -> None:
     selective = change(tensor=1, data=4, gradient_accumulation_steps=4, activation_checkpointing="selective")
     assert codes(recipe_of(), selective, mamba) == {"SW3124": "error"}
     assert codes(recipe_of(), selective, STABLELM) == {}
+
+
+def test_what_the_probe_warns_of() -> None:
+    bert: dict[str, JsonValue] = {
+        **dict.fromkeys(("hidden_size", "intermediate_size"), 64),
+        **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
+        "model_type": "bert",
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "vocab_size": 260,
+    }
+    whole = change(tensor=1, data=4, gradient_accumulation_steps=4)
+    assert codes(recipe_of(), whole, {**bert, "is_decoder": True}) == {}
+    assert codes(recipe_of(), whole, bert) == {"SW3130": "warning"}
+    smoothed: dict[str, JsonValue] = {"model_type": "prophetnet", "hidden_size": 64, "num_decoder_layers": 4}
+    smoothed |= {"vocab_size": 260, "decoder_ffn_dim": 64, "num_decoder_attention_heads": 4, "is_decoder": True}
+    smoothed |= {"add_cross_attention": False, "is_encoder_decoder": False, "dropout": 0.0, "attention_dropout": 0.0}
+    assert codes(recipe_of(), whole, {**smoothed, "activation_dropout": 0.0}) == {"SW3131": "warning"}

@@ -35,3 +35,11 @@ def test_join_undoes_the_cut(
     split = ParameterSplit(name="w", shape=shape, dimension=dimension, blocks=blocks, sizes=sizes)
     parts = [whole, whole] if dimension is None else cut(whole, dimension, blocks, sizes)
     assert torch.equal(join(split, parts), whole)
+
+
+def test_copies_of_a_shard_are_read_once() -> None:
+    """Two key/value heads of three features over four ranks."""
+    whole = torch.randn(6, 5)
+    split = ParameterSplit(name="w", shape=(6, 5), dimension=0, blocks=(6,), sizes=(3, 3, 3, 3), copies=2)
+    assert [split.pieces(rank) for rank in range(4)] == [((0, 3),), ((0, 3),), ((3, 3),), ((3, 3),)]
+    assert torch.equal(join(split, [whole[:3], torch.zeros(3, 5), whole[3:], torch.zeros(3, 5)]), whole)

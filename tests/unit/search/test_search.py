@@ -13,6 +13,7 @@ from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.estimate import Estimate
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.recipe import Recipe
+from shardwright.model.tensor_styles import proved
 from shardwright.rules.registry import check_layout
 from shardwright.search.search import SearchResult, baselines, choose, pinned_estimate, search
 from shardwright.search.space import candidates
@@ -82,7 +83,7 @@ def test_it_is_deterministic() -> None:
 
 def test_the_space_has_every_kind_of_layout() -> None:
     ranked = [e.strategy for e in run(recipe_of(training={"global_batch_size": 64})).ranked]
-    assert {s.tensor for s in ranked} == {1, 2, 4}  # four key/value heads
+    assert {s.tensor for s in ranked} == {1, 2, 4, 8}  # four key/value heads: over eight ranks each is held by two
     assert {s.pipeline for s in ranked} == {1, 2, 4}
     assert {s.zero_stage for s in ranked} == {1, 2, 3}  # bf16 accumulates in fp32: not without ZeRO
     assert {s.schedule for s in ranked} == {"1f1b", "dualpipev"}
@@ -91,11 +92,24 @@ def test_the_space_has_every_kind_of_layout() -> None:
 
 
 def test_rejected_regions_name_the_rule() -> None:
-    regions = {region.code: region for region in run(recipe_of()).rejected}
+    config = {**SMALL_LLAMA, "hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 3}
+    regions = {region.code: region for region in run(recipe_of(config)).rejected}
     assert {"SW3104", "SW3107", "SW3108", "SW3106"} <= set(regions)
     assert "pipeline" in regions["SW3108"].reason
     assert regions["SW3108"].count > 1
     assert regions["SW3108"].example.zero_stage >= 2
+
+
+def test_the_fallback_stands_below_the_same_layout_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank computes all heads and keeps the whole feed-forward."""
+    pins: dict[str, object] = {"tensor": 4, "pipeline": 1, "zero_stage": 1, "micro_batch_size": 1}
+    sharded = pick(recipe_of(LLAMA_8B, parallelism=pins))
+    monkeypatch.setitem(proved(), "llama", "fallback")
+    other = {**LLAMA_8B, "rms_norm_eps": 2e-6}  # not the graph of before
+    fallback = pick(recipe_of(other, parallelism=pins))
+    assert graph_of(other).tensor_kind == "fallback"
+    assert fallback.time.step_seconds > sharded.time.step_seconds
+    assert fallback.memory.peak_bytes > sharded.memory.peak_bytes
 
 
 def test_objective_memory() -> None:
@@ -111,7 +125,6 @@ def test_objective_memory() -> None:
     [
         ({"pipeline": 2, "zero_stage": 3}, "SW3108", "zero_stage"),
         ({"pipeline": 2, "zero_stage": 0}, "SW3107", "zero_stage"),
-        ({"tensor": 8}, "SW3104", "tensor"),
         ({"pipeline": 8}, "SW3106", "pipeline"),
         ({"schedule": "dualpipev", "pipeline": 1}, "SW3110", "schedule"),
         ({"offload": "optimizer"}, "SW3111", "offload"),

@@ -15,6 +15,8 @@ MODEL_CODES: dict[str, str] = {
     "SW2012": "the model is gated",
     "SW2013": "the model's repository has no config.json",
     "SW2014": "the model runs code of its own",
-    "SW2016": "the model cannot be proved to come apart into layers",
     "SW2015": "the model source is neither a folder nor a hub id",
+    "SW2016": "the model cannot be proved to come apart into layers",
+    "SW2017": "the model is an encoder-decoder",
+    "SW2018": "the model's own code does not load",
 }

@@ -42,6 +42,7 @@ RECIPE_CODES: dict[str, str] = {
     "SW1209": "pretrained weights without a model source",
     "SW1210": "epochs of data that has no end",
     "SW1211": "one environment variable given twice",
+    "SW1212": "trust for the code of another model",
     "SW1301": "no file is where the recipe says",
     "SW1302": "a file of the recipe is not what it should be",
     "SW1901": "this version does not compile the target",

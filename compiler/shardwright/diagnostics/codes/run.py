@@ -7,6 +7,8 @@ RUN_CODES: dict[str, str] = {
     "SW6004": "the plan cannot run on this kind of machine",
     "SW6005": "the deepspeed launcher cannot be started",
     "SW6006": "another run of this folder is alive",
+    "SW6007": "the pretrained weights are not where the plan says",
+    "SW6008": "the model's own code is not what was compiled",
     "SW6101": "no text to train on",
     "SW6102": "an array of tokens that cannot be read",
     "SW6103": "tokens of the wrong shape or type",

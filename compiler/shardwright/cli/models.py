@@ -1,0 +1,151 @@
+"""`shardwright models [TYPE]`: what was proved of each model type, as the tests measured it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwright.diagnostics import Refusal
+    from shardwright.model.support import Cell, Support
+
+_COLORS = {"proved": "\x1b[32m", "refused": "\x1b[31m", "untested": "\x1b[2m"}
+_RESET = "\x1b[0m"
+
+# column -> what it means in words
+_TITLES: dict[str, str] = {
+    "zero": "ZeRO over data ranks",
+    "pipeline": "pipeline",
+    "tensor_sharded": "tensor parallel, sharded",
+    "tensor_fallback": "tensor parallel, gathered outputs",
+    "pipeline_tensor": "pipeline x tensor parallel",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "type", nargs="?", metavar="TYPE", help="a model type (the model_type of config.json), or a model's name"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object: the whole matrix, or one type")
+
+
+def run(args: argparse.Namespace) -> int:
+    from shardwright.cli.console import use_color
+    from shardwright.model.support import support, support_text
+
+    table = support()
+    if args.type is None:
+        sys.stdout.write(support_text() if args.json else overview(table, color=use_color(sys.stdout)))
+        return 0
+    name = type_of(args.type, table)
+    sys.stdout.write(as_json(name, table) if args.json else details(name, table))
+    return 0
+
+
+def type_of(text: str, table: Support) -> str:
+    """A type's own name, or that of a model that comes with shardwright. Raises Refusal: SW2003, SW2004, SW2017."""
+    if text in table.types:
+        return text
+    if text not in table.others:
+        from shardwright.model.popular.shipped import shipped_config, shipped_name
+
+        config = shipped_config(shipped_name(text) or "")
+        if config is not None:
+            return str(config["model_type"])
+    raise _not_here(text, table)
+
+
+def _not_here(text: str, table: Support) -> Refusal:
+    from shardwright.diagnostics import Refusal
+    from shardwright.model.refusals import encoder_decoder, no_causal_lm, unknown_type
+
+    if text not in table.others:
+        return Refusal(unknown_type(text, table.types, None))
+    if table.others[text] == "encoder-decoder":
+        return Refusal(encoder_decoder(text, None, decoder_alone=False))
+    return Refusal(no_causal_lm(text, table.types, None))
+
+
+def overview(table: Support, *, color: bool) -> str:
+    """A row a type; the counts last. The same text in a pipe, without the colours."""
+    names = list(table.columns)
+    width = max(map(len, table.types))
+    widths = [max(len(name), len("refused SW0000")) for name in names]
+    lines = [_row("type", width, names, widths)]
+    for model_type, cells in table.types.items():
+        shown = [_short(cells[name]) for name in names]
+        verdicts = [cells[name].verdict for name in names] if color else None
+        lines.append(_row(model_type, width, shown, widths, verdicts))
+    lines.append("")
+    for verdict in _COLORS:
+        counts = [str(sum(cells[name].verdict == verdict for cells in table.types.values())) for name in names]
+        lines.append(_row(verdict, width, counts, widths))
+    lines.append("")
+    lines.append(f"{len(table.types)} causal-LM types of transformers {table.transformers}, each a tiny model against")
+    lines.append("one plain process. `shardwright models TYPE` tells the reasons and the differences measured.")
+    return "\n".join(lines) + "\n"
+
+
+def _row(first: str, width: int, cells: list[str], widths: list[int], verdicts: list[str] | None = None) -> str:
+    padded = [cell.ljust(w) for cell, w in zip(cells, widths, strict=True)]
+    if verdicts is not None:
+        padded = [f"{_COLORS[v]}{cell}{_RESET}" for v, cell in zip(verdicts, padded, strict=True)]
+    return f"{first.ljust(width)}  {'  '.join(padded)}".rstrip()
+
+
+def _short(cell: Cell) -> str:
+    return f"{cell.verdict} {cell.code}".rstrip()
+
+
+def details(model_type: str, table: Support) -> str:
+    cells = table.types[model_type]
+    lines = [f"{model_type} (transformers {table.transformers})", ""]
+    for name, column in table.columns.items():
+        cell = cells[name]
+        lines.append(f"{_TITLES[name]} ({column.layout}): {_short(cell)}")
+        if cell.reason:
+            lines.append(f"    {cell.reason}")
+        if cell.loss is not None:
+            lines.append(
+                f"    worst differences: loss {cell.loss:g}, norm {cell.norm:g} relative, weights {cell.weights:g}"
+            )
+        if cell.sharded and cell.verdict == "proved":
+            lines.append(f"    {cell.sharded:.0%} of its layers' matrices is cut")
+    lines += ["", "in a recipe", *(f"    {line}" for line in recipe_keys(cells))]
+    return "\n".join(lines) + "\n"
+
+
+def recipe_keys(cells: dict[str, Cell]) -> list[str]:
+    """What the verdicts mean for the keys of `parallelism`."""
+    proved = {name for name, cell in cells.items() if cell.verdict == "proved"}
+    if not proved:
+        return ["no layout of this type is proved"]
+    lines = []
+    lines.append(
+        "zero_stage: 0 to 3 with pipeline: 1" if "zero" in proved else "zero_stage: not proved over data ranks"
+    )
+    if "pipeline" in proved:
+        lines.append("pipeline: up to one stage a layer, with zero_stage: 1")
+    else:
+        lines.append("pipeline: 1")
+    if "tensor_sharded" in proved:
+        lines.append("tensor: a degree that divides its heads and its feed-forward size")
+    elif "tensor_fallback" in proved:
+        lines.append("tensor: by gathered outputs; the attention itself is computed whole on every rank")
+    else:
+        lines.append("tensor: 1")
+    if {"pipeline", "tensor_sharded"} <= proved and "pipeline_tensor" not in proved:
+        lines.append("pipeline and tensor together: not proved")
+    return lines
+
+
+def as_json(model_type: str, table: Support) -> str:
+    from dataclasses import asdict
+
+    cells = {
+        name: {key: value for key, value in asdict(cell).items() if value not in (None, "")}
+        for name, cell in table.types[model_type].items()
+    }
+    return json.dumps({"type": model_type, "transformers": table.transformers, **cells}) + "\n"

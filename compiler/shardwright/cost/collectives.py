@@ -1,0 +1,71 @@
+"""Seconds of collectives and sends: a start per step of a ring, then bytes at the slowest link's share.
+
+A ring over n ranks takes n - 1 steps and moves (n - 1) / n of the data past each rank for an all-gather or a
+reduce-scatter, twice both for an all-reduce (Thakur et al., 2005; Patarasu and Yuan, 2009). NCCL lays one ring per
+adapter over the nodes: where q members share a node, the data enters and leaves it over q adapters at once, so the
+rate per rank is q adapters' or the node's own links', whichever is less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwright.cost.constants import Constants
+from shardwright.ir.cluster import Cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Ranks at equal distances, nodes filled in order."""
+
+    ranks: int
+    ranks_per_node: int
+
+    @property
+    def spans_nodes(self) -> bool:
+        return self.ranks > self.ranks_per_node
+
+
+def group_of(cluster: Cluster, ranks: int, stride: int) -> Group:
+    """`ranks` ranks, each `stride` after the last."""
+    inside = max(1, cluster.gpus_per_node // stride) if stride <= cluster.gpus_per_node else 1
+    return Group(ranks=ranks, ranks_per_node=min(ranks, inside))
+
+
+def bytes_per_second(cluster: Cluster, c: Constants, group: Group) -> float:
+    """Of a large collective, per rank."""
+    inside = cluster.intra_node_bytes_per_second * c.intra_node_efficiency
+    if not group.spans_nodes:
+        return inside
+    across = cluster.inter_node_bytes_per_second * c.inter_node_efficiency * group.ranks_per_node
+    return min(inside, across) if group.ranks_per_node > 1 else across
+
+
+def ring_start_seconds(c: Constants, group: Group) -> float:
+    """n - 1 steps, those between nodes the slower ones."""
+    if group.ranks == 1:
+        return 0.0
+    nodes = -(-group.ranks // group.ranks_per_node)
+    between = nodes if group.spans_nodes else 0
+    return between * c.inter_node_hop_seconds + max(0, group.ranks - 1 - between) * c.intra_node_hop_seconds
+
+
+def gather_seconds(cluster: Cluster, c: Constants, group: Group, total_bytes: float, calls: float = 1.0) -> float:
+    """An all-gather to total_bytes on each rank, or a reduce-scatter of them, in so many calls."""
+    n = group.ranks
+    if n == 1:
+        return 0.0
+    return calls * ring_start_seconds(c, group) + (n - 1) / n * total_bytes / bytes_per_second(cluster, c, group)
+
+
+def all_reduce_seconds(cluster: Cluster, c: Constants, group: Group, total_bytes: float, calls: float = 1.0) -> float:
+    return 2 * gather_seconds(cluster, c, group, total_bytes, calls)
+
+
+def send_seconds(cluster: Cluster, c: Constants, distance: int, message_bytes: float) -> float:
+    """One message to the rank `distance` further; nodes are filled in order."""
+    if distance >= cluster.gpus_per_node:
+        return c.inter_node_hop_seconds + message_bytes / (
+            cluster.inter_node_bytes_per_second * c.inter_node_efficiency
+        )
+    return c.intra_node_hop_seconds + message_bytes / (cluster.intra_node_bytes_per_second * c.intra_node_efficiency)

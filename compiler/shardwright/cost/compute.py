@@ -1,0 +1,250 @@
+"""Seconds that each layer computes for one micro-batch on one rank: forward, backward, and what is run again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardwright.cost.constants import Constants
+from shardwright.cost.kernels import (
+    Device,
+    eager_attention_seconds,
+    fused_products_seconds,
+    product_seconds,
+    softmax_seconds,
+    sustained_share,
+    traffic_seconds,
+)
+from shardwright.cost.shapes import LayerShape, model_shapes
+from shardwright.ir.cluster import Gpu
+from shardwright.ir.model_graph import ModelGraph
+from shardwright.ir.recipe import Recipe
+from shardwright.ir.strategy import Strategy
+
+ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+# A product has two in its backward pass, each of its own size: the inputs' gradient and the weights'.
+BACKWARD_OVER_FORWARD = 2.0
+# Fused attention computes its scores again in backward: five products against two (arXiv 2205.14135), and the
+# exponentials once more.
+FUSED_BACKWARD_OVER_FORWARD = 2.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """Elements that the kernels which are no products read and write in a forward pass, counted in their code.
+
+    Per element of the hidden size: norm (LayerNorm: read, write), composed_norm (RMSNorm in Python: cast, square, mean,
+    scale, cast, weight, some of it in float32), residual (two read, one written), dropout (with its mask of a byte).
+    rotary: per element of queries and keys. feed_forward: per kept element of it (plain: the activation's input and
+    output; gated: gate, up, activated gate, product).
+    """
+
+    norm: float
+    composed_norm: float
+    residual: float
+    dropout: float
+    rotary: float
+    feed_forward: float
+
+
+_PLAIN = Passes(norm=2, composed_norm=14, residual=3, dropout=2.5, rotary=9, feed_forward=1.25)
+PASSES = {
+    "auto": _PLAIN,
+    "hf": _PLAIN,
+    # Bias, dropout and residual in one kernel, bias and activation in another (arXiv 2104.04473, section 4.2).
+    "megatron": Passes(norm=2, composed_norm=2, residual=3, dropout=0.5, rotary=2, feed_forward=1.0),
+    # Each chain of elementwise operators is one kernel, the norm with the residual before it.
+    "compiled": Passes(norm=2, composed_norm=2, residual=2, dropout=0.5, rotary=2, feed_forward=0.75),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSeconds:
+    """Prefix sums over graph.layers (length layers + 1). again: recomputed, under each checkpointing."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    again: tuple[float, ...]
+
+
+_CACHE: dict[tuple[object, ...], LayerSeconds] = {}
+_CACHED_MOST = 20_000
+
+
+def peak_flops(gpu: Gpu, precision: str) -> float:
+    """Dense peak of the precision. A GPU without it (a rule reports that) computes in fp32 at best."""
+    return gpu.peak_flops.get(precision) or gpu.peak_flops.get("fp32") or min(gpu.peak_flops.values())
+
+
+def layer_seconds(recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Strategy, c: Constants) -> LayerSeconds:
+    """Cached by all that it depends on: a search asks again for each pipeline, data degree and ZeRO stage."""
+    key = (
+        graph.config_hash,
+        graph.attention,
+        (gpu.name, gpu.hbm_bytes_per_second, peak_flops(gpu, recipe.training.precision)),
+        (recipe.training.precision, recipe.training.sequence_length, recipe.target, recipe.assume.kernels),
+        recipe.assume.mfu,
+        (s.tensor, s.micro_batch_size, s.sequence_parallel, s.activation_checkpointing),
+        c,
+    )
+    found = _CACHE.get(key)
+    if found is None:
+        if len(_CACHE) >= _CACHED_MOST:
+            _CACHE.clear()
+        found = _CACHE[key] = _layer_seconds(recipe, graph, gpu, s, c)
+    return found
+
+
+def _layer_seconds(recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Strategy, c: Constants) -> LayerSeconds:
+    shapes = model_shapes(graph, s.tensor)
+    model = _Micro(recipe, graph, gpu, s, c)
+    per_kind = [model.decoder(kind) for kind in shapes.kinds]
+    ends = {"embedding": model.embedding(), "head": model.head(shapes.head_width)}
+    per_layer = [
+        ends[layer.kind] if index < 0 else per_kind[index]
+        for layer, index in zip(graph.layers, shapes.kind_of, strict=True)
+    ]
+
+    def prefix(part: Callable[[tuple[float, float, float]], float]) -> tuple[float, ...]:
+        return (0.0, *itertools.accumulate(part(seconds) for seconds in per_layer))
+
+    return LayerSeconds(forward=prefix(lambda x: x[0]), backward=prefix(lambda x: x[1]), again=prefix(lambda x: x[2]))
+
+
+class _Micro:
+    """One micro-batch on one rank; each method gives (forward, backward, again) of one layer."""
+
+    def __init__(self, recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Strategy, c: Constants) -> None:
+        precision = recipe.training.precision
+        self.graph, self.s, self.c = graph, s, c
+        self.kernels, self.mfu, self.target = recipe.assume.kernels, recipe.assume.mfu, recipe.target
+        self.length = recipe.training.sequence_length
+        self.tokens = s.micro_batch_size * self.length
+        self.is_cpu = gpu.is_cpu
+        self.shapes = model_shapes(graph, s.tensor)
+        self.device = Device(
+            flops_per_second=peak_flops(gpu, precision),
+            sustained_share=sustained_share(c, peak_flops(gpu, precision), gpu.watts),
+            bytes_per_second=gpu.hbm_bytes_per_second,
+            compute_units=gpu.compute_units,
+            element_bytes=ELEMENT_BYTES[precision],
+        )
+
+    def decoder(self, kind: LayerShape) -> tuple[float, float, float]:
+        mode = self.s.activation_checkpointing
+        if self.mfu is not None:
+            scores = self._at_mfu(kind.attention_flops * self.length, self.shapes.attention_degree)
+            forward = self._at_mfu(kind.matmul_flops, self.s.tensor) + scores
+            # Megatron's "selective" recomputes the products over S x S only (arXiv 2205.05198), not the projections.
+            again = 0 if self.target == "megatron" else kind.attention_module_flops
+            inside = self._at_mfu(again, self.s.tensor) + scores
+            return forward, BACKWARD_OVER_FORWARD * forward, {"none": 0.0, "selective": inside, "full": forward}[mode]
+        outside, projections = self._products(kind, in_attention=False), self._products(kind, in_attention=True)
+        scores, scores_backward = self._scores(kind)
+        moved_inside, moved_outside = self._moved(kind)
+        forward = outside[0] + projections[0] + scores + moved_inside + moved_outside
+        backward = (
+            outside[1] + projections[1] + scores_backward + BACKWARD_OVER_FORWARD * (moved_inside + moved_outside)
+        )
+        selective = scores if self.target == "megatron" else scores + projections[0] + moved_inside
+        floor = 0.0 if self.is_cpu else self.c.kernels_per_layer(self.kernels) * self.c.launch_seconds
+        forward, backward = max(forward, floor), max(backward, BACKWARD_OVER_FORWARD * floor)
+        return forward, backward, {"none": 0.0, "selective": selective, "full": forward}[mode]
+
+    def embedding(self) -> tuple[float, float, float]:
+        """A lookup: rows read and written; in backward their gradients are added up."""
+        if self.mfu is not None:
+            return 0.0, 0.0, 0.0
+        forward = traffic_seconds(self.device, self.c, 2 * self.tokens * self.graph.hidden_size * self._element)
+        return forward, BACKWARD_OVER_FORWARD * forward, 0.0
+
+    def head(self, width: int) -> tuple[float, float, float]:
+        """The last norm, the product with the vocabulary, and the loss (a third of its traffic in forward)."""
+        if self.mfu is not None:
+            forward = self._at_mfu(self.graph.layers[-1].matmul_flops_per_token, self.s.tensor)
+            return forward, BACKWARD_OVER_FORWARD * forward, 0.0
+        if self.kernels == "megatron":
+            width = -(-width // 128) * 128  # Megatron pads the vocabulary to a multiple of 128 x t
+        forward, backward = self._product(self.tokens, width, self.graph.hidden_size, 1)
+        logits = self.tokens * width * self.c.logit_traffic_bytes(self.kernels)
+        loss = traffic_seconds(self.device, self.c, logits)
+        moved = self.tokens * self.graph.layers[-1].activation_elements_per_token * self._element
+        norm = traffic_seconds(self.device, self.c, moved)
+        return forward + loss / 3 + norm, backward + loss * 2 / 3 + 2 * norm, 0.0
+
+    @property
+    def _element(self) -> int:
+        return self.device.element_bytes
+
+    def _at_mfu(self, flops_per_token: float, degree: int) -> float:
+        """assume.mfu replaces every efficiency, and the traffic's time: FLOPs / (peak x mfu)."""
+        assert self.mfu is not None
+        return flops_per_token * self.tokens / degree / (self.device.flops_per_second * self.mfu)
+
+    def _product(self, m: float, n: int, k: int, batch: float) -> tuple[float, float]:
+        forward = product_seconds(self.device, self.c, m=m, n=n, k=k, batch=batch)
+        inputs = product_seconds(self.device, self.c, m=m, n=k, k=n, batch=batch)
+        weights = product_seconds(self.device, self.c, m=n, n=k, k=max(1, round(m)), batch=batch)
+        return forward, inputs + weights
+
+    def _products(self, kind: LayerShape, *, in_attention: bool) -> tuple[float, float]:
+        """Forward and backward of the products inside or outside the attention module.
+
+        The shapes give the rate, the traced FLOPs the amount: a layer may route a token to some experts only.
+        """
+        chosen = [p for p in kind.products if p.in_attention == in_attention]
+        if not chosen:
+            return 0.0, 0.0
+        every = sum(p.n * p.k * p.batch for p in kind.products)
+        routed = kind.matmul_flops / (2 * every * self.s.tensor) if self._has_experts(kind) else 1.0
+        forward = backward = 0.0
+        for p in chosen:
+            tokens = self.tokens * min(1.0, routed) if p.batch > 1 else self.tokens
+            f, b = self._product(max(1.0, tokens), p.n, p.k, p.batch)
+            forward, backward = forward + f, backward + b
+        return forward, backward
+
+    @staticmethod
+    def _has_experts(kind: LayerShape) -> bool:
+        return any(p.batch > 1 for p in kind.products)
+
+    def _scores(self, kind: LayerShape) -> tuple[float, float]:
+        """Forward and backward of attention over S x S."""
+        graph, s = self.graph, self.s
+        if not kind.attention_flops:
+            return 0.0, 0.0
+        degree = self.shapes.attention_degree
+        heads = s.micro_batch_size * graph.attention_heads / degree
+        if graph.attention == "eager":
+            passes = self.c.score_passes(self.kernels)
+            forward = eager_attention_seconds(
+                self.device, self.c, heads=heads, head_dim=graph.head_dim, length=self.length, passes=passes
+            )
+            return forward, BACKWARD_OVER_FORWARD * forward
+        products = fused_products_seconds(
+            self.device,
+            self.c,
+            flops=kind.attention_flops * self.length * self.tokens / degree,
+            head_dim=graph.head_dim,
+        )
+        softmax = softmax_seconds(self.device, self.c, scores=heads * self.length**2)
+        return products + softmax, FUSED_BACKWARD_OVER_FORWARD * products + softmax
+
+    def _moved(self, kind: LayerShape) -> tuple[float, float]:
+        """Forward seconds of the kernels that are no products, inside and outside the attention module."""
+        passes, hidden, graph = PASSES[self.kernels], self.graph.hidden_size, self.graph
+        dropout = passes.dropout if graph.max_dropout > 0 else 0.0
+        whole = kind.fused_norms * passes.norm + kind.composed_norms * passes.composed_norm
+        whole = (whole + 2 * (passes.residual + dropout)) * hidden
+        kept = 4 * hidden + (hidden if graph.max_dropout > 0 else 0)
+        cut = passes.feed_forward * max(0, kind.elements - kind.attention_elements - kept)
+        cut /= self.shapes.feed_forward_degree
+        rotated = (graph.attention_heads + graph.key_value_heads) * graph.head_dim
+        inside = kind.attention_elements + (0.0 if self.shapes.positions else passes.rotary * rotated)
+        outside = whole / (self.s.tensor if self.s.sequence_parallel else 1) + cut
+        per_element = self.tokens * self._element
+        return (
+            traffic_seconds(self.device, self.c, per_element * inside / self.shapes.attention_degree),
+            traffic_seconds(self.device, self.c, per_element * outside),
+        )

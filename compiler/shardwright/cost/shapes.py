@@ -1,0 +1,183 @@
+"""The matrix products of each distinct decoder layer, as one tensor rank runs them.
+
+Shape letters: S sequence length, b micro-batch, H hidden size, V vocabulary, t tensor degree. A product is (M, K) times
+(K, N); M is b x S tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardwright.ir.model_graph import Layer, ModelGraph
+from shardwright.ir.names import pattern
+from shardwright.partition.tensor import (
+    TRANSPOSED_LINEAR_TYPES,
+    attention_is_cut,
+    feed_forward_is_cut,
+    split_parameter,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """n, k: local widths. batch: local experts (1 elsewhere). in_attention: belongs to the attention module."""
+
+    n: int
+    k: int
+    batch: int
+    in_attention: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """What tells one kind of decoder layer from another. Elements are per token, kept for backward.
+
+    matmul_flops: forward, per token, of the whole layer; attention_flops: per token and position.
+    attention_module_flops: the part of matmul_flops inside the attention module.
+    fused_norms: torch's own LayerNorm, one kernel; composed_norms: a weight without a bias, RMSNorm in Python.
+    gathered_products: linears whose whole output every tensor rank gets; gathered_features: what those move per token
+        forward and backward, the output gathered and the input's gradient all-reduced (twice the bytes).
+    """
+
+    products: tuple[Product, ...]
+    numel: int
+    matmul_flops: int
+    attention_module_flops: int
+    attention_flops: int
+    elements: int
+    attention_elements: int
+    scores: int
+    fused_norms: int
+    composed_norms: int
+    gathered_features: int
+    gathered_products: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShapes:
+    """kinds: distinct decoder layers. kind_of: for each of graph.layers, an index into kinds; -1 for the ends.
+
+    attention_degree, feed_forward_degree: tensor ranks that share the heads and the inner features; 1 where a style
+    gathers them and each rank computes all.
+    """
+
+    kinds: tuple[LayerShape, ...]
+    kind_of: tuple[int, ...]
+    numel: tuple[int, ...]  # local parameters, prefix sums over graph.layers (length layers + 1)
+    gathered_products: tuple[int, ...]  # of LayerShape, prefix sums
+    gathered_features: tuple[int, ...]
+    decoder_flops: tuple[int, int, int]  # of all decoder layers: products, those of the attention modules, scores
+    head_flops: int  # per token
+    largest_layer: int  # local parameters of the largest decoder layer, and of the largest matrix in one
+    largest_product: int
+    attention_degree: int
+    feed_forward_degree: int
+    shared_numel: int  # the tied tensor's local elements, which embedding and head both list (0 if untied)
+    head_width: int  # local vocabulary
+    positions: bool  # a table of positions is added at the embedding: no rotary kernels in the layers
+
+
+_CACHE: dict[tuple[str, str, str, int], ModelShapes] = {}
+
+
+def model_shapes(graph: ModelGraph, tensor: int) -> ModelShapes:
+    """Split each parameter once for a search over thousands of layouts."""
+    key = (graph.config_hash, graph.attention, graph.tensor_kind, tensor)
+    if key not in _CACHE:
+        _CACHE[key] = _model_shapes(graph, tensor)
+    return _CACHE[key]
+
+
+def _model_shapes(graph: ModelGraph, tensor: int) -> ModelShapes:
+    transposed = graph.model_type in TRANSPOSED_LINEAR_TYPES
+    styles = dict(graph.tensor_styles)
+
+    kinds: dict[LayerShape, int] = {}
+    kind_of: list[int] = []
+    numel: list[int] = []
+    for layer in graph.layers:
+        splits = [(p, split_parameter(graph, p, tensor)) for p in layer.parameters]
+        shards = [(p, split.shard_shape(0)) for p, split in splits]
+        numel.append(sum(_numel(shape) for _, shape in shards))
+        if layer.kind != "decoder":
+            kind_of.append(-1)
+            continue
+        attention = f"{layer.name}.{graph.attention_module}."
+        gathered = [
+            p.shape
+            for p, split in splits
+            if split.dimension is not None
+            and len(p.shape) == 2
+            and styles.get(pattern(p.name.rpartition(".")[0])) == "colwise_gather_output"
+        ]
+        shape = LayerShape(
+            products=tuple(
+                _product(shape, transposed, p.name.startswith(attention)) for p, shape in shards if len(shape) in (2, 3)
+            ),
+            numel=numel[-1],
+            matmul_flops=layer.matmul_flops_per_token,
+            attention_module_flops=layer.attention_module_flops_per_token,
+            attention_flops=layer.attention_flops_per_token_per_position,
+            elements=layer.activation_elements_per_token,
+            attention_elements=layer.attention_activation_elements_per_token,
+            scores=layer.attention_matrix_elements_per_token_per_position,
+            fused_norms=_norms(layer, graph.hidden_size, with_bias=True),
+            composed_norms=_norms(layer, graph.hidden_size, with_bias=False),
+            gathered_features=sum(out + 2 * width for out, width in gathered),
+            gathered_products=len(gathered),
+        )
+        kind_of.append(kinds.setdefault(shape, len(kinds)))
+    shared = {p.name for p in graph.layers[0].parameters} & {p.name for p in graph.layers[-1].parameters}
+    shared_numel = sum(
+        split_parameter(graph, p, tensor).shard_numel(0) for p in graph.layers[-1].parameters if p.name in shared
+    )
+    decoder = [layer for layer in graph.layers if layer.kind == "decoder"]
+    distinct = tuple(kinds)
+
+    def prefix(value: Callable[[LayerShape], int]) -> tuple[int, ...]:
+        return (0, *itertools.accumulate(0 if k < 0 else value(distinct[k]) for k in kind_of))
+
+    mapped = graph.tensor_kind != ""  # without a map the estimate is of what tensor parallelism usually is
+    return ModelShapes(
+        kinds=distinct,
+        kind_of=tuple(kind_of),
+        numel=(0, *itertools.accumulate(numel)),
+        gathered_products=prefix(lambda kind: kind.gathered_products),
+        gathered_features=prefix(lambda kind: kind.gathered_features),
+        decoder_flops=(
+            sum(layer.matmul_flops_per_token for layer in decoder),
+            sum(layer.attention_module_flops_per_token for layer in decoder),
+            sum(layer.attention_flops_per_token_per_position for layer in decoder),
+        ),
+        largest_layer=max((kind.numel for kind in distinct), default=0),
+        largest_product=max((p.n * p.k * p.batch for kind in distinct for p in kind.products), default=0),
+        head_flops=sum(layer.matmul_flops_per_token for layer in graph.layers if layer.kind != "decoder"),
+        attention_degree=tensor if attention_is_cut(graph) or not mapped else 1,
+        feed_forward_degree=tensor if feed_forward_is_cut(graph) or not mapped else 1,
+        shared_numel=shared_numel,
+        head_width=-(-graph.vocabulary_size // tensor),
+        positions=sum(len(p.shape) == 2 for p in graph.layers[0].parameters) > 1,
+    )
+
+
+def _product(shape: tuple[int, ...], transposed: bool, in_attention: bool) -> Product:
+    out, into = (shape[-1], shape[-2]) if transposed else (shape[-2], shape[-1])
+    return Product(n=out, k=into, batch=shape[0] if len(shape) == 3 else 1, in_attention=in_attention)
+
+
+def _norms(layer: Layer, hidden: int, *, with_bias: bool) -> int:
+    """Norms over the hidden size: modules whose every parameter is one vector of it."""
+    modules: dict[str, list[tuple[int, ...]]] = {}
+    for parameter in layer.parameters:
+        modules.setdefault(parameter.name.rpartition(".")[0], []).append(parameter.shape)
+    sizes = [len(shapes) for shapes in modules.values() if set(shapes) == {(hidden,)}]
+    return sum(1 for size in sizes if (size > 1) == with_bias)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    result = 1
+    for size in shape:
+        result *= size
+    return result

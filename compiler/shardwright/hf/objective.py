@@ -1,0 +1,39 @@
+"""What a model makes of labels, and whether next-token cross-entropy on its logits is honest: both by running it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+IGNORED = -100
+"""Label of a token that is not predicted."""
+
+
+@torch.no_grad()
+def own_loss(model: nn.Module, input_ids: torch.Tensor) -> str | None:
+    """`Cut.loss`, or None where the logits are not one row a token (B, S, V)."""
+    logits = model(input_ids=input_ids, use_cache=False).logits
+    if logits.ndim != 3 or logits.shape[:2] != input_ids.shape:
+        return None
+    wanted = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), input_ids[:, 1:].flatten())
+    shifted = F.pad(input_ids[:, 1:], (0, 1), value=IGNORED)
+    for kind, labels in (("next_token", input_ids), ("given", shifted)):
+        try:
+            loss = model(input_ids=input_ids, labels=labels, use_cache=False).loss
+        except Exception:  # it wants labels of another shape: codebooks, image tokens
+            continue
+        if loss is not None and torch.allclose(loss, wanted, rtol=1e-5, atol=1e-6):
+            return kind
+    return "other"
+
+
+@torch.no_grad()
+def is_causal(model: nn.Module, input_ids: torch.Tensor) -> bool:
+    """Whether another last token leaves the earlier logits alone, beside what it does to the last one."""
+    changed = input_ids.clone()
+    changed[:, -1] = torch.where(input_ids[:, -1] == 5, 6, 5)
+    before, after = (model(input_ids=ids, use_cache=False).logits for ids in (input_ids, changed))
+    difference = (before - after).abs()
+    # Not bit for bit: some masks are large negative numbers, and sums over experts change their order.
+    return bool(difference[:, :-1].max() <= 1e-3 * difference[:, -1].max())

@@ -1,0 +1,24 @@
+"""Where the starting weights are, and which files are a tokenizer's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """path: absolute folder of config.json and safetensors files. revision: its commit, None for a local folder."""
+
+    path: str
+    revision: str | None
+
+
+TOKENIZER_PATTERNS: tuple[str, ...] = (
+    "tokenizer*.json",
+    "vocab*",
+    "merges*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "*.model",
+)

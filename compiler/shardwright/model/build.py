@@ -1,0 +1,50 @@
+"""Stage 2: the recipe's `model` section -> ModelGraph. A graph that is known already comes without torch: only
+graph.py, which traces a new one, imports it."""
+
+from __future__ import annotations
+
+import json
+
+from shardwright.ir.json_value import JsonObject
+from shardwright.ir.model_graph import ModelGraph
+from shardwright.ir.recipe import ModelSection
+from shardwright.model.cache import cache_key, cached_graph, is_off, store_graph
+from shardwright.model.popular.graphs import shipped_graph
+from shardwright.model.read import read_config
+
+_KNOWN: dict[tuple[str, str, bool], ModelGraph] = {}
+"""Of this process: `estimate` asks for the same graph many times."""
+
+
+def build_model_graph(section: ModelSection) -> ModelGraph:
+    """Raises Refusal with SW2xxx where the model cannot be found, read, built or split."""
+    config, inline = read_config(section)
+    if section.trust_remote_code is not None and "auto_map" in config:
+        return _trace(section, config, inline)  # its code is no part of any key
+    text = json.dumps(config, sort_keys=True)
+    known = (text, section.attention, inline)
+    if known not in _KNOWN:
+        _KNOWN[known] = _find(section, config, text, inline)
+    return _KNOWN[known]
+
+
+def _find(section: ModelSection, config: JsonObject, text: str, inline: bool) -> ModelGraph:
+    if is_off():
+        return _trace(section, config, inline)
+    # A recipe's own configuration is checked more strictly than a published one, so it is never looked up as one.
+    graph = None if inline else shipped_graph(text, section.attention)
+    if graph is not None:
+        return graph
+    key = cache_key(text, section.attention, inline)
+    graph = cached_graph(key)
+    if graph is None:
+        graph = _trace(section, config, inline)
+        store_graph(key, graph)
+    return graph
+
+
+def _trace(section: ModelSection, config: JsonObject, inline: bool) -> ModelGraph:
+    from shardwright.model.graph import trace_model_graph
+    from shardwright.model.own_code import settle
+
+    return trace_model_graph(config if inline else settle(section, config), section.attention, inline)

@@ -1,0 +1,274 @@
+"""One piece of a model run once on fake tensors: the FLOPs that it does and the bytes that autograd keeps.
+
+Shape letters: S sequence length (one sequence), H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bytes:
+    """Kept for backward: `whole` on every tensor rank, `divided` is what tensor parallelism cuts."""
+
+    whole: int
+    divided: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One run.
+
+    forward_flops, backward_flops: multiply and add are two; attention_forward_flops: the attention module's share.
+    saves: how often autograd saved a tensor.
+    kept: under checkpointing none, selective (the attention module keeps its inputs alone), full (the piece does).
+    """
+
+    forward_flops: int
+    attention_forward_flops: int
+    backward_flops: int
+    saves: int
+    kept: tuple[Bytes, Bytes, Bytes]
+
+
+class GpuKernels(TorchFunctionMode):
+    """Runs dropout and scaled dot-product attention as a GPU does, also on the CPU's fake tensors.
+
+    The CPU's dropout keeps noise as wide as its input, a GPU's a mask of one byte; the CPU's attention falls back to
+    an S x S product where heads differ in size or there is dropout, a GPU's fused kernels keep the log-sum-exp alone.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.dropout:
+            return _dropout(*args, **(kwargs or {}))
+        if func is F.scaled_dot_product_attention and args[0].dim() == 4:
+            return _attention(*args, **(kwargs or {}))
+        if func is torch._grouped_mm:
+            # The same product and the same two tensors kept; torch's own shape rule takes bfloat16 alone.
+            return torch.ops.transformers.grouped_mm_fallback(args[0], args[1], (kwargs or {})["offs"])
+        return func(*args, **(kwargs or {}))
+
+
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)  # torch makes it additive, at each call
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    out: torch.Tensor = _FusedAttention.apply(query, key, value, attn_mask, dropout_p, is_causal, scale)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Keeps queries, keys, values, mask, output and log-sum-exp, as each of torch's fused kernels does.
+
+    Fewer heads of keys and values than of queries are legal, as in the flash kernel: the gradients are cut to them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, scale: Any) -> Any:
+        out, log_sum_exp, seed, offset = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, mask, True, dropout, causal, scale=scale
+        )
+        if mask is None and out.shape == query.shape:
+            out = torch.empty_like(query)  # flash attention's output is laid out as its queries, memory-efficient's not
+        ctx.save_for_backward(query, key, value, mask, out, log_sum_exp)
+        ctx.options = (seed, offset, dropout, [*ctx.needs_input_grad[:4]], causal)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        query, key, value, mask, out, log_sum_exp = ctx.saved_tensors
+        seed, offset, dropout, needed, causal = ctx.options
+        wide = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            gradients[0], query, key, value, mask, out, log_sum_exp, seed, offset, dropout, needed, causal
+        )
+        heads = key.shape[1]
+        return wide[0], wide[1][:, :heads], wide[2][:, :heads], wide[3] if needed[3] else None, None, None, None
+
+
+def _grouped_flops(a: tuple[int, ...], b: tuple[int, ...], *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """Grouped matrix products: each row of `a` meets one expert's matrix, so the experts do not multiply the work."""
+    rows, inner = a[-2:]
+    return 2 * rows * inner * b[-1] * (a[0] if len(a) == 3 else 1)
+
+
+def _grouped_backward_flops(a: tuple[int, ...], b: tuple[int, ...], *args: Any, **kwargs: Any) -> int:
+    return 2 * _grouped_flops(a, b)
+
+
+@contextmanager
+def _flop_counter() -> Iterator[FlopCounterMode]:
+    import transformers.integrations.moe  # noqa: F401  registers its operators
+
+    formulas = {
+        torch.ops.aten._grouped_mm: _grouped_flops,
+        torch.ops.transformers.grouped_mm_fallback: _grouped_flops,
+        torch.ops.transformers.grouped_mm_fallback_backward: _grouped_backward_flops,
+    }
+    with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
+        yield counter
+
+
+class _Recorder:
+    """Which storages autograd saves, and where: `keep` and `give` are the saved-tensor hooks."""
+
+    def __init__(self, known: set[int], width: int, active: bool) -> None:
+        self.known, self.width, self.active = known, width, active
+        self.saves = 0
+        self.depth = 0  # inside how many blocks
+        self.in_attention = False
+        self.saved: dict[int, int] = {}  # storage -> bytes
+        self.wide: set[int] = set()
+        self.outside_attention: set[int] = set()
+        self.outside_blocks: set[int] = set()
+        self.alive: list[torch.Tensor] = []  # a freed storage's address would be used again
+
+    def note(self, tensor: torch.Tensor, *, outside_block: bool, outside_attention: bool) -> None:
+        storage = tensor.untyped_storage()
+        where = storage._cdata
+        if where in self.known or not self.active:
+            return
+        if where not in self.saved:
+            self.alive.append(tensor)
+            self.saved[where] = storage.nbytes()
+            if storage.nbytes() > self.width * tensor.element_size():
+                self.wide.add(where)
+        if outside_block:
+            self.outside_blocks.add(where)
+        if outside_attention:
+            self.outside_attention.add(where)
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.saves += 1
+        self.note(tensor, outside_block=self.depth == 0, outside_attention=not self.in_attention)
+        return tensor
+
+    def total(self, where: set[int]) -> Bytes:
+        """What a block makes for itself, and what is wider than the hidden states, is cut over tensor ranks; block
+        inputs and what norms and residuals keep is whole (as in arXiv 2205.05198, section 4.2.1)."""
+        whole = sum(n for s, n in self.saved.items() if s in where and s in self.outside_blocks - self.wide)
+        return Bytes(whole=whole, divided=sum(n for s, n in self.saved.items() if s in where) - whole)
+
+
+def measure(
+    run: Callable[[torch.Tensor | None], Any],
+    hidden: torch.Tensor | None,
+    *,
+    layer: nn.Module | None,
+    attention_module: str,
+    known: list[torch.Tensor],
+    width: int,
+    count_flops: bool,
+    starts_after: nn.Module | None = None,
+) -> Measured:
+    """Runs `run(hidden)` once, and backward where FLOPs are counted.
+
+    known: tensors that are there anyway (parameters, context). width: elements of the hidden states. starts_after:
+    where the piece begins with this module's output, and what runs before is not its own.
+    """
+    recorder = _Recorder({t.untyped_storage()._cdata for t in known}, width, starts_after is None)
+    counted = {"before": 0, "attention": 0, "entered": 0}
+    with ExitStack() as stack:
+        counter = stack.enter_context(_flop_counter()) if count_flops else None
+
+        def total() -> int:
+            return 0 if counter is None else counter.get_total_flops()
+
+        def begin(module: nn.Module, args: Any, output: Any) -> None:
+            recorder.active, counted["before"] = True, total()
+
+        def enter_attention(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            for tensor in _tensors((args, kwargs)):
+                recorder.note(tensor, outside_block=True, outside_attention=True)
+            recorder.in_attention, counted["entered"] = True, total()
+
+        def leave_attention(module: nn.Module, args: Any, output: Any) -> None:
+            recorder.in_attention = False
+            counted["attention"] += total() - counted["entered"]
+
+        if starts_after is not None:
+            _hook(stack, starts_after.register_forward_hook(begin))
+        if layer is not None:
+            _hook_blocks(stack, layer, attention_module, recorder)
+        if layer is not None and attention_module:
+            module = layer.get_submodule(attention_module)
+            _hook(stack, module.register_forward_pre_hook(enter_attention, with_kwargs=True))
+            _hook(stack, module.register_forward_hook(leave_attention))
+        stack.enter_context(GpuKernels())
+        with saved_tensors_hooks(recorder.keep, lambda tensor: tensor):
+            output = run(hidden)
+        forward = total()
+        if counter is not None:
+            roots = [t for t in _tensors(output)[:1] if t.requires_grad]
+            torch.autograd.backward(roots, [torch.empty_like(t) for t in roots])
+        backward = total() - forward
+    own = Bytes(whole=0 if hidden is None else hidden.untyped_storage().nbytes(), divided=0)
+    return Measured(
+        forward_flops=forward - counted["before"],
+        attention_forward_flops=counted["attention"],
+        backward_flops=backward,
+        saves=recorder.saves,
+        kept=(recorder.total(set(recorder.saved)), recorder.total(recorder.outside_attention), own),
+    )
+
+
+def _hook_blocks(stack: ExitStack, layer: nn.Module, attention_module: str, recorder: _Recorder) -> None:
+    """Blocks: the attention module, and the layer's own children that hold matrices (feed-forward, experts)."""
+
+    def enter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if recorder.depth == 0:
+            for tensor in _tensors((args, kwargs)):
+                recorder.alive.append(tensor)
+                recorder.outside_blocks.add(tensor.untyped_storage()._cdata)
+        recorder.depth += 1
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        recorder.depth -= 1
+
+    children = [
+        child
+        for direct in layer.children()
+        for child in (direct.children() if isinstance(direct, nn.ModuleList) else (direct,))
+    ]
+    blocks = {id(m): m for m in children if any(p.dim() > 1 for p in m.parameters())}
+    if attention_module:
+        attention = layer.get_submodule(attention_module)
+        blocks[id(attention)] = attention
+    for block in blocks.values():
+        _hook(stack, block.register_forward_pre_hook(enter, with_kwargs=True))
+        _hook(stack, block.register_forward_hook(leave))
+
+
+def _hook(stack: ExitStack, handle: Any) -> None:
+    stack.callback(handle.remove)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,65 @@
+"""The traced graphs of the shipped configurations: graphs.zip, one member a distinct configuration, written by
+`make graphs`. A member is read alone, and only where transformers and torch are those that it was traced with."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import zipfile
+from collections.abc import Mapping
+from importlib import resources
+
+from shardwright.ir.model_graph import ModelGraph
+from shardwright.model.cache import UNREADABLE, graph_from_json, graph_to_json, installed_version
+
+ARCHIVE = "graphs.zip"
+ATTENTION = "auto"
+"""The attention that the shipped graphs were traced with; a pinned one is traced."""
+_VERSIONS = "versions.json"
+
+
+def shipped_graph(config_text: str, attention: str) -> ModelGraph | None:
+    """The graph of exactly this configuration (JSON with sorted keys); None where it is not shipped, or not for the
+    installed versions."""
+    if attention != ATTENTION:
+        return None
+    try:
+        with (
+            resources.files(__package__).joinpath(ARCHIVE).open("rb") as file,
+            zipfile.ZipFile(file) as archive,
+        ):
+            if not _fits(json.loads(archive.read(_VERSIONS))):
+                return None
+            return graph_from_json(archive.read(_member(config_text)))
+    except (KeyError, zipfile.BadZipFile, *UNREADABLE):  # KeyError: no such member
+        return None
+
+
+def versions() -> dict[str, str | None]:
+    """What a trace depends on outside this package. transformers decides the modules and the defaults, in any release;
+    torch only how they compute, which changes with its minor releases. None where one is not installed."""
+    torch = installed_version("torch")
+    return {
+        "torch": None if torch is None else ".".join(torch.split(".")[:2]),
+        "transformers": installed_version("transformers"),
+    }
+
+
+def _fits(recorded: Mapping[str, str | None]) -> bool:
+    """What is not installed cannot disagree, and could not trace either."""
+    return all(version in (None, recorded.get(name)) for name, version in versions().items())
+
+
+def archive_of(graphs: Mapping[str, ModelGraph]) -> bytes:
+    """graphs.zip. `graphs`: configuration as text -> its graph. The same graphs are the same bytes."""
+    members = {_member(config_text): graph_to_json(graph) for config_text, graph in graphs.items()}
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+        for name, text in [(_VERSIONS, json.dumps(versions())), *sorted(members.items())]:
+            archive.writestr(zipfile.ZipInfo(name), text, zipfile.ZIP_DEFLATED, 9)  # ZipInfo: no clock, always 1980
+    return content.getvalue()
+
+
+def _member(config_text: str) -> str:
+    return hashlib.sha256(config_text.encode()).hexdigest()[:32]

@@ -1,0 +1,211 @@
+"""A hub id -> a folder of the local Hugging Face cache with its weights or tokenizer, at one commit.
+
+Offline first: what the cache has whole is used as it is, and the hub is asked only for what is missing. Downloaded are
+config.json, safetensors files and the tokenizer's files, Python files where the recipe trusts them by name; never
+pickles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+from shardwright.diagnostics import Diagnostic, KeyPath, Refusal
+from shardwright.ir.recipe import ModelSection
+from shardwright.ir.weights import TOKENIZER_PATTERNS, Weights
+from shardwright.model.popular.hub import hub_problem, no_id
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_KEY: KeyPath = ("model", "weights")
+_HEADER_BYTES = 8  # of a safetensors file: the length of its JSON header
+
+
+def locate_weights(section: ModelSection) -> Weights | None:
+    """None where the weights are random. Errors: SW1913 none, or not all of them, and those of the hub: SW2010 to
+    SW2012, SW2015."""
+    if section.weights != "pretrained" or section.source is None:
+        return None
+    if Path(section.source).is_absolute():
+        if Path(section.source).is_dir():  # else it has been told already
+            _need(section.source, weights_problem(Path(section.source)))
+        return Weights(path=section.source, revision=None)
+    model_id, revision = section.source, section.revision
+    folder = _cached(model_id, revision)
+    code = ["*.py"] if section.trust_remote_code is not None else []
+    problem = "they are not on this machine" if folder is None else _problem(folder, code)
+    if problem:
+        small = ["config.json", "generation_config.json", INDEX, *TOKENIZER_PATTERNS, *code]
+        folder = _download(model_id, revision, small, problem, _KEY)
+        # By its commit from here on: the branch may move in between.
+        folder = _download(model_id, folder.name, list(_weight_files(folder)), problem, _KEY)
+        problem = weights_problem(folder)
+    assert folder is not None
+    if problem:
+        raise Refusal(_no_weights(model_id, revision, problem))
+    return Weights(path=str(folder), revision=folder.name)
+
+
+def _problem(folder: Path, code: list[str]) -> str:
+    missing_code = code and not next(folder.glob("*.py"), None)
+    return weights_problem(folder) or ("its code is not on this machine" if missing_code else "")
+
+
+def tokenizer_folder(name: str, revision: str, key: KeyPath) -> Path:
+    """The folder itself, or the cache's of a hub id; it may hold no tokenizer. Errors, all at `key`: SW1911, SW2010 to
+    SW2012, SW2015."""
+    if Path(name).is_absolute():
+        return Path(name)
+    try:
+        folder = _cached(name, revision)
+        if folder is not None and any(next(folder.glob(pattern), None) for pattern in TOKENIZER_PATTERNS):
+            return folder
+        return _download(name, revision, list(TOKENIZER_PATTERNS), "it is not on this machine", key)
+    except Refusal as refusal:
+        raise Refusal(*(replace(d, key=key) for d in refusal.diagnostics)) from None
+
+
+def code_folder(model_id: str, revision: str) -> Path:
+    """The model's Python files, of a model that the recipe trusts by name. Errors: SW2001, SW2010 to SW2012."""
+    folder = _cached(model_id, revision)
+    if folder is not None and next(folder.glob("*.py"), None):
+        return folder
+    return _download(
+        model_id, revision, ["config.json", "*.py"], "its code is not on this machine", ("model", "source")
+    )
+
+
+def weights_problem(folder: Path) -> str:
+    """Why the safetensors files of `folder` cannot be loaded, or ""."""
+    if not (folder / SINGLE).exists() and not (folder / INDEX).exists():
+        pickles = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+        return f"it has {pickles[0]}, and no {SINGLE}" if pickles else f"it has no {SINGLE}"
+    try:
+        names = _weight_files(folder)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"{INDEX} cannot be read"
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        return f"{missing[0]} is missing" + (f", with {len(missing) - 1} more" if len(missing) > 1 else "")
+    cut = [name for name in names if not _is_whole(folder / name)]
+    return f"{cut[0]} is not a whole safetensors file" if cut else ""
+
+
+def _weight_files(folder: Path) -> tuple[str, ...]:
+    """As from_pretrained looks for them: one file, else those of the index."""
+    if (folder / SINGLE).exists() or not (folder / INDEX).exists():
+        return (SINGLE,)
+    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    return tuple(sorted({str(name) for name in index["weight_map"].values()}))
+
+
+def _is_whole(path: Path) -> bool:
+    """By the header, which says where the last tensor ends: a download or copy that was cut off is shorter."""
+    with path.open("rb") as file:
+        start = file.read(_HEADER_BYTES)
+        if len(start) < _HEADER_BYTES:
+            return False
+        (length,) = struct.unpack("<Q", start)
+        size = path.stat().st_size
+        if length > size - _HEADER_BYTES:
+            return False
+        try:
+            header = json.loads(file.read(length))
+            ends = [int(tensor["data_offsets"][1]) for name, tensor in header.items() if name != "__metadata__"]
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            return False
+    return bool(size == _HEADER_BYTES + length + max(ends, default=0))
+
+
+def _cached(model_id: str, revision: str) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(
+            snapshot_download(model_id, revision=revision, local_files_only=True, allow_patterns=["config.json"])
+        )
+    except HFValidationError:
+        raise Refusal(no_id(model_id)) from None
+    except Exception:  # the hub library has several names for "not here"
+        return None
+
+
+def _download(model_id: str, revision: str, patterns: list[str], problem: str, key: KeyPath) -> Path:
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, is_offline_mode, snapshot_download
+    from huggingface_hub.errors import RemoteEntryNotFoundError
+
+    if is_offline_mode():
+        raise Refusal(_unreachable(model_id, revision, f"{problem}, and HF_HUB_OFFLINE is set", key))
+    try:
+        # Asked once, without the retries of a download, which make a machine with no network wait half a minute.
+        with contextlib.suppress(RemoteEntryNotFoundError):  # the repository may be a tokenizer's alone
+            get_hf_file_metadata(hf_hub_url(model_id, "config.json", revision=revision))
+        return Path(snapshot_download(model_id, revision=revision, allow_patterns=patterns))
+    except Exception as error:  # of its HTTP library, the disk, the hub: all mean "no weights"
+        why = hub_problem(error, model_id, revision)
+        if why.code == "SW2001":
+            why = _unreachable(model_id, revision, f"{problem}, and {_cause(error)}", key)
+        raise Refusal(why) from None
+
+
+def _cause(error: Exception) -> str:
+    first = " ".join(str(error).split())[:120]
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"storing them failed: {first}"
+    return f"the hub cannot be reached ({type(error).__name__})"
+
+
+def _unreachable(model_id: str, revision: str, why: str, key: KeyPath) -> Diagnostic:
+    if key == ("model", "source"):
+        return Diagnostic(
+            code="SW2001",
+            message=f"{model_id!r}: {why}",
+            help=f"Where there is a network, run `hf download {model_id}{_pinned(revision)}`, or give a local folder.",
+            key=key,
+        )
+    return _no_weights(model_id, revision, why) if key == _KEY else _no_tokenizer(model_id, revision, why, key)
+
+
+def _need(source: str, problem: str) -> None:
+    if problem:
+        raise Refusal(
+            Diagnostic(
+                code="SW1913",
+                message=f"model.weights: pretrained, but {source!r} cannot be loaded: {problem}",
+                help="Give a folder that `save_pretrained` wrote (safetensors), or `weights: random`.",
+                key=_KEY,
+            )
+        )
+
+
+def _no_weights(model_id: str, revision: str, why: str) -> Diagnostic:
+    pickles = ".bin" in why
+    help = (
+        "Load it once with transformers, write it with `save_pretrained`, and give that folder as model.source"
+        if pickles
+        else f"Where there is a network, run `hf download {model_id}{_pinned(revision)}`, or give a local folder"
+    )
+    return Diagnostic(
+        code="SW1913",
+        message=f"model.weights: pretrained, but the weights of {model_id!r} cannot be loaded: {why}",
+        help=f"{help}; or write `weights: random`.",
+        key=_KEY,
+    )
+
+
+def _no_tokenizer(model_id: str, revision: str, why: str, key: KeyPath) -> Diagnostic:
+    return Diagnostic(
+        code="SW1911",
+        message=f"data.tokenizer: {model_id!r} cannot be used: {why}",
+        help=f"Where there is a network, run `hf download {model_id}{_pinned(revision)}`; or give a folder that "
+        "`save_pretrained` wrote (as ./path), or `tokenizer: byte`.",
+        key=key,
+        valid=("byte",),
+    )
+
+
+def _pinned(revision: str) -> str:
+    return "" if revision == "main" else f" --revision {revision}"

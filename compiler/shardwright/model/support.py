@@ -1,0 +1,119 @@
+"""The support matrix: what the zoo proved of each causal-LM type. Data (support.json), read without torch.
+
+support.json is written by `make proof` from benchmarks/zoo-*.json; nobody types it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import resources
+from typing import cast
+
+from shardwright.ir.json_value import JsonObject
+
+COLUMNS: tuple[str, ...] = ("zero", "pipeline", "tensor_sharded", "tensor_fallback", "pipeline_tensor")
+VERDICTS: tuple[str, ...] = ("proved", "refused", "untested")
+
+# Some popular families are written in another way than transformers names them.
+_ENDINGS = re.compile(r"(forcausallm|lmheadmodel|formaskedlm|model|config)$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One type under one layout.
+
+    verdict: one of VERDICTS. code, reason: why it is refused or untested, "" where proved.
+    loss: largest absolute difference over the steps; norm: largest relative difference of the gradient norm;
+    weights: largest absolute difference of a final weight; each from the plain run, None where there was none.
+    sharded: share of the layers' matrices that one rank holds a part of.
+    """
+
+    verdict: str
+    code: str
+    reason: str
+    loss: float | None
+    norm: float | None
+    weights: float | None
+    sharded: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """benchmark: the file under benchmarks/; layout: as the recipe's parallelism keys; date: measured on, ISO."""
+
+    benchmark: str
+    layout: str
+    date: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Support:
+    """types: causal-LM type -> column -> cell. decoders: those of them that are the decoder of an encoder-decoder.
+    others: every other type of transformers -> "encoder-decoder" or ""."""
+
+    transformers: str
+    columns: dict[str, Column]
+    types: dict[str, dict[str, Cell]]
+    decoders: tuple[str, ...]
+    others: dict[str, str]
+
+
+def support_text() -> str:
+    return resources.files("shardwright.model").joinpath("support.json").read_text("utf-8")
+
+
+@functools.cache
+def support() -> Support:
+    document = cast(JsonObject, json.loads(support_text()))
+    columns = cast("dict[str, dict[str, str]]", document["columns"])
+    types = cast("dict[str, dict[str, JsonObject]]", document["types"])
+    return Support(
+        transformers=str(document["transformers"]),
+        columns={name: Column(**column) for name, column in columns.items()},
+        types={name: {column: _cell(cell) for column, cell in cells.items()} for name, cells in types.items()},
+        decoders=tuple(cast("list[str]", document["decoders"])),
+        others=cast("dict[str, str]", document["others"]),
+    )
+
+
+def _cell(cell: JsonObject) -> Cell:
+    def number(key: str) -> float | None:
+        return cast("float | None", cell.get(key))
+
+    return Cell(
+        verdict=str(cell["verdict"]),
+        code=str(cell.get("code", "")),
+        reason=str(cell.get("reason", "")),
+        loss=number("loss"),
+        norm=number("norm"),
+        weights=number("weights"),
+        sharded=number("sharded"),
+    )
+
+
+def nearest_types(text: str, names: Iterable[str], cutoff: float = 0.6) -> tuple[str, ...]:
+    """Up to three of `names` that `text` may mean, the nearest first: "Llama-3", "MistralForCausalLM", "gpt-neo".
+
+    cutoff: least likeness, as of difflib.
+    """
+    plain: dict[str, str] = {}
+    for name in sorted(names):
+        plain.setdefault(_plain(name), name)
+    wanted = _plain(text.rpartition("/")[2])
+    family = re.sub(r"[0-9.]+.*$", "", wanted)  # qwen9 is nearest to its own family
+    found = [wanted] if wanted in plain else []
+    found += difflib.get_close_matches(wanted, plain, n=3, cutoff=cutoff)
+    if len(family) > 2:
+        kin = [key for key in plain if re.sub(r"[0-9.]+.*$", "", key) == family]
+        found += sorted(kin, key=lambda key: (-difflib.SequenceMatcher(None, wanted, key).ratio(), key))
+    return tuple(plain[key] for key in dict.fromkeys(found))[:3]
+
+
+def _plain(name: str) -> str:
+    """Lower case, one spelling of the separators, without a class name's ending."""
+    return _ENDINGS.sub("", re.sub(r"[-_. ]", "", name.lower()))

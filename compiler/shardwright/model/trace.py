@@ -1,0 +1,310 @@
+"""What each layer computes and keeps, seen by running the model's own modules on fake tensors: shapes, no memory.
+
+Contexts (masks, rotary tables, positions) are captured by hf/skeleton.py with real small tensors and parameters that
+own one element: building a causal mask asks for values, which fake tensors do not have. Then each distinct layer runs
+forward and backward with fake parameters of full size. Shape letters: S sequence length (one sequence), H hidden.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from transformers import PretrainedConfig, PreTrainedModel
+
+from shardwright.hf.arguments import Arguments
+from shardwright.hf.skeleton import Skeleton, State
+from shardwright.ir.cut import Cut
+from shardwright.ir.model_graph import CHECKPOINTING, Kept
+from shardwright.model.measure import Bytes, Measured, measure
+
+BASE_LENGTH = 128
+"""Traced at this length and at twice it: FLOPs and bytes of ordinary layers are a S + b S^2, so two lengths tell."""
+LOOP_LENGTH = 16
+"""The same for recurrences, which run operator by operator over the sequence."""
+
+_WINDOWS = ("sliding_window", "attention_chunk_size")
+_CHUNKS = ("chunk_size", "mamba_chunk_size")
+_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions")
+_DTYPES = {4: torch.float32, 2: torch.bfloat16}  # FLOPs are counted in the first: some types cannot run in half
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedLayer:
+    """FLOPs of a sequence are per_token S + per_pair S^2, forward and backward; the fields of ir.model_graph.Layer."""
+
+    forward: tuple[int, int]
+    attention_module_per_token: int
+    backward: tuple[int, int]
+    kept: tuple[Kept, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """layers: embedding, decoder layers, head; None where the layer's own code asks for values, which fakes lack.
+
+    context: what the model hands to its decoder layers, once per micro-batch on each stage.
+    """
+
+    layers: tuple[TracedLayer | None, ...]
+    context: tuple[Kept, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pass:
+    """All layers at one length, in one precision and window."""
+
+    pieces: list[Measured | None]
+    context_bytes: int
+
+
+def trace_model(model: PreTrainedModel, cut: Cut, attention_module: str, attention: str) -> Traced:
+    """`model`: built on the meta device; it cannot be used afterwards. attention: the implementation that will run.
+
+    A type whose embedding or masks cannot be made from stubs is not traced at all.
+    """
+    try:
+        with _quiet("torch._subclasses.fake_tensor"):  # it logs a stack for whatever it raises, too
+            return _trace(model, cut, attention_module, attention)
+    except Exception:  # whatever a type's own code raises
+        return Traced(layers=(None,) * (len(list(model.get_submodule(cut.stack).children())) + 2), context=())
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _trace(model: PreTrainedModel, cut: Cut, attention_module: str, attention: str) -> Traced:
+    if attention != model.config._attn_implementation:
+        model.set_attn_implementation(attention)
+    model.train()
+    text = model.config.get_text_config()
+    _own_nothing(model, torch.float32)
+    base = LOOP_LENGTH if _loops(model, cut) else _base_length(text)
+    window = min((size for name in _WINDOWS if (size := _size(text, name))), default=0)
+    # A window bends the mask: it is not there up to that length (sdpa builds none), and beyond it is.
+    regimes = ((0, 4 * base), (window + 1, base // 2)) if window else ((0, 0),)
+    first: list[tuple[Measured | None, Measured | None]] = []
+    kept: list[list[Kept]] = [[] for _ in range(len(list(model.get_submodule(cut.stack).children())) + 2)]
+    context: list[Kept] = []
+    for element_bytes, dtype in _DTYPES.items():
+        _own_nothing(model, dtype)
+        for from_length, window_here in regimes:
+            with _window(text, window_here):
+                short, long = (
+                    _run(model, cut, attention_module, length, dtype, count_flops=not first)
+                    for length in (base, 2 * base)
+                )
+            pairs = list(zip(short.pieces, long.pieces, strict=True))
+            first = first or pairs
+            for entries, (a, b) in zip(kept, pairs, strict=True):
+                if a is not None and b is not None:
+                    for mode, (x, y) in zip(CHECKPOINTING, zip(a.kept, b.kept, strict=True), strict=True):
+                        _add(entries, _kept(base, x, y, mode, element_bytes, from_length))
+            a_context, b_context = (Bytes(whole=p.context_bytes, divided=0) for p in (short, long))
+            _add(context, _kept(base, a_context, b_context, "none", element_bytes, from_length))
+    return Traced(
+        layers=tuple(_layer(base, a, b, entries) for (a, b), entries in zip(first, kept, strict=True)),
+        context=tuple(context),
+    )
+
+
+def _loops(model: PreTrainedModel, cut: Cut) -> bool:
+    """Whether a longer sequence means more operators."""
+    short, long = (
+        _run(model, cut, "", length, torch.float32, count_flops=False) for length in (LOOP_LENGTH, 2 * LOOP_LENGTH)
+    )
+    return any(
+        a is not None and b is not None and a.saves != b.saves for a, b in zip(short.pieces, long.pieces, strict=True)
+    )
+
+
+def _run(
+    model: PreTrainedModel, cut: Cut, attention_module: str, length: int, dtype: torch.dtype, *, count_flops: bool
+) -> _Pass:
+    skeleton = Skeleton(model, cut, tokens=(1, length))
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    ids = torch.zeros(1, length, dtype=torch.long)
+    with torch.no_grad():
+        real = skeleton.embed(ids, None)
+    contexts, slots = skeleton._context(real.hidden, None)
+    own_hidden = {id(skeleton._hidden(*call)) for call in contexts.values()}
+    handed = [
+        *(t for call in contexts.values() for t in _tensors(call) if id(t) not in own_hidden),
+        *_tensors(real.payload),
+    ]
+    # The converter remembers: a layer that is handed the real tensor works on this fake one.
+    shared = [*handed, *(fake.from_tensor(t) for t in handed)]
+    payload = list(real.payload) or [None] * len(slots)
+    with fake:
+        hidden = torch.empty(real.hidden.shape, dtype=real.hidden.dtype, requires_grad=True)
+    width = hidden.numel()
+    outside = [m for name, m in model.named_modules() if not f"{name}.".startswith(f"{cut.stack}.")]
+
+    def piece(modules: list[nn.Module], run: Any, given: torch.Tensor | None, **options: Any) -> Measured | None:
+        with _fake_parameters(modules, fake) as parameters:
+            known = [*parameters, *shared, ids]
+            try:
+                return measure(run, given, known=known, width=width, count_flops=count_flops, **options)
+            except Exception:  # whatever a type's own code raises where a fake tensor has no value
+                return None
+
+    def decode(index: int) -> Measured | None:
+        layer = skeleton.layers[index]
+
+        def run(given: torch.Tensor | None) -> torch.Tensor:
+            assert given is not None
+            with fake:
+                after = skeleton.decode(index, State(hidden=given, payload=tuple(payload)))
+            for place, slot in enumerate(slots):
+                if slot.source and slot.source[0] == index:
+                    payload[place] = after.payload[place]
+            return after.hidden
+
+        return piece(list(layer.modules()), run, hidden, layer=layer, attention_module=attention_module)
+
+    def embed(given: torch.Tensor | None) -> torch.Tensor:
+        return skeleton.embed(ids, None).hidden
+
+    def head(given: torch.Tensor | None) -> torch.Tensor:
+        assert given is not None
+        return skeleton.head(State(hidden=given))
+
+    found: dict[str, Measured | None] = {}
+    pieces: list[Measured | None] = [piece(outside, embed, None, layer=None, attention_module="")]
+    for index, layer in enumerate(skeleton.layers):
+        key = _identity(layer, contexts.get(index))
+        if key not in found:
+            found[key] = decode(index)
+        pieces.append(found[key])
+    pieces.append(piece(outside, head, hidden, layer=None, attention_module="", starts_after=skeleton.layers[-1]))
+    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in handed}
+    return _Pass(pieces=pieces, context_bytes=sum(sizes.values()))
+
+
+def _identity(layer: nn.Module, arguments: Arguments | None) -> str:
+    """Equal for layers that compute the same shapes: classes, switches, parameters and what they are handed."""
+    parts = [
+        (
+            type(m).__name__,
+            m.extra_repr(),
+            [(n, v) for n, v in vars(m).items() if isinstance(v, bool | str)],
+            [(n, tuple(p.shape)) for n, p in m.named_parameters(recurse=False)],
+        )
+        for m in layer.modules()
+    ]
+    leaves = [
+        (str(path), tuple(v.shape) if isinstance(v, torch.Tensor) else type(v).__name__, getattr(v, "dtype", v is True))
+        for path, v in pytree.tree_leaves_with_path(arguments)
+    ]
+    return repr((parts, leaves))
+
+
+def _own_nothing(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters become stubs of one element each on the CPU; buffers that were never filled (meta) become zeros."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            stub = torch.zeros((), dtype=dtype).expand(parameter.shape)
+            module._parameters[name] = nn.Parameter(stub, requires_grad=False)
+        for store in (module._buffers, vars(module)):
+            for name, value in list(store.items()):
+                if isinstance(value, torch.Tensor) and value.is_meta:
+                    store[name] = torch.zeros(value.shape, dtype=value.dtype)
+
+
+@contextmanager
+def _fake_parameters(modules: list[nn.Module], fake: FakeTensorMode) -> Iterator[list[torch.Tensor]]:
+    """Parameters of full size that own no memory, for as long as the block runs; yields them."""
+    before = [(m, n, p) for m in modules for n, p in m.named_parameters(recurse=False)]
+    made: list[torch.Tensor] = []
+    try:
+        for module, name, stub in before:
+            with fake:
+                module._parameters[name] = nn.Parameter(torch.empty(stub.shape, dtype=stub.dtype))
+            made.append(module._parameters[name])  # type: ignore[arg-type]
+        yield made
+    finally:
+        for module, name, stub in before:
+            module._parameters[name] = stub
+
+
+@contextmanager
+def _window(config: PretrainedConfig, size: int) -> Iterator[None]:
+    """With the attention windows of a model set to `size`, where it has one and size is not 0."""
+    before = {name: value for name in _WINDOWS if size and (value := _size(config, name))}
+    try:
+        for name in before:
+            setattr(config, name, size)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
+def _base_length(config: PretrainedConfig) -> int:
+    """A multiple of the chunks that state-space layers pad to, and within the positions that the model has."""
+    wanted = max([BASE_LENGTH, *(size for name in _CHUNKS if (size := _size(config, name)))])
+    positions = min((size for name in _POSITIONS if (size := _size(config, name))), default=2 * wanted)
+    return max(1, min(wanted, positions // 2))
+
+
+def _size(config: PretrainedConfig, name: str) -> int:
+    try:
+        value = getattr(config, name, None)
+    except Exception:  # transformers refuses to answer for an attribute that varies by layer
+        return 0
+    return value if isinstance(value, int) and value > 0 else 0
+
+
+def _fit(base: int, short: int, long: int) -> tuple[int, int]:
+    """(a, b) with a S + b S^2 = short at S = base and long at 2 base."""
+    per_pair = max(0, round((long - 2 * short) / (2 * base * base)))
+    return max(0, round((long - 4 * base * base * per_pair) / (2 * base))), per_pair
+
+
+def _kept(base: int, short: Bytes, long: Bytes, checkpointing: str, element_bytes: int, from_length: int) -> Kept:
+    whole, divided = _fit(base, short.whole, long.whole), _fit(base, short.divided, long.divided)
+    return Kept(
+        checkpointing=checkpointing,
+        element_bytes=element_bytes,
+        from_length=from_length,
+        whole_bytes_per_token=whole[0],
+        whole_bytes_per_pair=whole[1],
+        divided_bytes_per_token=divided[0],
+        divided_bytes_per_pair=divided[1],
+    )
+
+
+def _add(entries: list[Kept], entry: Kept) -> None:
+    """Left out where the shorter regime says the same."""
+    if replace(entry, from_length=0) not in entries:
+        entries.append(entry)
+
+
+def _layer(base: int, short: Measured | None, long: Measured | None, kept: list[Kept]) -> TracedLayer | None:
+    if short is None or long is None:
+        return None
+    forward = _fit(base, short.forward_flops, long.forward_flops)
+    return TracedLayer(
+        forward=forward,
+        attention_module_per_token=_fit(base, short.attention_forward_flops, long.attention_forward_flops)[0],
+        backward=_fit(base, short.backward_flops, long.backward_flops),
+        kept=tuple(kept),
+    )
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

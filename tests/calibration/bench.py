@@ -1,0 +1,113 @@
+"""`make bench-cost`: the cost model against published runs, per project, left out of the fit and in it.
+
+Prints the table and writes benchmarks/cost.json.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+from shardwright.cost.constants import Constants, default_constants
+from tests.calibration import score
+from tests.calibration.cases import Case, as_scored, estimate, load_cases
+from tests.calibration.fit import fit, priors
+
+FILE = Path(__file__).parents[2] / "benchmarks" / "cost.json"
+# What others reach on the same rows (shares; regret and Spearman where their answers could be ranked).
+PEERS: dict[str, dict[str, float | None]] = {
+    "calculon": {"time": 0.27, "memory": 0.36, "regret": 0.043, "spearman": None},
+    "llm-analysis (patched)": {"time": 0.187, "memory": 0.34, "regret": None, "spearman": None},
+    "one constant efficiency and a bubble": {"time": 0.21, "memory": 0.32, "regret": None, "spearman": 0.04},
+}
+
+
+def scored(cases: list[Case], c: Constants) -> dict[str, Any]:
+    found = score.score([case.row for case in cases], [as_scored(estimate(case, c)) for case in cases])
+    return {
+        "time": found["time_mape"] if found["n_time"] else None,
+        "time_bias": found["time_bias"] if found["n_time"] else None,
+        "time_rows": found["n_time"],
+        "memory": found["mem_mape"] if found["n_mem"] else None,
+        "memory_bias": found["mem_bias"] if found["n_mem"] else None,
+        "memory_rows": found["n_mem"],
+        "oom_right": [found["oom_right"], found["oom_all"]],
+        "fits_right": [found["fit_right"], found["fit_all"]],
+        "regret": found["regret_mean"] if found["groups"] else None,
+        "spearman": found["spearman"] if found["groups"] else None,
+        "groups": found["groups"],
+    }
+
+
+def macro(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Means over projects of what each has; counts added up."""
+    result: dict[str, Any] = {}
+    for key in ("time", "time_bias", "memory", "memory_bias", "regret", "spearman"):
+        values = [row[key] for row in rows.values() if row[key] is not None]
+        result[key] = sum(values) / len(values) if values else None
+    for key in ("time_rows", "memory_rows", "groups"):
+        result[key] = sum(row[key] for row in rows.values())
+    for key in ("oom_right", "fits_right"):
+        result[key] = [sum(row[key][i] for row in rows.values()) for i in (0, 1)]
+    return result
+
+
+def table(title: str, rows: dict[str, dict[str, Any]]) -> list[str]:
+    def share(value: float | None) -> str:
+        return "      -" if value is None else f"{value:7.1%}"
+
+    lines = [
+        "",
+        f"{title:38s}    time   (bias)    n   memory   (bias)   n     OOM      fits   regret  Spearman",
+    ]
+    for name, row in rows.items():
+        rank = "-" if row["spearman"] is None else f"{row['spearman']:.2f}"
+        lines.append(
+            f"{name:38s} {share(row['time'])} {share(row['time_bias'])} {row['time_rows']:4d}  {share(row['memory'])} "
+            f"{share(row['memory_bias'])} {row['memory_rows']:3d}  {row['oom_right'][0]:2d}/{row['oom_right'][1]:<2d} "
+            f"{row['fits_right'][0]:4d}/{row['fits_right'][1]:<4d} {share(row['regret'])} {rank:>8s}"
+        )
+    return lines
+
+
+def main() -> None:
+    cases = load_cases()
+    projects = list(dict.fromkeys(case.project for case in cases))
+    within = {p: scored([case for case in cases if case.project == p], default_constants()) for p in projects}
+    left_out: dict[str, dict[str, Any]] = {}
+    for project in projects:
+        c = fit([case for case in cases if case.project != project], priors())
+        left_out[project] = scored([case for case in cases if case.project == project], c)
+    everything = scored(cases, default_constants())
+    lines = table("each project left out of the fit", {**left_out, "mean of the projects": macro(left_out)})
+    lines += table(
+        "constants.json (all rows in the fit)",
+        {**within, "mean of the projects": macro(within), "all rows": everything},
+    )
+    lines += ["", "others on these rows                      time   memory   regret  Spearman"]
+    for name, peer in PEERS.items():
+        cells = [f"{'-' if v is None else f'{v:.0%}' if k in ('time', 'memory') else v:>8}" for k, v in peer.items()]
+        lines.append(f"{name:38s}" + " ".join(cells))
+    print("\n".join(lines))
+    FILE.write_text(
+        json.dumps(
+            {
+                "command": "make bench-cost",
+                "date": datetime.date.today().isoformat(),
+                "left_out": left_out,
+                "left_out_mean": macro(left_out),
+                "in_fit": within,
+                "in_fit_mean": macro(within),
+                "in_fit_all_rows": everything,
+                "peers": PEERS,
+            },
+            indent=1,
+        )
+        + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

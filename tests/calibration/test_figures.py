@@ -1,0 +1,69 @@
+"""The literature's known numbers, from the recipes in recipes/figures/."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from shardwright.cluster.resolve import resolve_cluster
+from shardwright.ir.estimate import Estimate
+from shardwright.model.build import build_model_graph
+from shardwright.recipe.load import load_recipe
+from shardwright.resources import recipes_dir
+from shardwright.search.search import pinned_estimate
+
+FIGURES = recipes_dir() / "figures"
+DAYS_PER_YEAR = 365.25
+# arXiv 2104.04473, table 1: achieved TFLOP/s per GPU, recomputation counted; billions of parameters in the name.
+SC21 = {
+    "1.7b": 137,
+    "3.6b": 138,
+    "7.5b": 142,
+    "18.4b": 135,
+    "39.1b": 138,
+    "76.1b": 140,
+    "145.6b": 148,
+    "310.1b": 155,
+    "529.6b": 163,
+    "1008b": 163,
+}
+
+
+@functools.cache
+def estimated(name: str) -> tuple[int, Estimate]:
+    """Parameters of the model, and the pinned layout's estimate."""
+    recipe = load_recipe(FIGURES / f"{name}.yaml", [])
+    graph = build_model_graph(recipe.model)
+    return graph.total_parameters, pinned_estimate(recipe, graph, resolve_cluster(recipe.cluster))
+
+
+def test_gpt3_takes_288_years_on_one_v100() -> None:
+    days = {gpus: estimated(f"gpt3-175b-{gpus}xv100")[1].training.days for gpus in (1, 8, 512)}
+    assert days[1] / DAYS_PER_YEAR == pytest.approx(288, rel=0.02)
+    assert days[8] / DAYS_PER_YEAR == pytest.approx(36, rel=0.05)
+    assert days[512] / DAYS_PER_YEAR * 12 == pytest.approx(7, abs=0.5)
+
+
+def test_adam_in_float32_holds_16_bytes_a_parameter() -> None:
+    parameters, found = estimated("fp32-adam")
+    (stage,) = found.memory.stages
+    states = stage.parameters_bytes + stage.gradients_bytes + stage.optimizer_bytes
+    assert states / parameters == pytest.approx(16, rel=1e-6)
+
+
+def test_the_bubble_is_p_minus_1_over_m() -> None:
+    _, found = estimated("bubble")
+    time = found.time
+    work = time.step_seconds - time.bubble_seconds - time.data_comm_seconds - time.optimizer_seconds
+    assert time.bubble_seconds / work == pytest.approx(3 / 12, rel=0.01)
+    assert time.bubble_fraction == pytest.approx(3 / (12 + 3), rel=0.01)
+
+
+@pytest.mark.parametrize("size", SC21)
+def test_the_layouts_of_sc21(size: str) -> None:
+    """Not in the fit; micro-batches and virtual stages are ours, so 10 %."""
+    parameters, found = estimated(f"sc21-{size}")
+    assert parameters / 1e9 == pytest.approx(float(size.removesuffix("b")), rel=0.03)
+    assert found.feasible
+    assert found.time.hardware_tflops_per_gpu == pytest.approx(SC21[size], rel=0.10)

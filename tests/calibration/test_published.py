@@ -1,0 +1,63 @@
+"""The cost model against published runs. `make bench-cost` prints the whole table, each project left out of the fit."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from shardwright.cost.constants import Constants, constant_entries, default_constants
+from tests.calibration import score
+from tests.calibration.bench import scored
+from tests.calibration.cases import ROWS, Case, case_of, estimate, load_cases
+from tests.calibration.fit import fit, priors
+
+
+def test_every_constant_says_what_it_is() -> None:
+    entries = constant_entries()
+    assert list(entries) == [field.name for field in dataclasses.fields(Constants)]
+    for name, entry in entries.items():
+        assert entry["meaning"] and entry["source"] and entry["unit"], name
+        assert entry["value"] > 0 and entry["prior"] > 0, name
+        # What is not fitted stands at its prior; the headroom is measured.
+        assert entry["prior_spread"] > 0 or entry["value"] == entry["prior"] or name == "memory_headroom", name
+
+
+@pytest.fixture(scope="module")
+def sample() -> list[Case]:
+    """Every ninth row: all projects but torchtitan, which has two."""
+    return [case_of(row) for row in [row for row in score.rows(ROWS) if score.usable(row)][::9]]
+
+
+def test_a_sample_of_the_rows(sample: list[Case]) -> None:
+    found = scored(sample, default_constants())
+    assert found["time_rows"] >= 20 and found["memory_rows"] >= 6
+    assert found["time"] <= 0.08 and found["memory"] <= 0.10
+    assert found["fits_right"][0] >= 0.9 * found["fits_right"][1]
+
+
+def test_the_fit_finds_constants_again(sample: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured times replaced by the model's own at other constants: the fit moves from the priors to those."""
+    truth = dataclasses.replace(priors(), gemm_efficiency=0.7, memory_efficiency=0.65, fused_attention_efficiency=0.6)
+    seconds = {case.row["id"]: estimate(case, truth).time.step_seconds for case in sample}
+    monkeypatch.setattr("tests.calibration.fit.time_target", lambda case: seconds[case.row["id"]])
+    found = fit(sample, priors())
+
+    def error(c: Constants) -> float:
+        return max(abs(estimate(case, c).time.step_seconds / seconds[case.row["id"]] - 1) for case in sample)
+
+    assert error(found) < 0.04 < 0.1 < error(priors())
+    assert found.gemm_efficiency == pytest.approx(0.7, rel=0.05)
+
+
+@pytest.mark.prove
+def test_all_rows() -> None:
+    """What CHANGELOG and README say of the cost model; torchtitan's memory is told there too."""
+    cases = load_cases()
+    found = scored(cases, default_constants())
+    assert found["time"] <= 0.05 and found["memory"] <= 0.08
+    assert found["oom_right"][0] == found["oom_right"][1]
+    assert found["fits_right"][0] >= 0.95 * found["fits_right"][1]
+    assert found["regret"] <= 0.015
+    for project in dict.fromkeys(case.project for case in cases):
+        assert scored([case for case in cases if case.project == project], default_constants())["time"] <= 0.10, project

@@ -1,0 +1,67 @@
+"""Dropout under tensor parallelism (DESIGN 3.5), on the real engines: who shares a mask with whom, and that
+recomputation draws the same numbers again. That a resumed run draws them too is tests/launch and `make prove`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.runtime.launcher import free_port
+from tests.parity.dropout_cases import LAYOUTS
+
+pytestmark = pytest.mark.launch
+
+MODELS = ("gpt2", "opt")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("dropout")
+    environment = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ),
+        "SHARDWRIGHT_DROPOUT_OUT": str(out),
+        "SHARDWRIGHT_DROPOUT_MODELS": ",".join(MODELS),
+    }
+    program, worker = Path(sys.executable).parent / "deepspeed", Path(__file__).with_name("dropout_worker.py")
+    launch = [str(program), "--hostfile", "none", "--num_gpus", "4", "--master_port", str(free_port()), str(worker)]
+    result = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=600)
+    assert (out / "figures.json").exists(), result.stdout[-3000:] + result.stderr[-3000:]
+    figures: dict[str, dict[str, Any]] = json.loads((out / "figures.json").read_text())
+    return figures
+
+
+CASES = [f"{model} {layout}" for model in MODELS for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_recomputation_draws_the_same_numbers(found: dict[str, dict[str, Any]], case: str) -> None:
+    for numbers, weights in zip(found[case]["numbers"], found[case]["weights"], strict=True):
+        assert numbers["selective"] == numbers["none"] == numbers["full"]
+        assert weights["selective"] == weights["none"] == weights["full"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_who_shares_a_mask(found: dict[str, dict[str, Any]], case: str) -> None:
+    figures = found[case]
+    ranks = [tuple(at) for at in figures["coordinates"]]
+    for (a, at_a), (b, at_b) in itertools.combinations(enumerate(ranks), 2):
+        whole = figures["whole"][a], figures["whole"][b]
+        cut = figures["cut"][a], figures["cut"][b]
+        assert whole[0] and cut[0], "no dropout was seen"
+        assert not set(cut[0]) & set(cut[1])
+        if at_a[:2] == at_b[:2]:  # tensor ranks of one model copy
+            assert whole[0] == whole[1]
+            assert figures["outputs"][a] == figures["outputs"][b] != []
+        else:
+            assert not set(whole[0]) & set(whole[1])

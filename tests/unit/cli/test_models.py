@@ -1,0 +1,83 @@
+"""`shardwright models`: the matrix as a table, as JSON, and one type in detail."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from shardwright.cli import main as cli
+from shardwright.cli import models
+from shardwright.model.support import Cell, support, support_text
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(["models", *arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_a_row_a_type_and_the_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys)
+    assert (code, err) == (0, "") and "\x1b" not in out
+    table, counts, note = out.rstrip("\n").split("\n\n")
+    rows = table.splitlines()
+    assert [row.split()[0] for row in rows] == ["type", *support().types]
+    assert all(row == row.rstrip() for row in rows)
+    totals = [sum(int(row.split()[1 + column]) for row in counts.splitlines()) for column in range(5)]
+    assert totals == [len(support().types)] * 5
+    assert f"{len(support().types)} causal-LM types of transformers {support().transformers}" in note
+
+
+def test_colours_on_a_terminal_change_no_letter() -> None:
+    plain, colored = (models.overview(support(), color=color) for color in (False, True))
+    assert "\x1b[32mproved" in colored
+    for code in ("\x1b[32m", "\x1b[31m", "\x1b[2m", "\x1b[0m"):
+        colored = colored.replace(code, "")
+    assert [line.rstrip() for line in colored.splitlines()] == plain.splitlines()
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--json")[:2] == (0, support_text())
+    code, out, _ = run(capsys, "llama", "--json")
+    document = json.loads(out)
+    assert code == 0 and document["type"] == "llama" and document["pipeline"]["verdict"] == "proved"
+
+
+def test_one_type(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "llama")
+    assert code == 0 and "worst differences: loss " in out and "tensor: a degree that divides" in out
+    by_model = run(capsys, "meta-llama/Llama-3.1-8B")
+    assert by_model == (0, out, "")
+
+
+def cell(verdict: str) -> Cell:
+    return Cell(verdict=verdict, code="", reason="", loss=None, norm=None, weights=None, sharded=None)
+
+
+def test_recipe_keys_say_no_more_than_was_proved() -> None:
+    def keys(**verdicts: str) -> str:
+        return " | ".join(
+            models.recipe_keys({name: cell(verdicts.get(name, "untested")) for name in support().columns})
+        )
+
+    assert keys() == keys(zero="refused") == "no layout of this type is proved"
+    assert "pipeline: 1 " in keys(zero="proved") and "tensor: 1" in keys(zero="proved")
+    assert "gathered outputs" in keys(tensor_fallback="proved")
+    assert "together: not proved" in keys(pipeline="proved", tensor_sharded="proved")
+    assert "together" not in keys(pipeline="proved", tensor_sharded="proved", pipeline_tensor="proved")
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "words"),
+    [
+        ("lama", "SW2003", "valid: llama"),
+        ("xyzzy", "SW2003", "`shardwright models` lists them"),
+        ("vit", "SW2004", "AutoModelForCausalLM must know"),
+        ("t5", "SW2017", "decoder-only model"),
+        ("a\x1b[31m", "SW2003", "unknown model_type"),
+    ],
+)
+def test_other_names(name: str, code: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    exit_code, out, err = run(capsys, name)
+    assert (exit_code, out) == (1, "") and f"error[{code}]" in err and words in err and "\x1b" not in err

@@ -1,0 +1,119 @@
+"""Single kernels and collectives: limits that physics gives, and what quantisation and alignment cost."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from shardwright.cluster.resolve import resolve_cluster
+from shardwright.cost.collectives import (
+    all_reduce_seconds,
+    bytes_per_second,
+    gather_seconds,
+    group_of,
+    ring_start_seconds,
+    send_seconds,
+)
+from shardwright.cost.constants import default_constants
+from shardwright.cost.kernels import (
+    Device,
+    eager_attention_seconds,
+    fused_products_seconds,
+    product_seconds,
+    softmax_seconds,
+    sustained_share,
+    traffic_seconds,
+)
+from tests.unit.model.factory import recipe_of
+
+C = default_constants()
+A100 = Device(
+    flops_per_second=312e12, sustained_share=1.0, bytes_per_second=2.039e12, compute_units=108, element_bytes=2
+)
+
+
+def rate(m: int, n: int, k: int) -> float:
+    """Share of the dense peak."""
+    return 2 * m * n * k / product_seconds(A100, C, m=m, n=n, k=k) / A100.flops_per_second
+
+
+def test_a_large_product_comes_near_its_efficiency() -> None:
+    assert 0.9 * C.gemm_efficiency < rate(16384, 8192, 8192) <= C.gemm_efficiency
+
+
+def test_split_matrices_lose_rate() -> None:
+    """A tensor degree of 8 cuts the width: fewer tiles a wave, and the same start."""
+    assert rate(2048, 8192 // 8, 8192) < rate(2048, 8192, 8192)
+    assert rate(128, 1024, 1024) < 0.5 * rate(8192, 8192, 8192)
+
+
+def test_a_wave_more_costs_a_wave() -> None:
+    """108 tiles of 128 x 128 are one wave, 109 two."""
+    one, two = (product_seconds(A100, C, m=128 * tiles, n=128, k=8192) for tiles in (108, 109))
+    assert two > 1.2 * one
+
+
+def test_odd_widths_lose_rate() -> None:
+    assert rate(4096, 7168, 1800) < 0.9 * rate(4096, 7168, 1792)
+    slow, fast = (
+        eager_attention_seconds(A100, C, heads=12, head_dim=size, length=2048, passes=0) for size in (150, 152)
+    )
+    assert slow > 3 * fast
+
+
+def test_a_thin_product_runs_at_memory_bandwidth() -> None:
+    """One token against a matrix: its bytes over the bandwidth."""
+    read = 8192 * 8192 * 2 / (A100.bytes_per_second * C.memory_efficiency)
+    assert product_seconds(A100, C, m=1, n=8192, k=8192) == pytest.approx(read, rel=0.02)
+    assert traffic_seconds(A100, C, 8192 * 8192 * 2) == pytest.approx(read)
+
+
+def test_fused_attention_of_small_heads_is_bound_by_the_softmax() -> None:
+    def share(head_dim: int) -> float:
+        products = fused_products_seconds(A100, C, flops=4 * head_dim * 2048**2, head_dim=head_dim)
+        return softmax_seconds(A100, C, scores=2048**2) / products
+
+    assert share(64) == pytest.approx(2 * share(128))
+
+
+def test_a_power_limit_takes_the_cube_root() -> None:
+    full = C.watts_per_tflops * 1000
+    assert sustained_share(C, 1000e12, None) == sustained_share(C, 1000e12, full) == 1.0
+    assert sustained_share(C, 1000e12, 2 * full) == 1.0
+    assert sustained_share(C, 1000e12, full / 8) == pytest.approx(0.5)
+
+
+def test_faster_devices_are_never_slower() -> None:
+    for change in ({"flops_per_second": 600e12}, {"bytes_per_second": 4e12}):
+        faster = dataclasses.replace(A100, **change)  # type: ignore[arg-type]
+        for m, n, k in ((1, 4096, 4096), (2048, 1792, 14336), (16384, 4096, 4096)):
+            assert product_seconds(faster, C, m=m, n=n, k=k) <= product_seconds(A100, C, m=m, n=n, k=k)
+
+
+CLUSTER = resolve_cluster(recipe_of(cluster={"nodes": 16, "gpus_per_node": 8, "gpu": "a100-sxm4-80gb"}).cluster)
+
+
+def test_groups_lie_over_nodes() -> None:
+    assert not group_of(CLUSTER, 8, 1).spans_nodes
+    assert group_of(CLUSTER, 16, 1).ranks_per_node == 8
+    assert group_of(CLUSTER, 16, 8).ranks_per_node == 1  # data ranks of a tensor degree of 8
+    assert group_of(CLUSTER, 4, 2).ranks_per_node == 4
+
+
+def test_members_of_a_node_bring_their_adapters() -> None:
+    """25 GB/s an adapter: eight at once outdo one, and never the node's own links."""
+    alone, together = (bytes_per_second(CLUSTER, C, group_of(CLUSTER, 16, stride)) for stride in (8, 1))
+    inside = bytes_per_second(CLUSTER, C, group_of(CLUSTER, 8, 1))
+    assert alone == pytest.approx(25e9 * C.inter_node_efficiency)
+    assert together == pytest.approx(min(8 * alone, inside))
+
+
+def test_collectives_grow_with_ranks_and_bytes() -> None:
+    groups = [group_of(CLUSTER, ranks, 1) for ranks in (2, 8, 16, 128)]
+    seconds = [all_reduce_seconds(CLUSTER, C, group, 1e9) for group in groups]
+    assert seconds == sorted(seconds)
+    starts = [ring_start_seconds(C, group) for group in groups]
+    assert starts == sorted(starts) and ring_start_seconds(C, group_of(CLUSTER, 1, 1)) == 0
+    assert gather_seconds(CLUSTER, C, groups[0], 2e9) > gather_seconds(CLUSTER, C, groups[0], 1e9)
+    assert send_seconds(CLUSTER, C, 8, 1e8) > send_seconds(CLUSTER, C, 1, 1e8)

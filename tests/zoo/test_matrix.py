@@ -1,0 +1,87 @@
+"""The support matrix is what the benchmarks measured, for every causal-LM type of the installed transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from shardwright.diagnostics.codes import CODES
+from shardwright.model import support
+from tests.zoo import matrix
+
+
+def test_support_json_is_what_the_benchmarks_compose_to() -> None:
+    assert support.support_text() == matrix.text(matrix.compose()), "run `make proof`"
+
+
+def test_every_type_has_every_column() -> None:
+    table = support.support()
+    assert set(table.types) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert tuple(table.columns) == support.COLUMNS == tuple(matrix.COLUMNS)
+    for cells in table.types.values():
+        assert tuple(cells) == support.COLUMNS
+        for cell in cells.values():
+            assert cell.verdict in support.VERDICTS
+            assert (cell.code in CODES) == (cell.verdict == "refused")
+            assert bool(cell.reason) == (cell.verdict != "proved")
+            assert cell.verdict != "proved" or None not in (cell.loss, cell.norm, cell.weights)
+
+
+def composed(folder: Path, area: str, case: dict[str, object]) -> dict[str, dict[str, object]]:
+    document = {"date": "2026-01-02", "cases": {"llama": case}}
+    (folder / f"{area}.json").write_text(json.dumps(document))
+    cells: dict[str, dict[str, object]] = matrix.compose(folder)["types"]["llama"]
+    return cells
+
+
+FIGURES = {"loss": 1.23456e-7, "norm": 0.0, "weights": 2e-8, "sharded": 1.0, "unused": 0}
+
+
+def test_no_run_is_untested(tmp_path: Path) -> None:
+    cells = composed(tmp_path, "zoo-zero", {"verdict": "proved", **FIGURES})
+    assert cells["zero"] == {"verdict": "proved", "loss": 1.2e-7, "norm": 0.0, "weights": 2e-8, "sharded": 1.0}
+    assert {cells[c]["verdict"] for c in support.COLUMNS[1:]} == {"untested"}
+    assert {c["zero"]["verdict"] for t, c in matrix.compose(tmp_path)["types"].items() if t != "llama"} == {"untested"}
+
+
+def test_a_refusal_keeps_its_code_and_reason(tmp_path: Path) -> None:
+    cells = composed(tmp_path, "zoo-pipeline", {"verdict": "refused", "refused": "SW2016", "reason": "why"})
+    assert cells["pipeline"] == {"verdict": "refused", "code": "SW2016", "reason": "why"}
+
+
+@pytest.mark.parametrize("verdict", ["wrong", "error"])
+def test_what_went_wrong_is_not_proved(verdict: str, tmp_path: Path) -> None:
+    cells = composed(tmp_path, "zoo-pipeline", {"verdict": verdict, **(FIGURES if verdict == "wrong" else {})})
+    assert cells["pipeline"]["verdict"] == "untested" and "its run" in str(cells["pipeline"]["reason"])
+
+
+def test_a_type_that_is_cut_in_part_is_not_sharded(tmp_path: Path) -> None:
+    cells = composed(tmp_path, "zoo-tensor", {"verdict": "proved", **FIGURES, "sharded": 0.5})
+    assert cells["tensor_sharded"]["verdict"] == "untested" and "50%" in str(cells["tensor_sharded"]["reason"])
+
+
+@pytest.mark.parametrize(
+    ("text", "nearest"),
+    [
+        ("lama", "llama"),
+        ("LlamaForCausalLM", "llama"),
+        ("Llama3", "llama"),
+        ("gpt-neo", "gpt_neo"),
+        ("GPT-2", "gpt2"),
+        ("Qwen2.5", "qwen2"),
+        ("qwen9", "qwen3"),
+        ("mistral-large", "mistral"),
+        ("phi-3", "phi3"),
+        ("gemma-2", "gemma2"),
+        ("deepseek_v5", "deepseek_v4"),
+        ("EleutherAI/xyzzy", None),
+        ("", None),
+    ],
+)
+def test_nearest_names(text: str, nearest: str | None) -> None:
+    found = support.nearest_types(text, support.support().types)
+    assert found[:1] == (() if nearest is None else (nearest,)), found
+    assert len(found) <= 3
