@@ -3,7 +3,7 @@
 STRATEGY_CODES: dict[str, str] = {
     "SW3001": "the GPU is not in the catalogue",
     "SW3002": "an inline GPU lacks a number",
-    "SW3003": "nodes: auto is not available in this version",
+    "SW3003": "nodes: auto without a number of steps",
     "SW3101": "tensor x pipeline x data is not the number of GPUs",
     "SW3102": "the global batch does not divide",
     "SW3103": "attention heads do not divide over tensor ranks",
@@ -34,4 +34,5 @@ STRATEGY_CODES: dict[str, str] = {
     "SW3201": "the layout does not fit in memory",
     "SW3202": "no layout fits in memory",
     "SW3203": "no layout is legal",
+    "SW3204": "no cluster meets the deadline",
 }
