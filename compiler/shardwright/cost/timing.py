@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from shardwright.cost.collectives import all_reduce_seconds, gather_seconds, group_of, ring_start_seconds, send_seconds
 from shardwright.cost.compute import ELEMENT_BYTES, LayerSeconds, layer_seconds, peak_flops
 from shardwright.cost.layout import Layout
+from shardwright.cost.offload import host_step_seconds, host_transfer_seconds
 from shardwright.ir.estimate import Time
 from shardwright.ir.strategy import Strategy
 
@@ -53,6 +54,8 @@ def estimate_time(layout: Layout) -> Time:
     bubble = (sum(stage.total for stage in stages) - worst.total) / bubble_divisor(s)
     busy = m * worst.total
     data_comm = max(_data_comm_seconds(layout, rank, stages[rank]) for rank in range(s.pipeline))
+    if s.offload != "none":  # another link, at the same time
+        data_comm = max(data_comm, host_transfer_seconds(layout, slowest, worst.compute))
     optimizer = max(_optimizer_seconds(layout, rank) for rank in range(s.pipeline))
     step = busy + bubble + data_comm + optimizer
     mean_busy = m * sum(stage.total for stage in stages) / s.pipeline
@@ -204,6 +207,8 @@ def _tied_seconds(layout: Layout) -> float:
 
 
 def _optimizer_seconds(layout: Layout, rank: int) -> float:
+    if layout.strategy.offload != "none":
+        return host_step_seconds(layout, rank)
     updated = layout.numel(rank) / (layout.strategy.data if layout.strategy.zero_stage >= 1 else 1)
     return _traffic_seconds(layout, layout.constants.optimizer_traffic_bytes * updated)
 

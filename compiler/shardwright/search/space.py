@@ -17,7 +17,7 @@ from shardwright.ir.strategy import Strategy
 ZERO_STAGES = (0, 1, 2, 3)
 CHECKPOINTING = ("none", "selective", "full")
 SCHEDULES = ("1f1b", "dualpipev")
-OFFLOAD = ("none",)  # `auto` never offloads in this version: nothing could run it
+OFFLOAD = ("none", "optimizer", "parameters")
 LARGEST_MICRO_BATCH = 64  # larger ones gain nothing: the matrices are full long before
 
 T = TypeVar("T", int, str)
@@ -63,7 +63,8 @@ def placements(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> Iterator[
                     data=data,
                     axes=(
                         ("zero_stage", _values(pins.zero_stage, ZERO_STAGES)),
-                        ("offload", _values(pins.offload, OFFLOAD)),
+                        # `auto` never offloads into memory whose size it is not told.
+                        ("offload", _values(pins.offload, OFFLOAD if cluster.host_memory_bytes else OFFLOAD[:1])),
                         ("schedule", _values(pins.schedule, SCHEDULES if pipeline > 1 else SCHEDULES[:1])),
                         ("activation_checkpointing", _values(pins.activation_checkpointing, CHECKPOINTING)),
                         ("micro_batch_size", micro_batches),
