@@ -12,28 +12,17 @@ HOST_SHARE = 0.9  # the rest is the system's, the data loaders' and the file cac
 
 
 def ignored(x: Subject) -> Diagnostic | None:
-    """Rules 11, 23, 24. The optimizer of a pipeline, and of bf16 with ZeRO-1, is BF16_Optimizer, which ignores offload
-    without a word (runtime/bf16_optimizer.py: use_offload=False; DeepSpeed#3866); parameters are only cut, and only
-    offloaded, at stage 3."""
+    """Rules 23, 24, found by a probe: at a stage that has nothing to offload DeepSpeed accepts it and says nothing.
+    Rule 11 (the optimizer's states in a pipeline, DeepSpeed#3866) no longer holds: tests/parity proves them."""
     s = x.strategy
-    if s.offload == "none":
-        return None
-    if s.pipeline > 1:
-        return found(
-            "SW3111",
-            "parallelism.offload",
-            f"offload {s.offload} with pipeline {s.pipeline}: DeepSpeed's pipeline optimizer ignores it",
-            "Use pipeline: 1 with zero_stage 2 or 3, or offload: none.",
-            valid=("none",),
-        )
-    needed = 3 if s.offload == "parameters" else 2
+    needed = {"none": 0, "optimizer": 1, "parameters": 3}[s.offload]
     if s.zero_stage >= needed:
         return None
     return found(
         "SW3111",
         "parallelism.zero_stage",
         f"offload {s.offload} with zero_stage {s.zero_stage}: nothing would be offloaded",
-        f"Use zero_stage: {needed}{' or 3' if needed == 2 else ''}, or offload: none.",
+        f"Use zero_stage: {needed}{' or more' if needed < 3 else ''}, or offload: none.",
         tuple(range(needed, 4)),
     )
 

@@ -56,7 +56,7 @@ DEEPSPEED_RULES: dict[str, Rule] = {
     "SW3107": _rule(layout.pipeline_zero_0, "pipeline", "zero_stage"),
     "SW3108": _rule(layout.pipeline_zero_23, "pipeline", "zero_stage"),
     "SW3109": _rule(layout.dualpipev_micro_batches, "pipeline", "schedule", "gradient_accumulation_steps"),
-    "SW3111": _rule(offload.ignored, "pipeline", "zero_stage", "offload"),
+    "SW3111": _rule(offload.ignored, "zero_stage", "offload"),
     "SW3127": _rule(offload.host_memory, "offload"),
     "SW3113": _rule(layout.layer_drop, "pipeline", "zero_stage"),
     "SW3123": _rule(layout.tensor_styles, "tensor"),

@@ -72,15 +72,17 @@ def test_several_at_once() -> None:
     }
 
 
-def test_offload_goes_with_zero_2_and_3() -> None:
-    """The optimizer's states from stage 2, the parameters from stage 3, and never in a pipeline (SW3111)."""
+def test_offload_needs_something_that_is_cut() -> None:
+    """The optimizer's states from stage 1, the parameters from stage 3 (SW3111)."""
     recipe = recipe_of(cluster={"host_memory_gib": 1000})
     flat = change(pipeline=1, data=4, gradient_accumulation_steps=4)
-    for offload, needed in (("optimizer", 2), ("parameters", 3)):
-        assert codes(recipe, change(offload=offload)) == {"SW3111": "error"}
+    assert codes(recipe, change(offload="optimizer")) == {}
+    for offload, needed in (("optimizer", 1), ("parameters", 3)):
         for stage in (1, 2, 3):
             layout = dataclasses.replace(flat, offload=offload, zero_stage=stage)
             assert codes(recipe, layout) == ({} if stage >= needed else {"SW3111": "error"})
+    single = recipe_of(cluster={"host_memory_gib": 1000}, training={"precision": "fp32"})
+    assert codes(single, dataclasses.replace(flat, offload="optimizer", zero_stage=0)) == {"SW3111": "error"}
 
 
 def test_offload_fits_in_host_memory() -> None:
