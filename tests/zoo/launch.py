@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shardwright.runtime.journal import is_echo
+from shardwright.runtime.events import is_echo
 from shardwright.runtime.launcher import free_port
 
 LOSS_ABSOLUTE, NORM_RELATIVE, WEIGHT_ABSOLUTE = 1e-5, 1e-4, 2e-5

@@ -12,8 +12,8 @@ from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.plan.plan import Plan
 
 
-def open_groups(plan: Plan) -> None:
-    """Raises Refusal where the world is not the plan's. Shares the host's cores between its ranks on a CPU."""
+def check_world(plan: Plan) -> None:
+    """Raises Refusal where the world is not the plan's."""
     world = int(os.environ["WORLD_SIZE"])
     if world != plan.strategy.world_size:
         raise Refusal(
@@ -24,6 +24,10 @@ def open_groups(plan: Plan) -> None:
                 help="Give the hosts that the plan was made for, or compile for the cluster at hand.",
             )
         )
+
+
+def open_groups(plan: Plan) -> None:
+    """Shares the host's cores between its ranks on a CPU."""
     if plan.is_cpu:
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_SIZE", str(plan.gpus_per_node)))))

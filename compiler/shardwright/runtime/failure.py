@@ -6,52 +6,89 @@ import re
 import sys
 from pathlib import Path
 
+from shardwright.ir.json_value import JsonValue
 from shardwright.plan.plan import Plan
-from shardwright.runtime.journal import is_echo, read_json, write_status
+from shardwright.runtime.events import first_cause, read_events
+from shardwright.runtime.journal import write_status
 
-_LAST = re.compile(r"--local_rank=(\d+).*exits with return code = (-?\d+)")
+_LAUNCHER_CODE = re.compile(r"exits with return code = (-\d+)")
+_SSH_LOST = re.compile(r"^pdsh@\S+: (\S+): ssh exited with exit code 255", re.MULTILINE)
+_SSH_ENDED = re.compile(r"^pdsh@\S+: (\S+): ssh exited with exit code (\d+)", re.MULTILINE)
 _SIGNALS = {
-    -9: "killed (signal 9): most often the host ran out of memory; see `dmesg`",
+    -9: "killed (signal 9): most often the host ran out of memory; see `dmesg` there",
     -6: "aborted (signal 6)",
     -7: "bus error (signal 7): most often /dev/shm is full",
     -11: "segmentation fault (signal 11)",
+    -15: "ended by signal 15: somebody, or a scheduler, told it to end",
 }
+LOST = "gone without a word: killed, or its host lost power or network"
 
 
 def report_failure(plan: Plan, folder: Path, attempt: int, launcher_code: int) -> int:
     """Prints the cause, writes status.json, returns 1 for refused input and 3 for a run that did not finish."""
     run = folder / "run"
-    records = [read_json(p) for p in (run / "errors").glob("rank-*.json")] if (run / "errors").is_dir() else []
-    records = sorted((r for r in records if r.get("attempt") == attempt), key=lambda r: int(str(r["time_ns"])))
     log = (run / "launcher.log").read_text(errors="replace") if (run / "launcher.log").exists() else ""
-    killed = [(int(rank), int(code)) for rank, code in _LAST.findall(log) if int(code) < 0]
-    if killed and (not records or is_echo(str(records[0]["cause"]))):
-        rank, exit_code = killed[0]
-        cause = _SIGNALS.get(exit_code, f"ended by signal {-exit_code}")
-        _print_error("SW6301", f"rank {rank}: {cause}", f"its output: {_log_of(run, rank)}")
-        write_status(folder, "failed", attempt, rank=rank, stage=plan.ranks[rank].pipeline, cause=cause)
+    events = read_events(log.splitlines())
+    first = first_cause(events)
+    if first is None:
+        return _report_silence(plan, folder, attempt, log, launcher_code)
+    rank = int(str(first["rank"]))
+    where: dict[str, JsonValue] = {name: first.get(name) for name in ("host", "stage")}
+    named = f"rank {rank} (stage {where['stage']}, host {where['host']}): "
+    if first["kind"] == "lost":
+        cause = _signal_of(log) or LOST
+        _print_error("SW6301", named + cause, _next_steps(plan, run, rank, str(where["host"])))
+        write_status(folder, "failed", attempt, rank=rank, **where, code="SW6301", cause=cause)
         return 3
-    if not records:
-        tail = "\n".join(log.splitlines()[-15:])
-        cause = f"the deepspeed launcher ended with code {launcher_code} and no rank said why"
-        _print_error("SW6301", cause, f"the end of {run / 'launcher.log'}:\n{tail}")
-        write_status(folder, "failed", attempt, rank=None, cause=cause)
-        return 3
-    first = records[0]
-    code, cause, rank = str(first["code"]), str(first["cause"]), int(str(first["rank"]))
+    code, cause = str(first["code"]), str(first["cause"])
     if code == "SW6301":
-        where = f"rank {rank} (stage {first['stage']}, host {first['host']}): "
-        _print_error(code, where + cause, _last_frames(str(first["traceback"])) + f"\nits output: {_log_of(run, rank)}")
-        if len(records) > 1:
-            print(f"  ({len(records) - 1} other ranks failed after it: {run / 'errors'})", file=sys.stderr)
+        frames = _last_frames(str(first["traceback"]))
+        _print_error(code, named + cause, f"{frames}\n{_next_steps(plan, run, rank, str(where['host']))}")
+        others = sum(e.get("kind") == "failed" for e in events) - 1
+        if others:
+            print(f"  ({others} other ranks failed after it: {run / 'errors'})", file=sys.stderr)
     else:
         _print_error(code, cause, str(first["help"]))
-    write_status(folder, "failed", attempt, rank=rank, host=first["host"], stage=first["stage"], code=code, cause=cause)
+    write_status(folder, "failed", attempt, rank=rank, **where, code=code, cause=cause)
     return 3 if code == "SW6301" else 1
 
 
-def _log_of(run: Path, rank: int) -> Path:
-    return run / "launcher.log" if rank == 0 else run / "logs" / f"rank-{rank:05d}.log"
+def _report_silence(plan: Plan, folder: Path, attempt: int, log: str, launcher_code: int) -> int:
+    """No rank could speak: a host that ssh does not reach, or a rank that ended before it was connected."""
+    lost, ended = _SSH_LOST.search(log), _SSH_ENDED.search(log)
+    host = lost[1] if lost else ended[1] if ended else None
+    if lost:
+        cause = f"host {host}: no ssh to it, or the connection broke"
+        help_text = f"Try `ssh {host} true`; `shardwright doctor` tries every host at once."
+    elif signal := _signal_of(log):
+        cause = f"a rank{f' on host {host}' if host else ''} was ended while the run came up: {signal}"
+        help_text = "Too little memory for the start shows like this: see `dmesg` on that host."
+    else:
+        on = f" on host {host}" if host else ""
+        cause = f"the deepspeed launcher{on} ended with code {launcher_code} and no rank said why"
+        help_text = "`shardwright doctor` compares the hosts' Python, packages and folders."
+    lines = [line for line in log.splitlines() if host is None or line.startswith((f"{host}:", "pdsh@"))]
+    tail = "\n".join(lines[-15:])
+    _print_error("SW6301", cause, f"{help_text}\nthe end of {folder / 'run' / 'launcher.log'}:\n{tail}")
+    write_status(folder, "failed", attempt, rank=None, host=host, code="SW6301", cause=cause)
+    return 3
+
+
+def _signal_of(log: str) -> str | None:
+    """DeepSpeed's launcher tells the signal that ended the first of its ranks, but not which one that was."""
+    codes = [int(code) for code in _LAUNCHER_CODE.findall(log)]
+    return _SIGNALS.get(codes[0], f"ended by signal {-codes[0]}") if codes else None
+
+
+def _next_steps(plan: Plan, run: Path, rank: int, host: str) -> str:
+    log = run / "launcher.log" if rank == 0 else run / "logs" / f"rank-{rank:05d}.log"
+    there = "" if rank == 0 or log.exists() else f" (on host {host})"
+    resume = "continues from the newest checkpoint" if _any_checkpoint(plan, run.parent) else "starts again"
+    return f"its output: {log}{there}\nwhen that is mended: `shardwright run {run.parent}` {resume}"
+
+
+def _any_checkpoint(plan: Plan, folder: Path) -> bool:
+    return any((folder / plan.checkpoint.directory).glob("step-*/plan.json"))
 
 
 def _last_frames(traceback: str) -> str:

@@ -72,8 +72,3 @@ def _step_of(line: str) -> int:
 def write_status(folder: Path, status: str, attempt: int, **more: JsonValue) -> None:
     """status: running | done | preempted | failed."""
     write_json(folder / "run" / "status.json", {"status": status, "attempt": attempt, "time": time.time(), **more})
-
-
-def is_echo(cause: str) -> bool:
-    """Whether an error is what a rank says when its peer went away, and so not the cause."""
-    return any(word in cause for word in ("Connection closed by peer", "Connection reset", "gloo", "NCCL"))

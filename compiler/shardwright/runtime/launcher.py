@@ -14,29 +14,41 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
 from shardwright.runtime.checkpoint_index import choose_checkpoint, set_aside
+from shardwright.runtime.events import parse_event
 from shardwright.runtime.failure import report_failure
 from shardwright.runtime.journal import PROGRESS, read_json, write_json, write_status
 from shardwright.runtime.preconditions import check_machine, check_versions, program_path
 from shardwright.runtime.progress import Progress
 
 INTERRUPT_GRACE_SECONDS = 10.0
+HOST_GRACE_SECONDS = 15.0
+"""From the end of one host's ranks to the end of all: they have long ended themselves, unless they never met."""
+
+SSH_OPTIONS = "-oBatchMode=yes -oConnectTimeout=10 -oServerAliveInterval=5 -oServerAliveCountMax=3"
+"""Never a question, and a host that went away is noticed. The user's own options stand first, and so win."""
+
+_HOST_ENDED = re.compile(r"pdsh@\S+: \S+: ssh exited with exit code [1-9]")
 
 _CHATTER = re.compile(
-    "|".join(
+    r"(\S+: )?("  # pdsh's prefix, the host
+    + "|".join(
         (
-            r"(\S+: )?\[20\d\d-",  # DeepSpeed's and torch's log lines
+            r"\[20\d\d-",  # DeepSpeed's and torch's log lines
             r"(MA|CPU Virtual Memory:|before|after|begin|end) ",  # DeepSpeed's memory reports
             r"(Using topology:|SEED_LAYERS=|stage=\d|\s+\d+: \w+$|  loss: )",  # PipelineModule's construction
             r"(\[Gloo\]|Rank: |\[rank\d+\]:\[W|W\d{4} )",
+            r"(rank \d+ ends: |pdsh@|(Connection to|client_loop:) )",
         )
     )
+    + ")"
 )
 """What DeepSpeed and torch say in passing: in run/launcher.log, not on the terminal."""
 
@@ -120,6 +132,7 @@ def _environment() -> dict[str, str]:
         "PYTHONWARNINGS": "ignore::FutureWarning",  # of torch, about DeepSpeed's calls
         **os.environ,
         "PATH": program_path(),
+        "PDSH_SSH_ARGS_APPEND": f"{os.environ.get('PDSH_SSH_ARGS_APPEND', '')} {SSH_OPTIONS}".strip(),
         "MASTER_PORT": str(free_port()),
     }
 
@@ -140,33 +153,28 @@ def _launch(plan: Plan, folder: Path, hostfile: Path | None, attempt: int, lock:
 
     previous = {s: signal.signal(s, ask_to_stop) for s in (signal.SIGUSR1, signal.SIGTERM)}
     previous[signal.SIGINT] = signal.signal(signal.SIGINT, on_interrupt)
-    log = folder / "run" / "launcher.log"
+    # A session of its own: a terminal's interrupt comes here alone. Under pdsh DeepSpeed's handler would answer it with
+    # a remote pkill, which also ends other runs on these hosts.
     process = subprocess.Popen(
         command(plan, hostfile),
         cwd=folder,
         env=_environment(),
         pass_fds=[lock],
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
+        start_new_session=True,
     )
-    assert process.stdout is not None
     try:
-        with log.open("w") as file, Progress(plan.training.steps) as progress:
-            for text in process.stdout:
-                file.write(text)
-                file.flush()
-                if PROGRESS in text:
-                    progress.show(text.split(PROGRESS, 1)[1])
-                elif text.strip() and not _CHATTER.match(text):
-                    progress.note(text.rstrip())
+        _stream(process, plan, folder)
         code = process.wait()
         if interrupts:
             raise KeyboardInterrupt
         return code
     except KeyboardInterrupt:
-        _wait_interrupted(process, plan, ask_to_stop)
+        _interrupt(process, plan)
         write_status(folder, "failed", attempt, rank=None, cause="interrupted")
         raise
     finally:
@@ -174,16 +182,49 @@ def _launch(plan: Plan, folder: Path, hostfile: Path | None, attempt: int, lock:
             signal.signal(number, handler)
 
 
-def _wait_interrupted(process: subprocess.Popen[str], plan: Plan, ask_to_stop: Callable[[], None]) -> None:
-    """A terminal's interrupt reaches the launcher too, which ends its ranks; another one may have come here alone."""
+def _stream(process: subprocess.Popen[str], plan: Plan, folder: Path) -> None:
+    """Everything into run/launcher.log, what a person wants to see to the terminal."""
+    assert process.stdout is not None
+    ender: threading.Timer | None = None
+    with (folder / "run" / "launcher.log").open("w") as file, Progress(plan.training.steps) as progress:
+        for text in process.stdout:
+            file.write(text)
+            file.flush()
+            if _HOST_ENDED.match(text) and ender is None:
+                # Its ranks told the others, unless they never met.
+                ender = threading.Timer(HOST_GRACE_SECONDS, _kill, [process])
+                ender.daemon = True
+                ender.start()
+            event = parse_event(text)
+            if PROGRESS in text:
+                progress.show(text.split(PROGRESS, 1)[1])
+            elif event is not None:
+                if "text" in event:
+                    progress.note(f"warning[SW6303]: {event['text']}")
+            elif text.strip() and not _CHATTER.match(text):
+                progress.note(text.rstrip())
+    if ender is not None:
+        ender.cancel()
+
+
+def _interrupt(process: subprocess.Popen[str], plan: Plan) -> None:
+    """Ends every rank: here the launcher does it; under pdsh the ranks, once their output has no reader."""
+    if plan.launch.launcher == "pdsh":
+        _kill(process)
+    else:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
     try:
         process.communicate(timeout=INTERRUPT_GRACE_SECONDS)
     except subprocess.TimeoutExpired:
-        if plan.launch.launcher == "local":
-            process.send_signal(signal.SIGINT)
-        else:
-            ask_to_stop()  # under pdsh the launcher must not be signalled: its handler runs a remote pkill
+        _kill(process)
         process.communicate()
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Launcher, pdsh and ssh at once and unheard. The hosts' ranks see their output break and end themselves."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _conclude(plan: Plan, folder: Path, attempt: int, code: int) -> int:

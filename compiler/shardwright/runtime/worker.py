@@ -13,7 +13,9 @@ from pathlib import Path
 from shardwright.diagnostics import Refusal
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
-from shardwright.runtime.journal import Metrics, is_echo, read_json, write_json, write_status
+from shardwright.runtime.events import Event, is_echo
+from shardwright.runtime.journal import Metrics, read_json, write_json, write_status
+from shardwright.runtime.watch import Watch
 
 ECHO_GRACE_SECONDS = 4.0
 
@@ -24,13 +26,19 @@ def main() -> int:
     rank = int(os.environ["RANK"])
     attempt = read_json(folder / "run" / "attempt.json")
     number = int(str(attempt.get("attempt", 1)))
+    output = os.dup(1)
     if rank != 0:
         _redirect_output(folder / "run" / "logs" / f"rank-{rank:05d}.log")
     plan = read_plan(folder)
+    watch = Watch(plan, folder, rank, number, output)
     try:
-        _train(plan, folder, rank, number, attempt.get("resume"))
+        _train(plan, folder, rank, number, attempt.get("resume"), watch)
     except BaseException as error:
-        _record_failure(folder, plan, rank, number, error)
+        if rank != 0:
+            traceback.print_exc()  # into its own log; rank 0's is what the user watches
+        event = _failure(plan, rank, error)
+        write_json(folder / "run" / "errors" / f"rank-{rank:05d}.json", {"attempt": number, **event})
+        watch.failed(event)
         if is_echo(str(error)):
             # Let the launcher, which looks once a second, see the process that was killed before it sees this one.
             time.sleep(ECHO_GRACE_SECONDS)
@@ -48,36 +56,36 @@ def _redirect_output(path: Path) -> None:
     os.dup2(file, 2)
 
 
-def _record_failure(folder: Path, plan: Plan, rank: int, attempt: int, error: BaseException) -> None:
-    """The launcher ends every rank once one is down; the earliest record is the cause, the others its echo."""
+def _failure(plan: Plan, rank: int, error: BaseException) -> Event:
+    """The launcher ends every rank once one is down; the earliest is the cause, the others its echo."""
     if isinstance(error, Refusal):
         first = error.diagnostics[0]
         cause, code, help_text = first.message, first.code, first.help
     else:
         cause, code, help_text = f"{type(error).__name__}: {error}", "SW6301", ""
-    write_json(
-        folder / "run" / "errors" / f"rank-{rank:05d}.json",
-        {
-            "attempt": attempt,
-            "time_ns": time.time_ns(),
-            "rank": rank,
-            "host": socket.gethostname(),
-            "stage": plan.ranks[rank].pipeline,
-            "code": code,
-            "cause": cause,
-            "help": help_text,
-            "traceback": traceback.format_exc(),
-        },
-    )
+    return {
+        "kind": "failed",
+        "rank": rank,
+        "host": socket.gethostname(),
+        "stage": plan.ranks[rank].pipeline if rank < len(plan.ranks) else None,
+        "code": code,
+        "cause": cause,
+        "help": help_text,
+        "traceback": traceback.format_exc(),
+    }
 
 
-def _train(plan: Plan, folder: Path, rank: int, attempt: int, resume: object) -> None:
+def _train(plan: Plan, folder: Path, rank: int, attempt: int, resume: object, watch: Watch) -> None:
     if plan.is_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
-    from shardwright.runtime.distributed import close_groups, open_groups
+    from shardwright.runtime.distributed import check_world, close_groups, open_groups
 
     stop = _StopRequest(folder)
+    check_world(plan)
+    watch.join()
+    watch.at("connecting to the other ranks", 0)
     open_groups(plan)
+    watch.at("reading its data and building its part of the model", 0)
     if rank == 0:
         write_status(folder, "running", attempt)
 
@@ -112,22 +120,26 @@ def _train(plan: Plan, folder: Path, rank: int, attempt: int, resume: object) ->
     status = "done"
     for step in range(done + 1, plan.training.steps + 1):
         began = time.perf_counter()
+        watch.at(f"in step {step}", step - 1)
         rate = learning_rate(plan.optimizer, plan.scheduler, plan.training.steps, step)
         result = trainer.step(batches.micro_batches(step, data_rank), rate)
         if metrics:
             metrics.write(step, result.loss, result.grad_norm, rate, tokens, time.perf_counter() - began)
         done = step
         if every and step % every == 0:
+            watch.at(f"saving step {step}", step)
             save_checkpoint(plan, folder, trainer.engine, step)
             saved = step
         if step < plan.training.steps and stop.agreed():
             status = "preempted"
             break
+    watch.at("saving its last step", done)
     if saved != done:
         save_checkpoint(plan, folder, trainer.engine, done)
     dist.barrier()
     if rank == 0:
         write_status(folder, status, attempt, step=done)
+    watch.leave()
     close_groups()
 
 

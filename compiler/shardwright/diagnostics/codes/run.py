@@ -18,5 +18,7 @@ RUN_CODES: dict[str, str] = {
     "SW6202": "a checkpoint of another layout",
     "SW6203": "a checkpoint of another model",
     "SW6301": "training started and did not finish",
+    "SW6302": "a rank cannot reach rank 0",
+    "SW6303": "a run does not move",
     "SW6401": "export cannot write its folder",
 }

@@ -1,0 +1,182 @@
+"""What every rank does beside training: it holds a line to rank 0, and ends itself when the run is over without it.
+
+Nothing outside has to find and kill it: its launcher, the reader of its output and rank 0 each end it by going away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import secrets
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.plan.plan import Plan
+from shardwright.runtime.events import Event, emit
+from shardwright.runtime.hub import GRACE_SECONDS, Hub, Lines, keep_alive, open_server, send
+from shardwright.runtime.journal import write_status
+from shardwright.runtime.stall import place_of
+
+RENDEZVOUS_SECONDS = 600.0
+_ADDRESS = "shardwright/hub"
+_PR_SET_PDEATHSIG = 1
+
+
+class Watch:
+    """One rank's line to the others. output: descriptor of the launcher's output."""
+
+    def __init__(self, plan: Plan, folder: Path, rank: int, attempt: int, output: int) -> None:
+        self.plan, self.folder, self.rank, self.attempt, self.output = plan, folder, rank, attempt, output
+        self.phase, self.step = "starting", 0
+        self._main = threading.get_ident()
+        self._line: socket.socket | None = None
+        self._send_lock = threading.Lock()
+        self._leaving = False
+        # The launcher on this host may be killed where it cannot end its ranks.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        faulthandler.enable()
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+
+    def join(self) -> None:
+        """Finds rank 0 through torch's rendezvous store. Raises Refusal where it cannot be reached."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self.phase = f"waiting for rank 0 at {address}:{port}"
+        try:
+            # init_process_group opens the same store again: one server, as both say multi_tenant.
+            self._store = TCPStore(
+                address,
+                port,
+                int(os.environ["WORLD_SIZE"]),
+                is_master=self.rank == 0,
+                timeout=timedelta(seconds=RENDEZVOUS_SECONDS),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+            if self.rank == 0:
+                server, token = open_server(address), secrets.token_hex(16)
+                Hub(self.plan, self.folder, self.attempt, self.output, server, token).start()
+                self._store.set(_ADDRESS, f"{server.getsockname()[1]} {token}")
+            hub_port, token = self._store.get(_ADDRESS).decode().split()
+            line = socket.create_connection((address, int(hub_port)), timeout=30)
+        except (OSError, RuntimeError) as error:  # torch's network errors are RuntimeErrors
+            raise self._unreachable(address, port, error) from None
+        line.settimeout(None)
+        keep_alive(line)
+        host = socket.gethostname()
+        send(line, {"kind": "hello", "token": token, "rank": self.rank, "host": host, "pid": os.getpid()})
+        self._line = line
+
+    def _unreachable(self, address: str, port: int, error: Exception) -> Refusal:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if self.rank == 0:
+            message = f"rank 0 cannot listen on {address}:{port}: {first}"
+            help_text = (
+                "Set launch.master_port to a free port of that host, and launch.master_addr to an address of it."
+            )
+        else:
+            message = f"rank {self.rank} on {socket.gethostname()} cannot reach rank 0 at {address}:{port}: {first}"
+            help_text = "`shardwright doctor` tries every host. Set launch.master_addr to an address that all reach."
+        return Refusal(Diagnostic(code="SW6302", message=message, help=help_text))
+
+    def at(self, phase: str, step: int) -> None:
+        """step: the last one that is finished."""
+        self.phase = phase
+        if step != self.step:
+            self.step = step
+            self._say({"kind": "step", "step": step})
+
+    def failed(self, event: Event) -> None:
+        """This rank's own error, to the launcher's output and to rank 0."""
+        self._leaving = True
+        emit(self.output, event)
+        self._say(event)
+
+    def leave(self) -> None:
+        """Training is over for all; the line may break now."""
+        self._leaving = True
+        self._say({"kind": "bye"})
+
+    def _say(self, message: Event) -> None:
+        if self._line is not None:
+            with self._send_lock, contextlib.suppress(OSError):
+                send(self._line, message)
+
+    def _watch(self) -> None:
+        reader = select.poll()
+        reader.register(self.output, 0)
+        lines: Lines | None = None
+        while True:
+            if any(flags & (select.POLLERR | select.POLLHUP) for _, flags in reader.poll(0)):
+                self._end("nobody reads the launcher's output any more: `run`, or the ssh session of it, is gone")
+            if self._line is None:
+                time.sleep(0.5)
+                continue
+            lines = lines or Lines(self._line)
+            if not select.select([self._line], [], [], 0.5)[0]:
+                continue
+            messages = lines.read()
+            if messages is None:
+                self._hub_is_gone()
+                return
+            for message in messages:
+                if message["kind"] == "end":
+                    self._end(str(message["cause"]))
+                elif message["kind"] == "dump":
+                    self._dump()
+
+    def _hub_is_gone(self) -> None:
+        """Rank 0 is dead, or about to be: its launcher may just have ended it because of another rank."""
+        if self._leaving:
+            return
+        stage = self.plan.ranks[0].pipeline
+        emit(self.output, {"kind": "lost", "rank": 0, "host": os.environ["MASTER_ADDR"], "stage": stage})
+        if self.rank == 1:  # where no `run` watches, somebody has to write it down
+            write_status(self.folder, "failed", self.attempt, rank=0, stage=stage, cause="went away without a word")
+        time.sleep(GRACE_SECONDS)
+        self._end("rank 0 went away")
+
+    def _dump(self) -> None:
+        path = self.folder / "run" / "ranks" / f"rank-{self.rank:05d}.stack"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+        where, collective = place_of(self._main)
+        counts: Event = dict(_collectives_started())
+        self._say(
+            {
+                "kind": "stack",
+                "step": self.step,
+                "phase": self.phase,
+                "where": where,
+                "waits_in": collective,
+                "counts": counts,
+            }
+        )
+
+    def _end(self, cause: str) -> None:
+        """Not the interpreter's way out: the main thread may be in a collective for ever."""
+        with contextlib.suppress(OSError):
+            print(f"rank {self.rank} ends: {cause}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def _collectives_started() -> dict[str, int]:
+    """Process group -> collectives that this rank has started in it, where torch counts them."""
+    from torch.distributed import distributed_c10d
+
+    counts: dict[str, int] = {}
+    for group, name in list(distributed_c10d._world.pg_names.items()):
+        with contextlib.suppress(RuntimeError):  # a backend that does not count
+            counts[str(name)] = int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    return counts
