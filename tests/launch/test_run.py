@@ -9,12 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.launch.resume import compiled, continues_bit_for_bit
+from tests.launch.waiting import wait_for
 from tests.parity.harness import Case, metrics, must, newest_checkpoint, shardwright
 
 pytestmark = pytest.mark.launch
@@ -125,11 +125,3 @@ def test_exit_code_zero_without_the_marker_is_no_success(tmp_path: Path) -> None
     result = shardwright("run", out)
     assert result.returncode == 3
     assert "no rank said why" in result.stderr
-
-
-def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, "the run ended early"
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.2)

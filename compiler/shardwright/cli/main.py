@@ -26,6 +26,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "estimate": ("shardwright.cli.estimate", "predict memory and time of exactly the pinned layout"),
     "compile": ("shardwright.cli.compile", "compile a recipe into a folder that can run"),
     "run": ("shardwright.cli.run", "train a compiled folder under the deepspeed launcher"),
+    "doctor": ("shardwright.cli.doctor", "try the hosts of a compiled folder before anything is started"),
+    "status": ("shardwright.cli.status", "say how a run is doing"),
+    "logs": ("shardwright.cli.logs", "show a run's output, of all or of one rank"),
+    "stop": ("shardwright.cli.stop", "end a run with a checkpoint"),
     "export": ("shardwright.cli.export", "turn a checkpoint into a Hugging Face folder"),
 }
 
@@ -36,10 +40,6 @@ NOT_YET: dict[str, str] = {
     "report": "draw a plan as an HTML page",
     "verify": "compare a layout's training with a single process",
     "prepare": "tokenize and download ahead of a run",
-    "doctor": "check the machines of a compiled folder",
-    "status": "say how a run is doing",
-    "logs": "show a run's output",
-    "stop": "end a run with a checkpoint",
     "lint": "check a ds_config.json of your own",
 }
 

@@ -15,9 +15,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="auto|never|PATH",
         help="auto (default): from the newest checkpoint, else start; never: start; PATH: one step folder",
     )
+    parser.add_argument("--detach", action="store_true", help="go on without this terminal; see status, logs and stop")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.detach:
+        from shardwright.runtime.detach import run_detached
+
+        return run_detached(args.folder, args.hostfile, args.resume)
     from shardwright.runtime.launcher import run_folder
 
     return run_folder(args.folder, args.hostfile, args.resume)

@@ -92,14 +92,18 @@ def _lock(folder: Path) -> Iterator[int]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise Refusal(
-                Diagnostic(
-                    code="SW6006",
-                    message=f"another `shardwright run` of {str(folder)!r} is alive",
-                    help="Wait for it, or end it: `touch run/stop` in the folder saves a checkpoint and stops.",
-                )
-            ) from None
+            raise another_is_alive(folder) from None
         yield file.fileno()
+
+
+def another_is_alive(folder: Path) -> Refusal:
+    return Refusal(
+        Diagnostic(
+            code="SW6006",
+            message=f"another `shardwright run` of {str(folder)!r} is alive",
+            help="`shardwright status` says how it is doing; `shardwright stop` ends it with a checkpoint.",
+        )
+    )
 
 
 def _begin_attempt(plan: Plan, folder: Path, checkpoint: Path | None, *, fresh: bool) -> int:
@@ -107,10 +111,12 @@ def _begin_attempt(plan: Plan, folder: Path, checkpoint: Path | None, *, fresh: 
     attempt = int(str(read_json(run / "attempt.json").get("attempt", 0))) + 1
     if fresh:
         set_aside(plan, folder, attempt)
-    for stale in ("status.json", "stop"):
+    for stale in ("status.json", "stop", "heartbeat"):
         (run / stale).unlink(missing_ok=True)
-    for leftovers in ("errors", "logs", "ranks"):
+    for leftovers in ("errors", "ranks"):
         shutil.rmtree(run / leftovers, ignore_errors=True)
+    for log in (run / "logs").glob("rank-*.log"):
+        log.unlink()
     write_json(run / "attempt.json", {"attempt": attempt, "resume": str(checkpoint) if checkpoint else None})
     return attempt
 

@@ -41,6 +41,7 @@ class Watch:
         self._line: socket.socket | None = None
         self._send_lock = threading.Lock()
         self._leaving = False
+        self._hub_host = ""
         # The launcher on this host may be killed where it cannot end its ranks.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         faulthandler.enable()
@@ -66,8 +67,8 @@ class Watch:
             if self.rank == 0:
                 server, token = open_server(address), secrets.token_hex(16)
                 Hub(self.plan, self.folder, self.attempt, self.output, server, token).start()
-                self._store.set(_ADDRESS, f"{server.getsockname()[1]} {token}")
-            hub_port, token = self._store.get(_ADDRESS).decode().split()
+                self._store.set(_ADDRESS, f"{server.getsockname()[1]} {token} {socket.gethostname()}")
+            hub_port, token, self._hub_host = self._store.get(_ADDRESS).decode().split()
             line = socket.create_connection((address, int(hub_port)), timeout=30)
         except (OSError, RuntimeError) as error:  # torch's network errors are RuntimeErrors
             raise self._unreachable(address, port, error) from None
@@ -90,7 +91,9 @@ class Watch:
         return Refusal(Diagnostic(code="SW6302", message=message, help=help_text))
 
     def at(self, phase: str, step: int) -> None:
-        """step: the last one that is finished."""
+        """step: the last one that is finished. Into the rank's own log but for the steps themselves."""
+        if self.rank and step == self.step:
+            print(f"{time.strftime('%H:%M:%S')} rank {self.rank}: {phase}", flush=True)
         self.phase = phase
         if step != self.step:
             self.step = step
@@ -140,9 +143,10 @@ class Watch:
         if self._leaving:
             return
         stage = self.plan.ranks[0].pipeline
-        emit(self.output, {"kind": "lost", "rank": 0, "host": os.environ["MASTER_ADDR"], "stage": stage})
+        emit(self.output, {"kind": "lost", "rank": 0, "host": self._hub_host, "stage": stage})
         if self.rank == 1:  # where no `run` watches, somebody has to write it down
-            write_status(self.folder, "failed", self.attempt, rank=0, stage=stage, cause="went away without a word")
+            where: Event = {"rank": 0, "host": self._hub_host, "stage": stage}
+            write_status(self.folder, "failed", self.attempt, **where, cause="went away without a word")
         time.sleep(GRACE_SECONDS)
         self._end("rank 0 went away")
 

@@ -1,4 +1,4 @@
-"""SW5xxx: one line a code, what is wrong in general. 51 the compiled folder, 52 what launches it."""
+"""SW5xxx: one line a code, what is wrong in general. 51 the compiled folder, 52 what launches it, 53 the hosts."""
 
 LAUNCH_CODES: dict[str, str] = {
     "SW5101": "the output path is not a folder",
@@ -13,4 +13,15 @@ LAUNCH_CODES: dict[str, str] = {
     "SW5204": "the hostfile cannot be read",
     "SW5205": "a value cannot pass through pdsh",
     "SW5206": "the launcher cannot start this many nodes",
+    "SW5301": "a host does not answer over ssh",
+    "SW5302": "a host has other versions",
+    "SW5303": "a host does not have the compiled folder, or another one",
+    "SW5304": "a host has too few GPUs",
+    "SW5305": "a host cannot write a checkpoint",
+    "SW5306": "a host's clock is off",
+    "SW5307": "a host lacks the network interface",
+    "SW5308": "a host cannot reach the rendezvous",
+    "SW5309": "an all-reduce over the hosts fails",
+    "SW5310": "a host has too little memory for what is offloaded",
+    "SW5311": "a host lacks weights or data",
 }

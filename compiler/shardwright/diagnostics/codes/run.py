@@ -20,5 +20,7 @@ RUN_CODES: dict[str, str] = {
     "SW6301": "training started and did not finish",
     "SW6302": "a rank cannot reach rank 0",
     "SW6303": "a run does not move",
+    "SW6304": "nothing is running",
+    "SW6305": "there is no such log here",
     "SW6401": "export cannot write its folder",
 }

@@ -1,0 +1,96 @@
+"""`shardwright doctor DIR`: try the hosts before anything is started on them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwright.diagnostics import Diagnostic, Refusal
+
+if TYPE_CHECKING:
+    from shardwright.plan.plan import Plan
+    from shardwright.runtime.doctor import Check
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="DIR", type=Path, help="a folder that `shardwright compile` wrote")
+    parser.add_argument("--hostfile", type=Path, help="hosts to try, a line `name slots=N` each")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    from shardwright.runtime.doctor import examine
+    from shardwright.runtime.launcher import load_plan
+
+    plan = load_plan(args.folder)
+    hosts = read_hosts(plan, args.folder, args.hostfile)
+    resolved = json.loads((args.folder / "recipe.resolved.json").read_text())
+    shared = bool(resolved["cluster"].get("shared_filesystem", True))
+    checks = examine(plan, args.folder, hosts, local=plan.nodes == 1, shared=shared)
+    print(as_json(checks) if args.json else as_text(checks))
+    return 1 if any(check.problems for check in checks) else 0
+
+
+def read_hosts(plan: Plan, folder: Path, hostfile: Path | None) -> list[str]:
+    """Raises Refusal where the hostfile is missing, cannot be read, or is not the plan's cluster."""
+    from shardwright.lower.inputs import parse_hostfile
+
+    if plan.nodes == 1:
+        return ["localhost"]
+    path = hostfile or folder / "launch" / "hostfile"
+    try:
+        found = parse_hostfile(str(path), path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        raise Refusal(
+            Diagnostic(
+                code="SW6003",
+                message=f"the plan is for {plan.nodes} nodes and no hostfile says which",
+                help="Give `--hostfile FILE` with a line `name slots=N` for each node.",
+            )
+        ) from None
+    wrong = [f"{host} slots={slots}" for host, slots in found if slots != plan.gpus_per_node]
+    if len(found) != plan.nodes or wrong:
+        has = f"{len(found)} hosts" + (f", {wrong[0]}" if wrong else "")
+        raise Refusal(
+            Diagnostic(
+                code="SW6003",
+                message=f"the plan is for {plan.nodes} hosts of slots={plan.gpus_per_node}, {str(path)!r} has {has}",
+                help="Make the hostfile and the plan agree.",
+            )
+        )
+    return [host for host, _ in found]
+
+
+def as_text(checks: Sequence[Check]) -> str:
+    from shardwright.diagnostics.render import visible
+
+    lines = []
+    for check in checks:
+        if not check.problems:
+            lines.append(f"ok   {check.name:<13}{visible(check.told)}")
+        for problem in check.problems:
+            lines.append(f"red  {check.name:<13}{problem.code} {visible(problem.message)}")
+            lines.append(f"     {'':<13}{visible(problem.help)}")
+    red = sum(len(check.problems) for check in checks)
+    lines.append("all is well: `shardwright run`" if not red else f"{red} found; nothing was started")
+    return "\n".join(lines)
+
+
+def as_json(checks: Sequence[Check]) -> str:
+    return json.dumps(
+        {
+            "ok": not any(check.problems for check in checks),
+            "checks": [
+                {
+                    "name": check.name,
+                    "ok": not check.problems,
+                    "told": check.told,
+                    "problems": [{"code": p.code, "message": p.message, "help": p.help} for p in check.problems],
+                }
+                for check in checks
+            ],
+        }
+    )

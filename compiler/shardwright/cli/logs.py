@@ -1,0 +1,79 @@
+"""`shardwright logs DIR`: what a run says, or one of its ranks."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwright.diagnostics import Diagnostic, Refusal
+
+if TYPE_CHECKING:
+    from shardwright.plan.plan import Plan
+
+POLL_SECONDS = 0.3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="DIR", type=Path, help="a folder that `shardwright compile` wrote")
+    parser.add_argument("--rank", type=int, metavar="N", help="one rank's own output; without it the launcher's")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
+
+
+def run(args: argparse.Namespace) -> int:
+    from shardwright.runtime.launcher import load_plan
+    from shardwright.runtime.state import is_alive
+
+    plan = load_plan(args.folder)
+    path = log_path(plan, args.folder, args.rank)
+    if not path.exists() and not (args.follow and is_alive(args.folder)):
+        raise _no_log(plan, path, args.rank)
+    _show(plan, path, args.folder, follow=args.follow)
+    return 0
+
+
+def log_path(plan: Plan, folder: Path, rank: int | None) -> Path:
+    """Rank 0's output is the launcher's. Raises Refusal for a rank that the plan does not have."""
+    last = len(plan.ranks) - 1
+    if rank is not None and not 0 <= rank <= last:
+        raise Refusal(
+            Diagnostic(code="SW6305", message=f"there is no rank {rank}", help=f"The plan has ranks 0 to {last}.")
+        )
+    return folder / "run" / "logs" / f"rank-{rank:05d}.log" if rank else folder / "run" / "launcher.log"
+
+
+def _no_log(plan: Plan, path: Path, rank: int | None) -> Refusal:
+    where = ""
+    if rank:
+        line = plan.ranks[rank].node + 1
+        where = f" Without a shared file system it lies on the rank's own host, line {line} of the hostfile."
+    return Refusal(
+        Diagnostic(
+            code="SW6305",
+            message=f"there is no {str(path)!r}",
+            help=f"It is written once the run has started.{where}",
+        )
+    )
+
+
+def _show(plan: Plan, path: Path, folder: Path, *, follow: bool) -> None:
+    """A new attempt writes a new file: then from its beginning."""
+    from shardwright.runtime.state import is_alive, read_state
+
+    while follow and not path.exists() and is_alive(folder):
+        time.sleep(POLL_SECONDS)
+    if not path.exists():
+        return
+    with path.open(errors="replace") as file:
+        while True:
+            alive = (
+                follow and is_alive(folder) and not read_state(plan, folder).ended
+            )  # asked before the last read: nothing that comes after it is missed
+            for text in file:
+                print(text, end="", flush=True)
+            if not alive:
+                return
+            time.sleep(POLL_SECONDS)
+            if path.exists() and path.stat().st_size < file.tell():
+                file.seek(0)

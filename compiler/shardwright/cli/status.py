@@ -1,0 +1,71 @@
+"""`shardwright status DIR`: how a run is doing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwright.runtime.state import State
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="DIR", type=Path, help="a folder that `shardwright compile` wrote")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from shardwright.runtime.launcher import load_plan
+    from shardwright.runtime.state import read_state
+
+    state = read_state(load_plan(args.folder), args.folder)
+    print(json.dumps(asdict(state)) if args.json else as_text(state, args.folder))
+    return 0
+
+
+def as_text(state: State, folder: Path) -> str:
+    from shardwright.cli.console import shell_word
+    from shardwright.diagnostics.render import visible
+
+    rows = [("status", state.status if state.attempt is None else f"{state.status}, attempt {state.attempt}")]
+    if state.step:
+        rows.append(("step", f"{state.step} of {state.steps}"))
+    if state.loss is not None and state.tokens_per_second is not None:
+        rows.append(("loss", f"{state.loss:.4f}"))
+        rows.append(("speed", f"{state.tokens_per_second:,.0f} tokens/s"))
+    if state.eta_seconds is not None:
+        rows.append(("left", duration(state.eta_seconds)))
+    if state.stalled:
+        rows.append(("stalled", visible(state.stalled)))
+    if state.status == "failed":
+        if state.rank is not None:
+            rows.append(("where", f"rank {state.rank}, stage {state.stage}, host {visible(str(state.host))}"))
+        elif state.host is not None:
+            rows.append(("where", f"host {visible(state.host)}"))
+        rows.append(("cause", visible(str(state.cause))))
+    place = shell_word(str(folder))
+    rank = "" if state.rank is None else f" --rank {state.rank}"
+    after = {
+        "not started": f"shardwright run {place}",
+        "failed": f"shardwright logs {place}{rank}, then shardwright run {place}",
+        "preempted": f"shardwright run {place}",
+        "done": f"shardwright export {place}/checkpoints/step-{state.step:08d} -o HF_FOLDER",
+    }
+    rows.append(("next", after.get(state.status, f"shardwright logs {place} -f")))
+    return "\n".join(f"{name:<9}{text}" for name, text in rows)
+
+
+def duration(seconds: float) -> str:
+    """3 d 04 h, 2 h 05 min, 7 min, 40 s."""
+    minutes, hours, days = round(seconds / 60), round(seconds / 3600), seconds / 86400
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    if hours < 48:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{int(days)} d {hours % 24:02d} h"

@@ -1,0 +1,110 @@
+"""How a run is doing, read off the files that it leaves. No torch here."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwright.plan.plan import Plan
+from shardwright.runtime.journal import read_json
+
+HEARTBEAT_LOST_SECONDS = 60.0
+"""Rank 0 touches run/heartbeat every 5 s; clocks of two hosts may differ by some."""
+RECENT_STEPS = 20
+"""The pace is that of the last steps."""
+GONE = "it ended without a word: the machine went down, or its processes were killed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """status: not started | starting | running | done | preempted | failed. eta_seconds: to the last step.
+
+    stalled: what `run` said where no step came for long. rank, host, stage, cause: of a failure, or of a stall.
+    """
+
+    status: str
+    attempt: int | None
+    step: int
+    steps: int
+    loss: float | None
+    tokens_per_second: float | None
+    eta_seconds: float | None
+    rank: int | None
+    host: str | None
+    stage: int | None
+    cause: str | None
+    stalled: str | None
+
+    @property
+    def ended(self) -> bool:
+        return self.status in ("done", "preempted", "failed")
+
+
+def holds_lock(folder: Path) -> bool:
+    """Whether `run` or its launcher lives, on this host."""
+    try:
+        with (folder / "run" / "lock").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass  # never started by `run`
+    return False
+
+
+def is_alive(folder: Path) -> bool:
+    """Whether the lock is held, or a rank 0 that was started otherwise was here a moment ago."""
+    if holds_lock(folder):
+        return True
+    try:
+        return time.time() - (folder / "run" / "heartbeat").stat().st_mtime < HEARTBEAT_LOST_SECONDS
+    except OSError:
+        return False
+
+
+def read_state(plan: Plan, folder: Path) -> State:
+    status = read_json(folder / "run" / "status.json")
+    attempt = read_json(folder / "run" / "attempt.json").get("attempt")
+    name, cause = str(status.get("status", "")), status.get("cause")
+    if not name:
+        name = "not started" if attempt is None else "starting"
+    if name in ("starting", "running") and not is_alive(folder):
+        name, cause = "failed", GONE
+    step, loss, rate, pace = _last_steps(folder / "run" / "metrics.jsonl")
+    numbers = {key: status.get(key) for key in ("rank", "stage")}
+    return State(
+        status=name,
+        attempt=None if attempt is None else int(str(attempt)),
+        step=step,
+        steps=plan.training.steps,
+        loss=loss,
+        tokens_per_second=rate,
+        eta_seconds=pace * (plan.training.steps - step) if name == "running" and pace is not None else None,
+        rank=None if numbers["rank"] is None else int(str(numbers["rank"])),
+        host=None if status.get("host") is None else str(status["host"]),
+        stage=None if numbers["stage"] is None else int(str(numbers["stage"])),
+        cause=None if cause is None else str(cause),
+        stalled=None if name != "running" or status.get("stalled") is None else str(status["stalled"]),
+    )
+
+
+def _last_steps(metrics: Path) -> tuple[int, float | None, float | None, float | None]:
+    """(last step, its loss, mean tokens per second, mean seconds of a step) of the last steps."""
+    try:
+        lines = metrics.read_bytes().splitlines()[-RECENT_STEPS:]
+    except OSError:
+        return 0, None, None, None
+    rows = []
+    for line in lines:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue  # half written
+    if not rows:
+        return 0, None, None, None
+    seconds = sum(float(row["step_seconds"]) for row in rows)
+    tokens = sum(int(row["tokens"]) for row in rows)
+    return int(rows[-1]["step"]), float(rows[-1]["loss"]), tokens / seconds, seconds / len(rows)
