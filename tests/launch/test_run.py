@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.launch.resume import compiled, continues_bit_for_bit
-from tests.launch.waiting import wait_for
+from tests.launch.waiting import wait_for, wait_until
 from tests.parity.harness import Case, metrics, must, newest_checkpoint, shardwright
 
 pytestmark = pytest.mark.launch
@@ -86,6 +86,19 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     assert "Traceback" not in errors
     status = json.loads((out / "run" / "status.json").read_text())
     assert (status["status"], status["rank"]) == ("failed", 1)
+
+
+def test_no_rank_outlives_a_run_that_was_killed(tmp_path: Path) -> None:
+    """`run` cannot do anything any more: the ranks see that nobody reads what the launcher says."""
+    out = compiled(Case(model="llama", data=2), tmp_path, steps=4000)
+    process = subprocess.Popen([sys.executable, "-m", "shardwright", "run", str(out)], text=True)
+    wait_for(lambda: (out / "run" / "metrics.jsonl").exists() and len(metrics(out)) > 2, process)
+    pids = [json.loads(p.read_text())["pid"] for p in (out / "run" / "ranks").glob("*.json")]
+    assert len(pids) == 2
+    process.kill()
+    process.wait()
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "a rank outlived its run")
+    wait_until(lambda: json.loads(shardwright("status", out, "--json").stdout)["status"] == "failed", "still alive?")
 
 
 def test_a_failing_rank_speaks_before_its_echo(tmp_path: Path) -> None:

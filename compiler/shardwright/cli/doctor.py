@@ -23,12 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from shardwright.runtime.doctor import examine
+    from shardwright.runtime.journal import read_json
     from shardwright.runtime.launcher import load_plan
 
     plan = load_plan(args.folder)
     hosts = read_hosts(plan, args.folder, args.hostfile)
-    resolved = json.loads((args.folder / "recipe.resolved.json").read_text())
-    shared = bool(resolved["cluster"].get("shared_filesystem", True))
+    cluster = read_json(args.folder / "recipe.resolved.json").get("cluster")
+    shared = not isinstance(cluster, dict) or bool(cluster.get("shared_filesystem", True))
     checks = examine(plan, args.folder, hosts, local=plan.nodes == 1, shared=shared)
     print(as_json(checks) if args.json else as_text(checks))
     return 1 if any(check.problems for check in checks) else 0

@@ -23,7 +23,7 @@ FACTS_SECONDS = 10.0
 MOST_SKEW_SECONDS = 10.0
 BYTES_PER_OPTIMIZER_ELEMENT = 16
 """Master weights, two moments and the gradient in float32 (arXiv 2101.06840)."""
-FORWARDED = ("PYTHON", "NCCL", "UCX", "MV2", "MLFLOW")
+FORWARDED = ("NCCL", "UCX")
 """DeepSpeed hands names with these beginnings to every host (launcher/runner.py)."""
 INTERFACE_NAMES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 GIB = 2**30
@@ -52,11 +52,10 @@ class Examined:
 def examine(plan: Plan, folder: Path, hosts: Sequence[str], *, local: bool, shared: bool) -> tuple[Check, ...]:
     """Every check on every host, all at once. shared: the folder is meant to be on a shared file system."""
     end = time.monotonic() + LIMIT_SECONDS
-    environment = _environment(plan)
     mark = f".doctor-{secrets.token_hex(8)}"
     (folder / "run").mkdir(exist_ok=True)
     (folder / "run" / mark).touch()
-    probes = [Probe(host, local=local, environment=environment) for host in hosts]
+    probes = [Probe(host, local=local) for host in hosts]
     try:
         for probe in probes:
             probe.ask(_request(plan, folder, mark))
@@ -82,10 +81,9 @@ def examine(plan: Plan, folder: Path, hosts: Sequence[str], *, local: bool, shar
 
 
 def _environment(plan: Plan) -> dict[str, str]:
-    """What a rank will see: what DeepSpeed forwards, and what the plan sends along."""
+    """What a rank will see of what concerns its network: what DeepSpeed forwards, and the plan's own values."""
     forwarded = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
-    sent = {name: os.environ[name] for name in plan.launch.env_from if name in os.environ}
-    return {**forwarded, **sent, **dict(plan.launch.env)}
+    return {**forwarded, **dict(plan.launch.env)}
 
 
 def _request(plan: Plan, folder: Path, mark: str) -> dict[str, JsonValue]:
@@ -97,6 +95,7 @@ def _request(plan: Plan, folder: Path, mark: str) -> dict[str, JsonValue]:
         "cpu": plan.is_cpu,
         "inputs": [path for path in inputs if path is not None],
         "port": plan.launch.master_port,
+        "environment": dict(_environment(plan)),
     }
 
 

@@ -13,21 +13,26 @@ from collections.abc import Iterable
 from shardwright.ir.json_value import JsonValue
 
 EVENT = "@shardwright-event "
-MOST_BYTES = 3900
-"""Below PIPE_BUF: ranks share a pipe, and a line shall arrive whole."""
+MOST_BYTES = 4096
+"""PIPE_BUF: ranks share a pipe, and a line shall arrive whole."""
+MOST_CHARACTERS = 1000
+"""Of a cause or a help text."""
 
 Event = dict[str, JsonValue]
 
 
 def emit(descriptor: int, event: Event) -> None:
-    """Writes `event` to the launcher's output; a traceback is cut from the front until it fits."""
-    line = json.dumps(event)
-    if len(line) > MOST_BYTES:
-        spare = len(json.dumps(str(event.get("traceback", "")))) - (len(line) - MOST_BYTES)
-        kept = str(event.get("traceback", ""))[-max(0, spare) // 2 or None :] if spare > 0 else ""
-        line = json.dumps({**event, "traceback": kept, "cause": str(event.get("cause", ""))[:1000]})
+    """Writes `event` to the launcher's output; of a traceback the end is kept, as much as fits."""
+    short = {
+        name: v[:MOST_CHARACTERS] if isinstance(v, str) and name != "traceback" else v for name, v in event.items()
+    }
+    line = f"{EVENT}{json.dumps(short)}\n"
+    while len(line) > MOST_BYTES and short.get("traceback"):
+        traceback = str(short["traceback"])
+        short["traceback"] = traceback[len(traceback) // 8 + 1 :]
+        line = f"{EVENT}{json.dumps(short)}\n"
     with contextlib.suppress(OSError):  # nobody reads any more: the caller is about to end as well
-        os.write(descriptor, f"{EVENT}{line}\n".encode())
+        os.write(descriptor, line.encode())
 
 
 def read_events(lines: Iterable[str]) -> list[Event]:

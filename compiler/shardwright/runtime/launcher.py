@@ -18,6 +18,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
@@ -228,9 +230,12 @@ def _interrupt(process: subprocess.Popen[str], plan: Plan) -> None:
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """Launcher, pdsh and ssh at once and unheard. The hosts' ranks see their output break and end themselves."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    """Launcher, pdsh and ssh, at once and unheard. The hosts' ranks see their output break and end themselves."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        launcher = psutil.Process(process.pid)
+        for each in (launcher, *launcher.children(recursive=True)):  # pdsh gives each ssh a process group of its own
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
 
 
 def _conclude(plan: Plan, folder: Path, attempt: int, code: int) -> int:

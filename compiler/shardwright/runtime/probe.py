@@ -29,6 +29,7 @@ MARK = "@shardwright-probe "
 
 def main() -> int:
     request = json.loads(sys.stdin.readline())
+    os.environ.update(request["environment"])
     _answer({"kind": "facts", **_facts(request)})
     for line in sys.stdin:
         meeting = json.loads(line)

@@ -36,9 +36,10 @@ class Probed:
 class Probe:
     """A running probe; `local` is this machine, without ssh."""
 
-    def __init__(self, host: str, *, local: bool, environment: Mapping[str, str]) -> None:
+    def __init__(self, host: str, *, local: bool) -> None:
         self.result = Probed(host=host)
-        values = [f"{name}={value}" for name, value in environment.items()]
+        # As DeepSpeed forwards them. The other variables go through the pipe: a command line can be read by all.
+        values = [f"{name}={value}" for name, value in os.environ.items() if name.startswith("PYTHON")]
         remote = ["env", *values, sys.executable, "-P", "-m", "shardwright.runtime.probe"]
         ssh = ["ssh", *shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", "")), "-oBatchMode=yes"]
         ssh += [f"-oConnectTimeout={CONNECT_SECONDS}", host, "exec " + shlex.join(remote)]

@@ -23,7 +23,7 @@ from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.plan.plan import Plan
 from shardwright.runtime.events import Event, emit
 from shardwright.runtime.hub import GRACE_SECONDS, Hub, Lines, keep_alive, open_server, send
-from shardwright.runtime.journal import write_status
+from shardwright.runtime.journal import read_json, write_status
 from shardwright.runtime.stall import place_of
 
 RENDEZVOUS_SECONDS = 600.0
@@ -121,7 +121,7 @@ class Watch:
         lines: Lines | None = None
         while True:
             if any(flags & (select.POLLERR | select.POLLHUP) for _, flags in reader.poll(0)):
-                self._end("nobody reads the launcher's output any more: `run`, or the ssh session of it, is gone")
+                self._reader_is_gone()
             if self._line is None:
                 time.sleep(0.5)
                 continue
@@ -137,6 +137,13 @@ class Watch:
                     self._end(str(message["cause"]))
                 elif message["kind"] == "dump":
                     self._dump()
+
+    def _reader_is_gone(self) -> None:
+        cause = "nobody reads the launcher's output any more: `run` was killed, or the connection to it broke"
+        status = read_json(self.folder / "run" / "status.json").get("status")
+        if self.rank == 0 and status == "running":  # else `run` has said why
+            write_status(self.folder, "failed", self.attempt, rank=None, cause=cause)
+        self._end(cause)
 
     def _hub_is_gone(self) -> None:
         """Rank 0 is dead, or about to be: its launcher may just have ended it because of another rank."""

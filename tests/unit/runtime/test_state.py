@@ -1,0 +1,88 @@
+"""`status`, `logs` and `stop` on folders that runs left."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.cli import main as cli
+from shardwright.runtime.journal import write_json
+
+STEP = {"step": 3, "loss": 2.5, "tokens": 100, "step_seconds": 0.5}
+
+
+@pytest.fixture
+def out(write_recipe: Callable[..., Path], tmp_path: Path) -> Path:
+    assert cli.main(["compile", str(write_recipe()), "-o", str(tmp_path / "out")]) == 0
+    (tmp_path / "out" / "run").mkdir()
+    return tmp_path / "out"
+
+
+def status(out: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    capsys.readouterr()
+    assert cli.main(["status", str(out), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_run_that_nobody_started(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(out, capsys)["status"] == "not started"
+    assert cli.main(["status", str(out)]) == 0
+    assert f"shardwright run {out}" in capsys.readouterr().out
+
+
+def test_a_run_that_lives(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = out / "run"
+    write_json(run / "attempt.json", {"attempt": 2})
+    with (run / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert status(out, capsys)["status"] == "starting"
+        write_json(run / "status.json", {"status": "running", "attempt": 2})
+        (run / "metrics.jsonl").write_text(json.dumps(STEP) + '\n{"step": 4, "lo')
+        found = status(out, capsys)
+    assert (found["status"], found["step"], found["steps"], found["attempt"]) == ("running", 3, 10, 2)
+    assert (found["loss"], found["tokens_per_second"], found["eta_seconds"]) == (2.5, 200.0, 3.5)
+
+
+def test_a_run_whose_machine_went_down_did_not_finish(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = out / "run"
+    write_json(run / "attempt.json", {"attempt": 1})
+    write_json(run / "status.json", {"status": "running", "attempt": 1})
+    (run / "lock").touch()
+    (run / "heartbeat").touch()
+    assert status(out, capsys)["status"] == "running"  # started otherwise than by `run`
+    old = time.time() - 3600
+    os.utime(run / "heartbeat", (old, old))
+    found = status(out, capsys)
+    assert (found["status"], found["eta_seconds"]) == ("failed", None)
+    assert "without a word" in found["cause"]
+    assert cli.main(["stop", str(out)]) == 1
+    assert "error[SW6304]" in capsys.readouterr().err
+    assert not (run / "stop").exists()
+
+
+def test_a_failure_says_where_and_what_next(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = {"rank": 3, "host": "b\x1b[31m", "stage": 1, "cause": "killed"}
+    write_json(out / "run" / "attempt.json", {"attempt": 1})
+    write_json(out / "run" / "status.json", {"status": "failed", "attempt": 1, **where})
+    assert cli.main(["status", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert "rank 3, stage 1, host b" in text and "\x1b" not in text
+    assert f"shardwright logs {out} --rank 3" in text
+
+
+def test_logs_of_a_rank_and_of_none(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (out / "run" / "logs").mkdir()
+    (out / "run" / "logs" / "rank-00001.log").write_text("here is rank 1\n")
+    assert cli.main(["logs", str(out), "--rank", "1"]) == 0
+    assert "here is rank 1" in capsys.readouterr().out
+    for rank, words in (("2", "line 1 of the hostfile"), ("4", "ranks 0 to 3"), ("0", "launcher.log")):
+        assert cli.main(["logs", str(out), "--rank", rank]) == 1
+        error = capsys.readouterr().err
+        assert "error[SW6305]" in error and words in error
