@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwright.cost.constants import Constants, default_constants
 from tests.calibration import score
-from tests.calibration.cases import Case, as_scored, estimate, load_cases
+from tests.calibration.cases import HARDWARE, Case, as_scored, estimate, hardware_of, load_cases
 from tests.calibration.fit import fit, priors
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "cost.json"
@@ -80,8 +80,13 @@ def main() -> None:
     for project in projects:
         c = fit([case for case in cases if case.project != project], priors())
         left_out[project] = scored([case for case in cases if case.project == project], c)
+    other_hardware: dict[str, dict[str, Any]] = {}
+    for hardware in HARDWARE:
+        c = fit([case for case in cases if hardware_of(case) != hardware], priors())
+        other_hardware[hardware] = scored([case for case in cases if hardware_of(case) == hardware], c)
     everything = scored(cases, default_constants())
     lines = table("each project left out of the fit", {**left_out, "mean of the projects": macro(left_out)})
+    lines += table("each generation of GPUs left out", other_hardware)
     lines += table(
         "constants.json (all rows in the fit)",
         {**within, "mean of the projects": macro(within), "all rows": everything},
@@ -98,6 +103,7 @@ def main() -> None:
                 "date": datetime.date.today().isoformat(),
                 "left_out": left_out,
                 "left_out_mean": macro(left_out),
+                "hardware_left_out": other_hardware,
                 "in_fit": within,
                 "in_fit_mean": macro(within),
                 "in_fit_all_rows": everything,
