@@ -237,7 +237,8 @@ OPTIMIZER_VALUES: dict[str, Any] = {
 }
 _STEPS = dict.fromkeys(("warmup_num_steps", "total_num_steps"), POSITIVE)
 SCHEDULER_VALUES: dict[str, Any] = {
-    **_STEPS,
+    "total_num_steps": POSITIVE,
+    "warmup_num_steps": key(NUMBER),  # SW4512 says the rest
     "warmup_min_lr": key(NUMBER, LIST, minimum=0),
     "warmup_max_lr": key(NUMBER, LIST, NULL, minimum=0),
     "warmup_min_ratio": key(NUMBER, minimum=0),

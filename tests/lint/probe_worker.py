@@ -14,7 +14,9 @@ import logging
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -82,14 +84,38 @@ def _trainer_file(case: dict[str, Any], facts: dict[str, Any]) -> None:
 
 
 def _filled(case: dict[str, Any], facts: dict[str, Any]) -> None:
-    """Accelerate's filling in of "auto", with all that accelerator.prepare passes it."""
+    """What the Trainer and then Accelerate fill in, as Trainer and accelerator.prepare call them."""
     from accelerate.utils import DeepSpeedPlugin
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-    plugin = DeepSpeedPlugin(hf_ds_config=copy.deepcopy(case["config"]))
+    args = SimpleNamespace(
+        **dict.fromkeys(("world_size", "per_device_train_batch_size", "gradient_accumulation_steps"), 1),
+        **dict.fromkeys(("learning_rate", "adam_epsilon", "weight_decay", "max_grad_norm"), 0.5),
+        **dict.fromkeys(("save_on_each_node", "fp16", "fp16_full_eval", "bf16_full_eval"), False),
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        bf16=True,
+        get_warmup_steps=lambda steps: 10,
+    )
+    auto = copy.deepcopy(case["config"])
+    hf = HfTrainerDeepSpeedConfig(auto)
+    hf.trainer_config_process(args)
+    hf.mismatches.clear()  # these arguments are not the file's user's
+    hf.trainer_config_finalize(args, SimpleNamespace(config=SimpleNamespace(hidden_size=64)), 100)
+    plugin = DeepSpeedPlugin(hf_ds_config=hf)
+    kept = {"gradient_clipping": 1.0, "zero_optimization.stage3_gather_16bit_weights_on_model_save": False}
+    # accelerator.py gives these as soon as one of them is "auto".
     names = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
-    values = {f"zero_optimization.{name}": 1 for name in names}
-    values |= {name: 8 for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping")}
-    plugin.deepspeed_config_process(must_match=False, **values)
+    plugin.deepspeed_config_process(must_match=False, **kept, **{f"zero_optimization.{name}": 1 for name in names})
+    facts["left"] = [path for path, value in _leaves(plugin.deepspeed_config, "") if value == "auto"]
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, below in value.items():
+            yield from _leaves(below, f"{path}.{key}".lstrip("."))
+    else:
+        yield path, value
 
 
 def _config(case: dict[str, Any], facts: dict[str, Any]) -> None:
@@ -117,16 +143,18 @@ def _divides(case: dict[str, Any], facts: dict[str, Any]) -> None:
 
 
 def _mesh(case: dict[str, Any], facts: dict[str, Any]) -> None:
-    """The mesh that initialize makes, in a world that does not exist."""
+    """The mesh that initialize makes and that DeepSpeedConfig asks, as the last rank of a world that does not exist."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    count = case["world_size"]
     if torch.distributed.get_backend() != "fake":
         torch.distributed.destroy_process_group()
-        torch.distributed.init_process_group("fake", rank=0, world_size=case["world_size"], store=FakeStore())
+        torch.distributed.init_process_group("fake", rank=count - 1, world_size=count, store=FakeStore())
     config = case["config"]
     shape = (config["data_parallel_size"], config["sequence_parallel_size"])
-    init_device_mesh("cpu", shape, mesh_dim_names=("data_parallel", "sequence_parallel"))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data_parallel", "sequence_parallel"))
+    facts["data"] = torch.distributed.get_world_size(mesh.get_group(mesh_dim="data_parallel"))
 
 
 def _checkpoint(case: dict[str, Any], facts: dict[str, Any]) -> None:

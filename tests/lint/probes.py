@@ -138,7 +138,15 @@ PROBES: dict[str, list[Probe]] = {
     "SW4202": [Probe(refuses="Check batch related parameters")],
     "SW4203": [Probe(refuses="Check batch related parameters")],
     "SW4204": [Probe(at="divides", refuses="not divisible")],
-    "SW4205": [Probe(at="mesh", refuses="RuntimeError")],
+    "SW4205": [
+        Probe(at="mesh", refuses="IndexError"),
+        Probe(
+            at="mesh",
+            refuses="should not be bigger",
+            example={"data_parallel_size": 4, "sequence_parallel_size": 4},
+            instead={"data_parallel_size": 2, "sequence_parallel_size": 4},
+        ),
+    ],
     "SW4301": [Probe(refuses="cannot be simultaneously enabled")],
     "SW4302": [Probe(at="step", refuses="unsupported mix")],
     "SW4303": [Probe(at="step", refuses="conflicts with the enabled precision")],

@@ -15,7 +15,10 @@ import pytest
 
 from shardwright.diagnostics.codes.ds_config import DS_CONFIG_CODES
 from shardwright.diagnostics.explain import texts
+from shardwright.lint.rules.keys import FILLED
 from tests.lint.probes import PROBES, Probe
+
+GOOD = sorted((Path(__file__).parent / "good").glob("*.json"))
 
 CASES = [(code, number, probe) for code, probes in PROBES.items() for number, probe in enumerate(probes)]
 LAST = {"checkpoint": 1, "mesh": 2}
@@ -30,6 +33,17 @@ NOTHING_TO_PROBE = {
 def test_every_rule_has_a_probe() -> None:
     assert PROBES.keys() | NOTHING_TO_PROBE.keys() == DS_CONFIG_CODES.keys()
     assert not PROBES.keys() & NOTHING_TO_PROBE.keys()
+
+
+def every_auto() -> dict[str, Any]:
+    document: dict[str, Any] = {}
+    for name in FILLED:
+        *sections, key = name.split(".")
+        place = document
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[key] = "auto"
+    return document
 
 
 def request(code: str, probe: Probe, which: str) -> dict[str, Any] | None:
@@ -51,6 +65,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, s
     keys = [(code, number, which) for code, number, _ in CASES for which in ("example", "instead")]
     requests = {key: request(key[0], PROBES[key[0]][key[1]], key[2]) for key in keys}
     asked = {key: case for key, case in requests.items() if case is not None}
+    for path in GOOD:
+        trainer, text = path.stem.startswith("trainer-"), path.read_text(encoding="utf-8")
+        case = {"at": "filled", "config": json.loads(text)} if trainer else {"at": "file", "text": text}
+        asked[path.stem, 0, "good"] = case
+    asked["every auto", 0, "good"] = {"at": "filled", "config": every_auto()}
     # What these leave behind in the process would change the others.
     order = sorted(asked, key=lambda key: LAST.get(asked[key]["at"], 0))
     with socket.socket() as free:
@@ -66,6 +85,17 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, s
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return dict(zip(order, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+@pytest.mark.parametrize("path", GOOD, ids=lambda path: path.stem)
+def test_known_good_file_is_good(path: Path, outcomes: dict[tuple[str, int, str], dict[str, Any]]) -> None:
+    found = outcomes[path.stem, 0, "good"]
+    assert found["error"] == "" and found["facts"].get("left", []) == []
+
+
+def test_what_the_trainer_fills_in(outcomes: dict[tuple[str, int, str], dict[str, Any]]) -> None:
+    found = outcomes["every auto", 0, "good"]
+    assert found["error"] == "" and found["facts"]["left"] == []
 
 
 @pytest.mark.parametrize(("code", "number", "probe"), CASES, ids=[f"{code}-{number}" for code, number, _ in CASES])

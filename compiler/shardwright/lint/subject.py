@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwright.diagnostics import KeyPath, Severity
-from shardwright.ds_schema.check import FALSE_WORDS, Misfit
+from shardwright.ds_schema.check import TRUE_WORDS, Misfit
 from shardwright.ds_schema.read import Snapshot
 from shardwright.ir.json_value import JsonObject, JsonValue
 
@@ -87,7 +87,7 @@ class Subject:
         """True as DeepSpeed's models read it."""
         value = self.get(*path)
         if isinstance(value, str):
-            return value != "auto" and value.lower() not in FALSE_WORDS
+            return value.lower() in TRUE_WORDS
         return bool(value)
 
     @property

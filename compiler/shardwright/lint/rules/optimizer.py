@@ -10,6 +10,9 @@ from shardwright.ir.json_value import JsonObject
 from shardwright.lint.rules.precision import precision
 from shardwright.lint.subject import Edit, Found, Subject, say
 
+LEAST_DECAY = 1e-3
+"""Below it neither form of weight decay moves the weights noticeably; DeepSpeed's own examples have 3e-7."""
+
 _REMOVED = frozenset({"onebitadam", "zerooneadam", "onebitlamb"})
 
 
@@ -97,7 +100,7 @@ def no_optimizer_type(subject: Subject) -> Iterator[Found]:
 
 def adam_is_adamw(subject: Subject) -> Iterator[Found]:
     decay = subject.get("optimizer", "params", "weight_decay")
-    decays = decay == "auto" or (subject.number("optimizer", "params", "weight_decay") or 0) > 0
+    decays = decay == "auto" or (subject.number("optimizer", "params", "weight_decay") or 0) >= LEAST_DECAY
     if subject.text("optimizer", "type") == "adam" and decays and not subject.has("optimizer", "params", "adam_w_mode"):
         yield Found(
             code="SW4506",
@@ -166,16 +169,16 @@ def warmup_steps(subject: Subject) -> Iterator[Found]:
     """A whole float is an integer to Hjson, by which DeepSpeed reads the file; not to the Trainer."""
     path = ("scheduler", "params", "warmup_num_steps")
     value, entry = subject.get(*path), scheduler(subject)
-    if entry is None or not entry["own"] or isinstance(value, str | bool) or value is None:
+    if entry is None or not entry["own"] or isinstance(value, bool) or not isinstance(value, int | float):
         return
     whole = subject.integer(*path)
-    if whole is None or (isinstance(value, float) and subject.audience == "trainer"):
+    if whole is None or whole < 1 or (isinstance(value, float) and subject.audience == "trainer"):
         yield Found(
             code="SW4512",
             key=path,
-            message=f"warmup_num_steps {say(value)} is no integer: DeepSpeed refuses it",
-            help=f"Write {max(1, round(value)) if isinstance(value, float) else 1}.",
-            fix=() if whole is None else (Edit(kind="set", path=path, value=whole),),
+            message=f"warmup_num_steps {say(value)} is no integer of at least 1: DeepSpeed refuses it",
+            help=f"Write {whole or 1}; to warm up not at all, remove the scheduler.",
+            fix=(Edit(kind="set", path=path, value=whole),) if whole and whole >= 1 else (),
         )
 
 

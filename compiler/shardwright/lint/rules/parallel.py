@@ -81,7 +81,9 @@ def contiguous_checkpoints(subject: Subject) -> Iterator[Found]:
                 code="SW4606",
                 key=key,
                 message=f"contiguous_memory_optimization needs {' and '.join(missing)}",
-                help="Add partition_activations: true and number_checkpoints: the number of layers.",
+                help="Add partition_activations: true and number_checkpoints: the number of layers; or pass them to "
+                "deepspeed.checkpointing.configure.",
+                severity="warning",
                 at="key",
             )
 
