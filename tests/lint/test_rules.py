@@ -17,6 +17,7 @@ from shardwright.lint.document import read_document
 from shardwright.lint.lint import diagnostic, lint, subject_of
 from shardwright.lint.registry import RULES
 from shardwright.lint.subject import Audience
+from tests.lint.write_docs import PAGE, written
 
 HERE = Path(__file__).parent
 CASES = HERE.parent / "cases"
@@ -119,3 +120,8 @@ def test_lint_of_a_file_for_both(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr() == (f"ok {path}\n", "")
     assert main(["lint", str(path), "--for", "deepspeed"]) == 1
     assert "error[SW4119]: train_batch_size" in capsys.readouterr().err
+
+
+def test_the_page_of_rules_is_up_to_date() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == written(page), "run `make lint-docs`"

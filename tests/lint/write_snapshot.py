@@ -178,11 +178,12 @@ def optimizers() -> dict[str, Any]:
     _configure_basic_optimizer). `zero`: whether ZeRO takes it without zero_allow_untested_optimizer."""
     adam = {n for kind in (FusedAdam, DeepSpeedCPUAdam, torch.optim.AdamW) for n in parameters(kind)["params"]}
     adam -= {"adamw_mode"}  # given by DeepSpeed itself
+    lamb = {*parameters(FusedLamb)["params"]}
     own = {
         "adam": {"params": sorted({*adam, *ADAM_WORDS}), "required": [], "zero": True},
         "adamw": {"params": sorted({*adam, *ADAM_WORDS}), "required": [], "zero": True},
         "adagrad": {**parameters(torch.optim.Adagrad, "fp32_optimizer_states", "amsgrad"), "zero": True},
-        "lamb": {**parameters(FusedLamb), "zero": False},
+        "lamb": {"params": sorted(lamb - {"max_grad_norm"}), "required": [], "zero": False},
         "lion": {
             "params": sorted({*parameters(FusedLion)["params"], *parameters(DeepSpeedCPULion)["params"]}),
             "required": [],

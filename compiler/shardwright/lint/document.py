@@ -94,7 +94,10 @@ def read_document(name: str, text: str) -> Document:
         )
         for path, span in places.twice
     ]
-    wrong += [_syntax(lines, span[0], f"{word} is not a finite number", span[1]) for word, span in places.infinite]
+    finite = "Write a finite number."
+    wrong += [
+        _syntax(lines, span[0], f"{word} is not a finite number", span[1], finite) for word, span in places.infinite
+    ]
     if not isinstance(config, Mapping):
         kind = "a list" if isinstance(config, list) else "a single value"
         wrong.append(
@@ -153,16 +156,30 @@ def _not_json(name: str, text: str, bare: str) -> Diagnostic:
         if error.msg.startswith("Expecting") and "delimiter" in error.msg:
             # Found at the next token; the comma or colon is missing after the one before it.
             start = max(0, len(bare[:start].rstrip()) - 1)
+        word = re.compile(r"\w*").match(bare, start)
+        found = word[0] if word else ""
+        if found in _PYTHON:
+            help = f"JSON writes {_PYTHON[found]}."
+            return _syntax(lines, start, f"not JSON: {found} is Python", start + len(found), help)
         return _syntax(lines, start, f"not JSON: {error.msg[0].lower()}{error.msg[1:]}")
     except ValueError as error:
         start = bare.find(str(error))
         if start >= 0:
-            return _syntax(lines, start, f"not JSON: {error} is no number of JSON", start + len(str(error)))
+            end, finite = start + len(str(error)), "Write a finite number."
+            return _syntax(lines, start, f"not JSON: {error} is no number of JSON", end, finite)
     return _syntax(lines, 0, "not JSON")
 
 
-def _syntax(lines: Lines, start: int, message: str, end: int | None = None) -> Diagnostic:
-    help = "Look for a missing comma, quote or bracket here and just before."
+_PYTHON: dict[str, str] = {"True": "true", "False": "false", "None": "null"}
+
+
+def _syntax(
+    lines: Lines,
+    start: int,
+    message: str,
+    end: int | None = None,
+    help: str = "Look for a missing comma, quote or bracket here and just before.",
+) -> Diagnostic:
     return Diagnostic(code="SW4005", message=message, help=help, location=lines.at(start, end or start + 1))
 
 
@@ -204,6 +221,7 @@ def _places(bare: str) -> _Places:
                 path.append(0)
         elif event.kind == "end":
             start, is_map = open_at.pop()
+            key_next = False
             if not is_map:
                 path.pop()
             done((start, event.end))

@@ -101,7 +101,8 @@ def misplaced(subject: Subject) -> Iterator[Found]:
         home = None if misfit.checked or _meant(subject, misfit)[0] else _home(subject, misfit)
         if home is not None:
             taken = subject.has(*map(str, home))
-            move = () if taken or not subject.section(*map(str, home[:-1])) else _move(misfit, home)
+            there = isinstance(subject.get(*map(str, home[:-1])), Mapping)
+            move = _move(misfit, home) if there and not taken else ()
             yield Found(
                 code="SW4114",
                 key=misfit.path,
@@ -135,7 +136,7 @@ def wrong_type(subject: Subject) -> Iterator[Found]:
             if types == ["python"]:
                 expected, help = "a Python object", "A file cannot hold it: remove the key, or pass it in code."
             else:
-                expected = " or ".join(_WORDS[name] for name in types)
+                expected = " or ".join(_WORDS[name] for name in types if name != "null")
                 help = f"Give {expected}."
             if isinstance(misfit.value, bool) and "object" in types and "enabled" in _properties(misfit.schema):
                 help = f'Write {{"enabled": {say(misfit.value)}}}.'
@@ -363,6 +364,9 @@ def _home(subject: Subject, misfit: Misfit) -> KeyPath | None:
         )
         if key in values:
             return (misfit.path[0], "params", key)
+    section = _properties(subject.snapshot.schema).get(key, {})
+    if len(misfit.path) > 1 and "properties" in section:
+        return (key,)
     homes = [path for path in _paths(subject.snapshot.schema, ()) if path[-1] == key and path[0] not in _RARE]
     return homes[0] if len(homes) == 1 and len(key) > 4 and key not in ("enabled", "device") else None
 
