@@ -25,11 +25,13 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Muon compiles its kernels when it is 
 
 import deepspeed
 import torch
+from deepspeed.comm import comm
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
-from deepspeed.utils import logger
+from deepspeed.utils import groups, logger
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
 LOGS: list[str] = []
@@ -136,21 +138,34 @@ def _config(case: dict[str, Any], facts: dict[str, Any]) -> None:
     }
 
 
-def _divides(case: dict[str, Any], facts: dict[str, Any]) -> None:
-    from deepspeed.utils import groups
-
-    groups._ensure_divisibility(case["world_size"], case["config"]["sequence_parallel_size"])
-
-
-def _mesh(case: dict[str, Any], facts: dict[str, Any]) -> None:
-    """The mesh that initialize makes and that DeepSpeedConfig asks, as the last rank of a world that does not exist."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    count = case["world_size"]
+def _world(count: int) -> None:
+    """As the last rank of a world that does not exist."""
     if torch.distributed.get_backend() != "fake":
         torch.distributed.destroy_process_group()
         torch.distributed.init_process_group("fake", rank=count - 1, world_size=count, store=FakeStore())
+        comm.cdb = None
+        deepspeed.init_distributed(dist_backend="fake", dist_init_required=False, auto_mpi_discovery=False)
+
+
+def _groups(case: dict[str, Any], facts: dict[str, Any]) -> None:
+    """The groups that the engine makes, and the data ranks that the configuration counts."""
+    _world(case["world_size"])
+    config = copy.deepcopy(case["config"])
+    read = DeepSpeedConfig(config)
+    facts["data"] = read.world_size
+    if read.zero_config.zero_hpz_partition_size > 1:
+        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+        groups._create_zero_param_parallel_group(read.zero_config.zero_hpz_partition_size)
+    if read.tensor_parallel_config.autotp_size > 1:
+        groups._TENSOR_MODEL_PARALLEL_GROUP = groups._DATA_PARALLEL_GROUP = None
+        groups._init_tp_mesh_device(tensor_model_parallel_size=read.tensor_parallel_config.autotp_size)
+
+
+def _mesh(case: dict[str, Any], facts: dict[str, Any]) -> None:
+    """The mesh that initialize makes and that DeepSpeedConfig asks."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    _world(case["world_size"])
     config = case["config"]
     shape = (config["data_parallel_size"], config["sequence_parallel_size"])
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data_parallel", "sequence_parallel"))
@@ -227,7 +242,7 @@ _PLACES = {
     "trainer_file": _trainer_file,
     "filled": _filled,
     "config": _config,
-    "divides": _divides,
+    "groups": _groups,
     "mesh": _mesh,
     "checkpoint": _checkpoint,
     "partition_config": _partition_config,

@@ -37,6 +37,11 @@ def _zero(stage: int, **keys: Any) -> dict[str, Any]:
     return _config(zero_optimization={"stage": stage, **keys})
 
 
+def near(facts: Facts) -> bool:
+    """The losses are those of a plain loop."""
+    return all(abs(a - b) < 1e-5 for a, b in zip(facts["losses"], facts["plain"], strict=True))
+
+
 PIPELINE = {"pipeline": True}
 
 PROBES: dict[str, list[Probe]] = {
@@ -137,7 +142,21 @@ PROBES: dict[str, list[Probe]] = {
     "SW4201": [Probe(refuses="needs to be provided")],
     "SW4202": [Probe(refuses="Check batch related parameters")],
     "SW4203": [Probe(refuses="Check batch related parameters")],
-    "SW4204": [Probe(at="divides", refuses="not divisible")],
+    "SW4204": [
+        Probe(at="groups", fact=lambda bad, good: bad["data"] == 8 / 3 and good["data"] == 4),
+        Probe(
+            at="groups",
+            refuses="IndexError",
+            example=_config(tensor_parallel={"autotp_size": 3}),
+            instead=_config(tensor_parallel={"autotp_size": 2}),
+        ),
+        Probe(
+            at="groups",
+            refuses="8 is not divisible by 3",
+            example=_zero(3, zero_hpz_partition_size=3),
+            instead=_zero(3, zero_hpz_partition_size=16),
+        ),
+    ],
     "SW4205": [
         Probe(at="mesh", refuses="IndexError"),
         Probe(
@@ -299,6 +318,8 @@ PROBES: dict[str, list[Probe]] = {
         )
     ],
     "SW4608": [Probe(fact=lambda bad, good: (bad["autotp_size"], good["autotp_size"]) == (0, 2))],
+    "SW4609": [Probe(at="ranks", options={"stages": 2}, fact=lambda bad, good: near(good) and not near(bad))],
+    "SW4610": [Probe(at="ranks", options={"stages": 1}, refuses="AssertionError")],
     "SW4701": [Probe(at="step", fact=lambda bad, good: not bad["swaps"], instead_at="config")],
     "SW4702": [Probe(refuses="curriculum_metrics must be specified")],
     "SW4703": [Probe(refuses="max_tokens must be specified")],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -152,14 +153,29 @@ def test_nothing_to_mend_leaves_the_file_alone(tmp_path: Path) -> None:
     assert path.stat().st_mtime_ns == before
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_folder_without_rights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_may_not_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for root, which may write anywhere."""
+
+    def refused(*arguments: object, **options: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
     path = tmp_path / "ds.json"
     path.write_text('{"train_batch_size": "8"}')
-    tmp_path.chmod(0o500)
-    try:
-        assert main(["lint", "--fix", str(path)]) == 1
-    finally:
-        tmp_path.chmod(0o700)
-    assert "error[SW4010]" in capsys.readouterr().err
+    monkeypatch.setattr("tempfile.mkstemp", refused)
+    assert main(["lint", "--fix", str(path)]) == 1
+    err = capsys.readouterr().err
+    assert "error[SW4010]" in err and "Permission denied" in err
     assert json.loads(path.read_text()) == {"train_batch_size": "8"}
+
+
+def test_a_replacement_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": "8"}')
+    monkeypatch.setattr("os.replace", full)
+    assert main(["lint", "--fix", str(path)]) == 1
+    assert os.listdir(tmp_path) == ["ds.json"] and '"8"' in path.read_text()

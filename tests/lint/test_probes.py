@@ -21,7 +21,7 @@ from tests.lint.probes import PROBES, Probe
 GOOD = sorted((Path(__file__).parent / "good").glob("*.json"))
 
 CASES = [(code, number, probe) for code, probes in PROBES.items() for number, probe in enumerate(probes)]
-LAST = {"checkpoint": 1, "mesh": 2}
+LAST = {"checkpoint": 1, "groups": 2, "mesh": 3}
 NOTHING_TO_PROBE = {
     "SW4009": "a limit of ours",
     "SW4010": "our own writing",
@@ -60,6 +60,37 @@ def request(code: str, probe: Probe, which: str) -> dict[str, Any] | None:
     return {"at": at, "config": json.loads(text) if isinstance(text, str) else text, **options}
 
 
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def on_two_ranks(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    program, port = str(Path(__file__).with_name("ranks_worker.py")), free_port()
+    started = [
+        subprocess.Popen(
+            [sys.executable, program, port, str(rank)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (1, 0)
+    ]
+    try:
+        assert started[0].stdin is not None
+        started[0].stdin.write(json.dumps(cases))
+        started[0].stdin.close()
+        out, errors = started[1].communicate(json.dumps(cases), timeout=200)
+    finally:
+        for process in started:
+            process.kill()
+    assert started[1].returncode == 0, errors[-4000:]
+    outcomes: list[dict[str, Any]] = json.loads(out.splitlines()[-1])
+    return outcomes
+
+
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, str], dict[str, Any]]:
     keys = [(code, number, which) for code, number, _ in CASES for which in ("example", "instead")]
@@ -70,13 +101,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, s
         case = {"at": "filled", "config": json.loads(text)} if trainer else {"at": "file", "text": text}
         asked[path.stem, 0, "good"] = case
     asked["every auto", 0, "good"] = {"at": "filled", "config": every_auto()}
+    ranked = [key for key in asked if asked[key]["at"] == "ranks"]
     # What these leave behind in the process would change the others.
-    order = sorted(asked, key=lambda key: LAST.get(asked[key]["at"], 0))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    order = sorted(asked.keys() - set(ranked), key=lambda key: LAST.get(asked[key]["at"], 0))
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("probe_worker.py")), str(port)],
+        [sys.executable, str(Path(__file__).with_name("probe_worker.py")), free_port()],
         input=json.dumps([asked[key] for key in order]),
         capture_output=True,
         text=True,
@@ -84,7 +113,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, s
         env=os.environ,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return dict(zip(order, json.loads(done.stdout.splitlines()[-1]), strict=True))
+    found = dict(zip(order, json.loads(done.stdout.splitlines()[-1]), strict=True))
+    return found | dict(zip(ranked, on_two_ranks([asked[key] for key in ranked]), strict=True))
 
 
 @pytest.mark.parametrize("path", GOOD, ids=lambda path: path.stem)

@@ -83,6 +83,8 @@ RULES: dict[str, Rule] = {
     "SW4606": parallel.contiguous_checkpoints,
     "SW4607": parallel.checkpointing_in_trainer,
     "SW4608": parallel.tensor_parallel_off,
+    "SW4609": parallel.pipeline_clipping,
+    "SW4610": parallel.pipeline_tensor,
     "SW4701": parallel.aio_without_nvme,
     "SW4702": parallel.curriculum,
     "SW4703": parallel.dynamic_batching,

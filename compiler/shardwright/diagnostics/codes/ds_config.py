@@ -91,6 +91,8 @@ DS_CONFIG_CODES: dict[str, str] = {
     "SW4606": "contiguous checkpoints without what they need",
     "SW4607": "DeepSpeed's activation checkpointing under the Trainer",
     "SW4608": "tensor parallelism without a degree",
+    "SW4609": "a pipeline that clips by part of the norm",
+    "SW4610": "a pipeline with AutoTP",
     "SW4701": "asynchronous I/O settings without NVMe",
     "SW4702": "a curriculum without metrics",
     "SW4703": "dynamic batching without a limit",

@@ -74,8 +74,8 @@ def groups_do_not_divide(subject: Subject) -> Iterator[Found]:
     for key in (("tensor_parallel", "autotp_size"), ("sequence_parallel_size",), ("zero_optimization", HPZ)):
         size = subject.integer(*key)
         if world is not None and size is not None and size > 1 and world % size:
-            if key[-1] == HPZ and subject.stage != 3:
-                continue
+            if key[-1] == HPZ and (subject.stage != 3 or size > world):
+                continue  # a larger group is cut down to the world
             yield Found(
                 code="SW4204",
                 key=key,

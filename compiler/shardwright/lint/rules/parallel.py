@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shardwright.lint.rules.precision import precision
 from shardwright.lint.rules.zero import OFFLOADS, ZERO
 from shardwright.lint.subject import Found, Subject
 
@@ -110,6 +111,31 @@ def tensor_parallel_off(subject: Subject) -> Iterator[Found]:
             help='Add "autotp_size": the ranks of a tensor group.',
             severity="warning",
             at="key",
+        )
+
+
+def pipeline_clipping(subject: Subject) -> Iterator[Found]:
+    clipping = subject.number("gradient_clipping")
+    clips = clipping is None or clipping > 0
+    if subject.has_pipeline and subject.stage == 0 and precision(subject) == "fp32" and clips:
+        given = "gradient_clipping" if subject.has("gradient_clipping") else "DeepSpeed's default of 1.0"
+        yield Found(
+            code="SW4609",
+            key=("gradient_clipping",) if subject.has("gradient_clipping") else ("pipeline",),
+            message=f"at ZeRO stage 0 in fp32 each stage of a pipeline clips by its own norm ({given})",
+            help="Take zero_optimization.stage: 1, whose norm is that of the whole model; or gradient_clipping: 0.",
+            at="key",
+        )
+
+
+def pipeline_tensor(subject: Subject) -> Iterator[Found]:
+    key = ("tensor_parallel", "autotp_size")
+    if subject.has_pipeline and (subject.integer(*key) or 0) > 1:
+        yield Found(
+            code="SW4610",
+            key=key,
+            message="AutoTP does not work on a PipelineModule",
+            help="Remove `tensor_parallel`; give the module layers that are tensor-parallel by themselves.",
         )
 
 
