@@ -344,7 +344,8 @@ def _meant(subject: Subject, misfit: Misfit) -> tuple[str, str]:
     if home is not None:
         return "", f"`{home[-1]}` belongs " + (f"under `{dotted(home[:-1])}`." if home[:-1] else "at the top.")
     nearest = difflib.get_close_matches(key.lower(), known, n=3, cutoff=0.5) or sorted(known)[:8]
-    return "", f"Remove it. Keys here are {', '.join(nearest)}{' ...' if len(known) > len(nearest) else ''}."
+    more = " and others" if len(known) > len(nearest) else ""
+    return "", f"Remove it. Keys here are {', '.join(nearest)}{more}."
 
 
 _LOSS_SCALE = frozenset(

@@ -88,7 +88,7 @@ def unknown_schedule_parameter(subject: Subject) -> Iterator[Found]:
 
 
 def no_optimizer_type(subject: Subject) -> Iterator[Found]:
-    if subject.section("optimizer") and not isinstance(subject.get("optimizer", "type"), str):
+    if subject.section("optimizer") and subject.get("optimizer", "type") is None:
         yield Found(
             code="SW4505",
             key=("optimizer",),
@@ -224,7 +224,7 @@ def torch_scheduler(subject: Subject) -> Iterator[Found]:
 
 
 def no_scheduler_type(subject: Subject) -> Iterator[Found]:
-    if subject.section("scheduler") and not isinstance(subject.get("scheduler", "type"), str):
+    if subject.section("scheduler") and subject.get("scheduler", "type") is None:
         yield Found(
             code="SW4516",
             key=("scheduler",),

@@ -124,6 +124,7 @@ def pipeline_clipping(subject: Subject) -> Iterator[Found]:
             key=("gradient_clipping",) if subject.has("gradient_clipping") else ("pipeline",),
             message=f"at ZeRO stage 0 in fp32 each stage of a pipeline clips by its own norm ({given})",
             help="Take zero_optimization.stage: 1, whose norm is that of the whole model; or gradient_clipping: 0.",
+            severity="warning",
             at="key",
         )
 
