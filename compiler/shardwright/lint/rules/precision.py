@@ -27,7 +27,7 @@ def precision(subject: Subject) -> str | None:
 def dtype(subject: Subject, key: str) -> str:
     """The precision that a key of data_types names; "" where it is not given or is none."""
     name = subject.get("data_types", key)
-    return next((dtype for dtype, names in _NAMES.items() if name in names), "")
+    return next((dtype for dtype, names in _NAMES.items() if isinstance(name, str) and name in names), "")
 
 
 def both(subject: Subject) -> Iterator[Found]:
