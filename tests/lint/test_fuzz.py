@@ -107,7 +107,7 @@ def fuzz_configs(count: int, seed: int) -> dict[str, int]:
         where = rng.choice(places(document))
         kind = rng.choice(("typo", "value", "text", "drop"))
         totals["mutations"] += 1
-        began = time.monotonic()
+        began = time.process_time()
         if kind == "typo" and isinstance(where[-1], str) and not where[-1].startswith(("_", "//")):
             wrong = misspelt(rng, where[-1])
             text = json.dumps(renamed(document, where, wrong))
@@ -126,7 +126,7 @@ def fuzz_configs(count: int, seed: int) -> dict[str, int]:
         else:
             odd = rng.choice(ODD)
             found_in(json.dumps(changed(document, where, put(odd))))
-        assert time.monotonic() - began < SECONDS_AT_MOST, (path, where, kind)
+        assert time.process_time() - began < SECONDS_AT_MOST, (path, where, kind)
     return totals
 
 
