@@ -82,7 +82,7 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     os.kill(victim["pid"], signal.SIGKILL)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 3
-    assert "error[SW6301]: rank 1: killed (signal 9)" in errors
+    assert "error[SW6301]: rank 1 (stage 0, host " in errors and "killed (signal 9)" in errors
     assert "Traceback" not in errors
     status = json.loads((out / "run" / "status.json").read_text())
     assert (status["status"], status["rank"]) == ("failed", 1)
