@@ -58,25 +58,29 @@ def test_trains_through_pdsh_like_one_process(case: Case, tmp_path: Path) -> Non
 def test_trains_without_ssh_like_one_process(tmp_path: Path) -> None:
     """launch.sh on each node, as any scheduler would start it."""
     case = replace(TWO, launcher="no_ssh")
-    path = f"PATH={Path(sys.executable).parent}:{os.environ['PATH']}"
     with hosts(case.nodes, tmp_path / "net") as made:
 
         def train(out: Path) -> None:
-            named, a = hostfile(made, case, tmp_path), made[0].address
-            started = [
-                subprocess.Popen(
-                    host.command("env", path, f"NODE_RANK={i}", f"MASTER_ADDR={a}", "bash", out / "launch.sh", named),
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-                for i, host in enumerate(made)
-            ]
-            for process in started:
+            for process in _launch_each(made, out, hostfile(made, case, tmp_path)):
                 output, _ = process.communicate(timeout=300)
                 assert process.returncode == 0, output[-3000:]
 
         compare(case, tmp_path, train)
+
+
+def _launch_each(made: list[Host], out: Path, named: Path) -> list[subprocess.Popen[str]]:
+    """launch.sh by hand, on every node."""
+    path = f"PATH={Path(sys.executable).parent}:{os.environ['PATH']}"
+    a = f"MASTER_ADDR={made[0].address}"
+    return [
+        subprocess.Popen(
+            host.command("env", path, f"NODE_RANK={i}", a, "bash", out / "launch.sh", named),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i, host in enumerate(made)
+    ]
 
 
 @pytest.mark.parametrize("victim", [3, 0])
@@ -95,6 +99,21 @@ def test_twenty_killed_ranks_are_named(tmp_path: Path, proved: Any) -> None:
         seconds = [_kill_and_expect(made, out, named, victim=3 - k % 4) for k in range(20)]
         assert max(seconds) < 30
         proved("hosts", "kill -9 of a rank, two hosts", {"repetitions": 20, "seconds_at_most": max(seconds)})
+
+
+def test_a_rank_killed_under_launch_sh_alone_is_written_down(tmp_path: Path) -> None:
+    """No `run` watches: rank 0 says who went, and nothing is left either."""
+    with hosts(2, tmp_path / "net") as made:
+        out = compiled(replace(TWO, launcher="no_ssh"), tmp_path, steps=4000)
+        started = _launch_each(made, out, hostfile(made, TWO, tmp_path))
+        wait_for(lambda: (out / "run" / "metrics.jsonl").exists() and len(metrics(out)) > 2, started[0])
+        made[1].must("kill", "-9", _live(out, 3)["pid"])
+        for process in started:
+            process.communicate(timeout=60)
+            assert process.returncode != 0
+        status = json.loads((out / "run" / "status.json").read_text())
+        assert (status["status"], status["rank"], status["host"], status["stage"]) == ("failed", 3, "b", 1)
+        _expect_nothing_left(made)
 
 
 def test_a_host_that_goes_away_is_named_and_its_ranks_end_themselves(tmp_path: Path) -> None:
@@ -156,6 +175,7 @@ def _expect_nothing_left(made: list[Host]) -> None:
 
 def _kill_and_expect(made: list[Host], out: Path, named: Path, victim: int) -> float:
     """kill -9 of one rank in the middle of training; seconds until `run` is back with the right answer."""
+    (out / "run" / "metrics.jsonl").unlink(missing_ok=True)  # an earlier attempt's
     process = start(made[0], "run", out, "--hostfile", named, "--resume", "never")
     wait_for(lambda: (out / "run" / "metrics.jsonl").exists() and len(metrics(out)) > 2, process)
     live = _live(out, victim)

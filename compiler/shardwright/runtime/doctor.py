@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import platform
 import secrets
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwright.diagnostics import Diagnostic
+from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.json_value import JsonValue
 from shardwright.plan.plan import Plan
 from shardwright.runtime.checkpoint_index import checkpoint_root
@@ -50,7 +51,12 @@ class Examined:
 
 
 def examine(plan: Plan, folder: Path, hosts: Sequence[str], *, local: bool, shared: bool) -> tuple[Check, ...]:
-    """Every check on every host, all at once. shared: the folder is meant to be on a shared file system."""
+    """Every check on every host, all at once. shared: the folder is meant to be on a shared file system.
+
+    Raises Refusal where there is no ssh to reach the hosts with.
+    """
+    if not local and shutil.which("ssh") is None:
+        raise Refusal(_red("SW5301", "there is no `ssh` command here", "Install an ssh client (openssh-client)."))
     end = time.monotonic() + LIMIT_SECONDS
     mark = f".doctor-{secrets.token_hex(8)}"
     (folder / "run").mkdir(exist_ok=True)
@@ -277,7 +283,8 @@ def _meeting(plan: Plan, probes: Sequence[Probe], *, whole: bool, end: float) ->
     if not probes:
         return []
     first = probes[0].result
-    address = plan.launch.master_addr or str(first.facts["address"] or "127.0.0.1")
+    found = "127.0.0.1" if plan.nodes == 1 else str(first.facts["address"] or first.host)
+    address = plan.launch.master_addr or found
     port = first.facts["free_port"]
     if port is None:
         text = f"{first.host}: something listens on port {plan.launch.master_port} already"

@@ -43,7 +43,8 @@ def report_failure(plan: Plan, folder: Path, attempt: int, launcher_code: int) -
     code, cause = str(first["code"]), str(first["cause"])
     if code == "SW6301":
         frames = _last_frames(str(first["traceback"]))
-        _print_error(code, named + cause, f"{frames}\n{_next_steps(plan, run, rank, str(where['host']))}")
+        notes = (frames, _less_memory(plan, cause), _next_steps(plan, run, rank, str(where["host"])))
+        _print_error(code, named + cause, "\n".join(note for note in notes if note))
         others = sum(e.get("kind") == "failed" for e in events) - 1
         if others:
             print(f"  ({others} other ranks failed after it: {run / 'errors'})", file=sys.stderr)
@@ -85,6 +86,25 @@ def _next_steps(plan: Plan, run: Path, rank: int, host: str) -> str:
     there = "" if rank == 0 or log.exists() else f" (on host {host})"
     resume = "continues from the newest checkpoint" if _any_checkpoint(plan, run.parent) else "starts again"
     return f"its output: {log}{there}\nwhen that is mended: `shardwright run {run.parent}` {resume}"
+
+
+def _less_memory(plan: Plan, cause: str) -> str:
+    """What was predicted, and the nearest layout that needs less; empty where the cause is another."""
+    if "out of memory" not in cause.lower() and "OutOfMemory" not in cause:
+        return ""
+    s, memory = plan.strategy, plan.predicted.memory
+    if s.activation_checkpointing != "full":
+        change = "parallelism.activation_checkpointing=full"
+    elif s.micro_batch_size > 1:
+        change = f"parallelism.micro_batch_size={s.micro_batch_size // 2}"
+    elif s.pipeline == 1 and s.zero_stage < 3:
+        change = f"parallelism.zero_stage={s.zero_stage + 1}"
+    else:
+        change = "objective=memory"
+    return (
+        f"predicted: {memory.peak_bytes / 2**30:.1f} of {memory.capacity_bytes / 2**30:.1f} GiB on the fullest rank\n"
+        f"needs less: compile with --set {change}; `shardwright plan` ranks the others"
+    )
 
 
 def _any_checkpoint(plan: Plan, folder: Path) -> bool:

@@ -65,6 +65,18 @@ def test_no_rank_could_speak(
     assert words in error and log.splitlines()[0] in error
 
 
+def test_out_of_memory_says_what_was_predicted_and_what_needs_less(
+    plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    event = {"kind": "failed", "rank": 1, "host": "a", "stage": 0, "code": "SW6301", "traceback": ""}
+    cause = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+    code, _ = reported(plan, tmp_path, EVENT + json.dumps({**event, "cause": cause}))
+    error = capsys.readouterr().err
+    assert code == 3
+    assert f"{plan.predicted.memory.peak_bytes / 2**30:.1f} of " in error
+    assert "--set parallelism.activation_checkpointing=full" in error
+
+
 def test_refused_input_is_no_broken_run(plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     event = {
         "kind": "failed",

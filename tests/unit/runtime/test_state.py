@@ -77,6 +77,23 @@ def test_a_failure_says_where_and_what_next(out: Path, capsys: pytest.CaptureFix
     assert f"shardwright logs {out} --rank 3" in text
 
 
+def test_a_second_interrupt_leaves_the_stopping_run_alone(
+    out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shardwright.cli.stop._wait", interrupted)
+    with (out / "run" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert cli.main(["stop", str(out)]) == 130
+    assert (out / "run" / "stop").exists()
+    assert capsys.readouterr().err.splitlines() == [
+        "still waiting for the checkpoint; interrupt again to leave it alone",
+        "no longer waiting; the run ends by itself",
+    ]
+
+
 def test_logs_of_a_rank_and_of_none(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (out / "run" / "logs").mkdir()
     (out / "run" / "logs" / "rank-00001.log").write_text("here is rank 1\n")
