@@ -140,8 +140,9 @@ class TestInvariants:
         }
 
     def test_scripts_are_valid_bash(self, name: str, compiled: dict[str, Compiled]) -> None:
-        script = compiled[name].files["launch.sh"]
-        assert subprocess.run(["bash", "-n"], input=script, capture_output=True).stderr == b""
+        scripts = [content for path, content in compiled[name].files.items() if path.endswith(".sh")]
+        for script in scripts:
+            assert subprocess.run(["bash", "-n"], input=script, capture_output=True).stderr == b""
 
     def test_no_artifact_shards_twice_or_names_a_clock(self, name: str, compiled: dict[str, Compiled]) -> None:
         config = json.loads(compiled[name].files["ds_config.json"])

@@ -14,7 +14,7 @@ from shardwright.ir.estimate import Estimate
 from shardwright.ir.model_graph import Layer, ModelGraph
 from shardwright.ir.own_code import OwnCode
 from shardwright.ir.partition import StagePartition, TensorParallelMap
-from shardwright.ir.recipe import DataSection, LaunchSection, Recipe, TrainingSection
+from shardwright.ir.recipe import DataSection, LaunchSection, Recipe, SlurmSection, TrainingSection
 from shardwright.ir.strategy import Strategy
 from shardwright.ir.weights import Weights
 from shardwright.plan.plan import (
@@ -39,6 +39,7 @@ MODEL_DIRECTORY = "model"
 CONFIG_FILE = f"{MODEL_DIRECTORY}/config.json"
 TOKENIZER_DIRECTORY = "tokenizer"
 HOSTFILE = "launch/hostfile"
+SETUP_SCRIPT = "launch/setup.sh"
 RUN_DIRECTORY = "run"
 FOLDER_ROOTS: tuple[str, ...] = ("launch", MODEL_DIRECTORY, TOKENIZER_DIRECTORY)
 ARTIFACT_ROOTS: tuple[str, ...] = (
@@ -243,18 +244,34 @@ def _data(data: DataSection) -> PlanData:
     )
 
 
+NEEDS_HOSTS = ("pdsh", "openmpi")
+"""Launchers that reach the nodes by name. The others are started on each node, which knows only its number."""
+
+
+def launcher_of(launch: LaunchSection, nodes: int) -> str:
+    """auto, settled by what the recipe holds."""
+    if launch.launcher != "auto":
+        return launch.launcher
+    if launch.slurm is not None:
+        return "slurm"
+    if launch.kubernetes is not None:
+        return "kubernetes"
+    return "local" if nodes == 1 else "pdsh"
+
+
 def _launch(launch: LaunchSection, nodes: int) -> PlanLaunch:
-    """hostfile: relative to the compiled folder, or None where the hosts are named when the run starts."""
-    auto = "local" if nodes == 1 else "pdsh"
-    has_hostfile = nodes == 1 or launch.hostfile is not None
+    launcher = launcher_of(launch, nodes)
+    has_hostfile = nodes == 1 or launch.hostfile is not None or launcher not in NEEDS_HOSTS
     return PlanLaunch(
-        launcher=auto if launch.launcher == "auto" else launch.launcher,
+        launcher=launcher,
         hostfile=HOSTFILE if has_hostfile else None,
         master_addr=launch.master_addr,
         master_port=launch.master_port,
         env=tuple(sorted(launch.env.items())),
         env_from=tuple(sorted(set(launch.env_from))),
-        setup_script=None,
+        setup_script=None if launch.setup_script is None else SETUP_SCRIPT,
+        slurm=(launch.slurm or SlurmSection()) if launcher == "slurm" else None,
+        kubernetes=launch.kubernetes if launcher == "kubernetes" else None,
     )
 
 

@@ -28,7 +28,7 @@ def main() -> int:
         _redirect_output(folder / "run" / "logs" / f"rank-{rank:05d}.log")
     plan = read_plan(folder)
     try:
-        _train(plan, folder, rank, number, attempt.get("resume"))
+        return _train(plan, folder, rank, number, attempt.get("resume"))
     except BaseException as error:
         _record_failure(folder, plan, rank, number, error)
         if is_echo(str(error)):
@@ -38,7 +38,6 @@ def main() -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-    return 0
 
 
 def _redirect_output(path: Path) -> None:
@@ -71,13 +70,17 @@ def _record_failure(folder: Path, plan: Plan, rank: int, attempt: int, error: Ba
     )
 
 
-def _train(plan: Plan, folder: Path, rank: int, attempt: int, resume: object) -> None:
+def _train(plan: Plan, folder: Path, rank: int, attempt: int, resume: object) -> int:
+    """Returns the exit code: 0, or what a scheduler wants of a run that was told to stop."""
     if plan.is_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
+    from shardwright.runtime.attempt import begin_on_ranks
     from shardwright.runtime.distributed import close_groups, open_groups
 
     stop = _StopRequest(folder)
     open_groups(plan)
+    if wanted := os.environ.get("SHARDWRIGHT_RESUME"):
+        attempt, resume = begin_on_ranks(plan, folder, rank, wanted)
     if rank == 0:
         write_status(folder, "running", attempt)
 
@@ -129,6 +132,7 @@ def _train(plan: Plan, folder: Path, rank: int, attempt: int, resume: object) ->
     if rank == 0:
         write_status(folder, status, attempt, step=done)
     close_groups()
+    return int(os.environ.get("SHARDWRIGHT_PREEMPTED_EXIT", "0")) if status == "preempted" else 0
 
 
 class _StopRequest:

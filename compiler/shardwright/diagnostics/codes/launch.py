@@ -10,7 +10,9 @@ LAUNCH_CODES: dict[str, str] = {
     "SW5201": "a line of the hostfile cannot be read",
     "SW5202": "a host stands twice in the hostfile",
     "SW5203": "the hostfile does not have the hosts or slots of the cluster",
-    "SW5204": "the hostfile cannot be read",
-    "SW5205": "a value cannot pass through pdsh",
+    "SW5204": "the hostfile or the set-up script cannot be read",
+    "SW5205": "a value that the launcher does not quote",
     "SW5206": "the launcher cannot start this many nodes",
+    "SW5207": "a hostfile for a launcher that does not read one",
+    "SW5208": "the job could not be submitted",
 }
