@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := build/demo
 
-.PHONY: help setup demo test prove proof lint golden graphs build calibrate bench-cost
+.PHONY: help setup demo test test-hosts prove proof lint golden graphs build calibrate bench-cost
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -31,6 +31,10 @@ demo: setup ## compile a tiny Llama, pipeline 2 x tensor 2, and train it on this
 
 test: setup ## all tests but the full counts
 	$(BIN)/python -m pytest
+
+test-hosts: setup ## hosts and schedulers that are not there, on this machine; needs root, installs Debian packages
+	apt-get install -y -qq --no-install-recommends openssh-server pdsh iproute2 munge slurm-wlm openmpi-bin
+	$(BIN)/python -m pytest -m 'hosts and not prove' tests/launch
 
 prove: setup ## the full counts; results go to benchmarks/
 	$(BIN)/python -m pytest -m prove

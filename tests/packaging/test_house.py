@@ -19,7 +19,7 @@ def test_ci_runs_lint_and_test_as_make_does() -> None:
 
 
 def test_make_targets_exist() -> None:
-    for target in ("setup", "demo", "test", "prove", "proof", "lint", "golden", "graphs", "build"):
+    for target in ("setup", "demo", "test", "test-hosts", "prove", "proof", "lint", "golden", "graphs", "build"):
         done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,8 @@ class Case:
     clipping: float = 0.5
     pretrained: bool = False
     offload: str = "none"
+    nodes: int = 1
+    launcher: str = "auto"
 
     @property
     def world(self) -> int:
@@ -89,7 +92,7 @@ def recipe(case: Case, folder: Path) -> dict[str, Any]:
         "version": 1,
         "name": "parity",
         "model": model,
-        "cluster": {"nodes": 1, "gpus_per_node": case.world, "gpu": "cpu"},
+        "cluster": {"nodes": case.nodes, "gpus_per_node": case.world // case.nodes, "gpu": "cpu"},
         "training": {
             "sequence_length": LENGTH,
             "global_batch_size": case.batch,
@@ -112,6 +115,7 @@ def recipe(case: Case, folder: Path) -> dict[str, Any]:
             "schedule": case.schedule,
             "offload": case.offload,
         },
+        "launch": {"launcher": case.launcher},
     }
 
 
@@ -147,10 +151,16 @@ def write_inputs(case: Case, folder: Path) -> np.ndarray:
     return tokens
 
 
-def run_case(case: Case, folder: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
-    """compile, run, export: the metrics and the trained weights."""
+def run_here(out: Path) -> None:
+    must(shardwright("run", out))
+
+
+def run_case(
+    case: Case, folder: Path, start: Callable[[Path], None] = run_here
+) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    """compile, start, export: the metrics and the trained weights. start: trains the compiled folder."""
     must(shardwright("compile", folder / "recipe.yaml", "-o", folder / "out"))
-    must(shardwright("run", folder / "out"))
+    start(folder / "out")
     must(shardwright("export", newest_checkpoint(folder / "out"), "-o", folder / "hf"))
     trained = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float32)
     return metrics(folder / "out"), dict(trained.named_parameters())
@@ -200,10 +210,10 @@ class Difference:
     weight_absolute: float
 
 
-def compare(case: Case, folder: Path) -> Difference:
+def compare(case: Case, folder: Path, start: Callable[[Path], None] = run_here) -> Difference:
     """Runs the case and raises AssertionError outside DESIGN house rule 10."""
     tokens = write_inputs(case, folder)
-    lines, weights = run_case(case, folder)
+    lines, weights = run_case(case, folder, start)
     check_live_split(folder / "out")
     assert [m["step"] for m in lines] == list(range(1, STEPS + 1))
     assert all(m["tokens"] == case.batch * LENGTH for m in lines)
