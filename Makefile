@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := build/demo
 
-.PHONY: help setup demo test test-hosts prove proof lint golden graphs build calibrate bench-cost
+.PHONY: help setup demo test test-hosts prove proof lint golden graphs snapshot lint-docs build calibrate bench-cost
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -60,6 +60,12 @@ golden: setup ## write tests/cases/*/expected anew; read the difference before y
 
 graphs: setup ## trace the models that come with the package anew
 	$(BIN)/python -m tests.unit.model.write_graphs
+
+snapshot: setup ## what the installed DeepSpeed takes in ds_config.json, for `lint`
+	$(BIN)/python -m tests.lint.write_snapshot
+
+lint-docs: setup ## the table of rules in docs/lint.md
+	$(BIN)/python -m tests.lint.write_docs
 
 build: setup ## sdist and wheel in dist/
 	$(BIN)/python -m build --no-isolation

@@ -1,6 +1,6 @@
 """`make bench-cost`: the cost model against published runs, per project, left out of the fit and in it.
 
-Prints the table and writes benchmarks/cost.json.
+Prints the table and writes benchmarks/cost.json, and the errors that `plan` prints to cost/measured.json.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import shardwright.cost
 from shardwright.cost.constants import Constants, default_constants
 from tests.calibration import score
-from tests.calibration.cases import Case, as_scored, estimate, load_cases
+from tests.calibration.cases import HARDWARE, Case, as_scored, estimate, hardware_of, load_cases
 from tests.calibration.fit import fit, priors
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "cost.json"
+# What `plan` prints beside its figures.
+PACKAGED = Path(shardwright.cost.__file__).with_name("measured.json")
 # What others reach on the same rows (shares; regret and Spearman where their answers could be ranked).
 PEERS: dict[str, dict[str, float | None]] = {
     "calculon": {"time": 0.27, "memory": 0.36, "regret": 0.043, "spearman": None},
@@ -80,8 +83,13 @@ def main() -> None:
     for project in projects:
         c = fit([case for case in cases if case.project != project], priors())
         left_out[project] = scored([case for case in cases if case.project == project], c)
+    other_hardware: dict[str, dict[str, Any]] = {}
+    for hardware in HARDWARE:
+        c = fit([case for case in cases if hardware_of(case) != hardware], priors())
+        other_hardware[hardware] = scored([case for case in cases if hardware_of(case) == hardware], c)
     everything = scored(cases, default_constants())
     lines = table("each project left out of the fit", {**left_out, "mean of the projects": macro(left_out)})
+    lines += table("each generation of GPUs left out", other_hardware)
     lines += table(
         "constants.json (all rows in the fit)",
         {**within, "mean of the projects": macro(within), "all rows": everything},
@@ -98,6 +106,7 @@ def main() -> None:
                 "date": datetime.date.today().isoformat(),
                 "left_out": left_out,
                 "left_out_mean": macro(left_out),
+                "hardware_left_out": other_hardware,
                 "in_fit": within,
                 "in_fit_mean": macro(within),
                 "in_fit_all_rows": everything,
@@ -107,6 +116,15 @@ def main() -> None:
         )
         + "\n"
     )
+    mean = macro(left_out)
+    measured = {
+        "written_by": "make bench-cost",
+        "step_time": round(mean["time"], 3),
+        "memory": round(mean["memory"], 3),
+        "runs": mean["time_rows"],
+        "projects": len(projects),
+    }
+    PACKAGED.write_text(json.dumps(measured, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -34,6 +34,9 @@ PROJECTS = {
     "torchtitan": "torchtitan",
 }
 
+# Generations of GPUs among the rows.
+HARDWARE = ("V100", "A100", "H100")
+
 Row = dict[str, Any]
 
 
@@ -48,6 +51,12 @@ class Case:
     @property
     def project(self) -> str:
         return next(name for start, name in PROJECTS.items() if self.row["source"].startswith(start))
+
+
+def hardware_of(case: Case) -> str:
+    """One of HARDWARE."""
+    gpu: str = case.row["hardware"]["gpu"]
+    return gpu.partition("-")[0]
 
 
 def load_cases(path: Path = ROWS) -> list[Case]:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from shardwright.cost.constants import Constants, constant_entries
+from shardwright.cost.layout import make_layout
+from shardwright.cost.memory import live_bytes
 from tests.calibration import score
 from tests.calibration.cases import Case, estimate
 
@@ -29,7 +31,6 @@ MEMORY_CONSTANTS = (
     "communicator_bytes",
     "fragmentation",
     "backward_share",
-    "logit_bytes_hf",
     "logit_bytes_megatron",
 )
 MOST_STEPS = 40
@@ -82,7 +83,6 @@ def time_residuals(cases: Sequence[Case], c: Constants) -> list[float]:
 
 def memory_residuals(cases: Sequence[Case], c: Constants) -> list[float]:
     weight = _weights(cases)
-    live = dataclasses.replace(c, fragmentation=0.0)
     found: list[float] = []
     for case in cases:
         memory = estimate(case, c).memory
@@ -94,7 +94,8 @@ def memory_residuals(cases: Sequence[Case], c: Constants) -> list[float]:
         else:
             # That it ran, or did not, is certain: no robust loss. The allocator's slack decides nothing.
             usable = memory.capacity_bytes * (1 - c.driver_share)
-            over = math.log(estimate(case, live).memory.peak_bytes / usable)
+            layout = make_layout(case.recipe, case.graph, case.cluster, case.strategy, c)
+            over = math.log(live_bytes(layout) / usable)
             ran = not case.row["measured"]["oom"]
             error = max(0.0, over) / RAN_NOISE if ran else min(0.0, over - BOUND_MARGIN) / OUT_OF_MEMORY_NOISE
             found.append(weight[case.project] * error)

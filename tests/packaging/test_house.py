@@ -19,7 +19,20 @@ def test_ci_runs_lint_and_test_as_make_does() -> None:
 
 
 def test_make_targets_exist() -> None:
-    for target in ("setup", "demo", "test", "test-hosts", "prove", "proof", "lint", "golden", "graphs", "build"):
+    for target in (
+        "setup",
+        "demo",
+        "test",
+        "test-hosts",
+        "prove",
+        "proof",
+        "lint",
+        "golden",
+        "graphs",
+        "snapshot",
+        "lint-docs",
+        "build",
+    ):
         done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 
@@ -35,6 +48,7 @@ def test_decisions_are_numbered_without_gaps() -> None:
 
 
 def test_links_between_documents_lead_somewhere() -> None:
-    for page in [*ROOT.glob("*.md"), *(ROOT / "compiler").rglob("*.md"), *(ROOT / "recipes").glob("*.md")]:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "recipes").glob("*.md")]
+    for page in [*pages, *(ROOT / "compiler").rglob("*.md")]:
         for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page}: {target}"

@@ -22,6 +22,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "schema": ("shardwright.cli.schema", "print the JSON Schema of a recipe, with every default"),
     "check": ("shardwright.cli.check", "check recipes and the files that they name"),
     "models": ("shardwright.cli.models", "list the model types and what was proved of each"),
+    "lint": ("shardwright.cli.lint", "check existing DeepSpeed configurations"),
+    "explain": ("shardwright.cli.explain", "say what a diagnostic code means"),
     "plan": ("shardwright.cli.plan", "search the layouts of a recipe and rank them"),
     "estimate": ("shardwright.cli.estimate", "predict memory and time of exactly the pinned layout"),
     "compile": ("shardwright.cli.compile", "compile a recipe into a folder that can run"),
@@ -31,7 +33,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 NOT_YET: dict[str, str] = {
     "init": "write a first recipe for a model and a cluster",
-    "explain": "say why a plan is as it is",
     "diff": "compare two plans",
     "report": "draw a plan as an HTML page",
     "verify": "compare a layout's training with a single process",
@@ -40,7 +41,6 @@ NOT_YET: dict[str, str] = {
     "status": "say how a run is doing",
     "logs": "show a run's output",
     "stop": "end a run with a checkpoint",
-    "lint": "check a ds_config.json of your own",
 }
 
 

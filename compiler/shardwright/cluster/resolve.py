@@ -24,19 +24,22 @@ class CatalogueEntry(TypedDict):
     peak_tflops: dict[str, float]
     intra_node_gbytes_per_second: float
     inter_node_gbits_per_second: float
-    source: str
+    sources: dict[str, str]  # of each number
 
 
-class LinkDefaults(TypedDict):
+class InlineDefaults(TypedDict):
+    """What an inline GPU does not say."""
+
     compute_units: int
+    watts: float
     intra_node_gbytes_per_second: float
     inter_node_gbits_per_second: float
-    source: str
+    sources: dict[str, str]
 
 
 class Catalogue(TypedDict):
     gpus: dict[str, CatalogueEntry]
-    inline_gpu: LinkDefaults
+    inline_gpu: InlineDefaults
 
 
 @functools.cache
@@ -52,7 +55,7 @@ def resolve_cluster(section: ClusterSection) -> Cluster:
     """
     diagnostics = list(gpu_errors(section))
     gpus = catalogue()["gpus"]
-    links: CatalogueEntry | LinkDefaults = catalogue()["inline_gpu"]
+    links: CatalogueEntry | InlineDefaults = catalogue()["inline_gpu"]
     gpu: Gpu | None = None
     if not isinstance(section.gpu, str):
         gpu = Gpu(
@@ -61,7 +64,7 @@ def resolve_cluster(section: ClusterSection) -> Cluster:
             hbm_bytes_per_second=section.gpu.hbm_gbytes_per_second * 1e9,
             peak_flops={name: value * 1e12 for name, value in section.gpu.peak_tflops.items()},
             compute_units=links["compute_units"],
-            watts=None,
+            watts=catalogue()["inline_gpu"]["watts"],
         )
     elif section.gpu in gpus:
         entry = gpus[section.gpu]

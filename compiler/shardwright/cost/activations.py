@@ -1,8 +1,8 @@
 """Activation bytes per layer: traced from the model's own modules, or the published formula for other people's.
 
-`assume.kernels: auto` takes what the model's modules keep (ModelGraph's traced bytes). `hf`, `megatron` and `compiled`
+`assume.kernels: auto` and `hf` take what the model's modules keep (ModelGraph's traced bytes). `megatron`, `compiled`
 say that other code ran a model of these shapes, for which arXiv 2205.05198 counts, as it does for a layer that could
-not be traced.
+not be traced, and for `hf` of a GPT-2 (see own_modules).
 Shape letters: S sequence length, t tensor degree.
 """
 
@@ -11,7 +11,12 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+from shardwright.cost.shapes import kept_products, model_shapes
 from shardwright.ir.model_graph import Layer, ModelGraph, kept_entry
+
+# Published runs of plain GPTs in PyTorch come as a GPT-2 recipe, and are none: nobody pretrains Hugging Face's GPT-2 at
+# those sizes. They are MPT and its like, whose GELU and loss are fused (decision 011).
+STAND_IN_TYPE = "gpt2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +50,19 @@ class Activations:
         return Share(whole=self.whole[stop] - self.whole[start], divided=self.divided[stop] - self.divided[start])
 
 
+def own_modules(graph: ModelGraph, kernels: str) -> bool:
+    """Whether the recipe's own Hugging Face modules are what ran."""
+    return kernels == "auto" or (kernels == "hf" and graph.model_type != STAND_IN_TYPE)
+
+
+def keeps_products(graph: ModelGraph, kernels: str) -> bool:
+    """Whether "selective" is torch's selective checkpointing by operator (arXiv 2410.06511, section 2.2.3): of each
+    layer its input, fused attention's output and every second product's result are kept. That is what PyTorch code
+    other than this project's runtime calls selective; the runtime recomputes the attention module."""
+    experts = any(p.batch > 1 for kind in model_shapes(graph, 1).kinds for p in kind.products)
+    return kernels in ("hf", "compiled") and not experts
+
+
 _Key = tuple[str, str, int, int, str, str]
 # As cost.shapes: a search asks for thousands of layouts of one model.
 _CACHE: dict[_Key, Activations] = {}
@@ -62,9 +80,12 @@ def activations(
 def _activations(
     graph: ModelGraph, sequence_length: int, element_bytes: int, checkpointing: str, kernels: str
 ) -> Activations:
-    traced = kernels == "auto"
+    traced = own_modules(graph, kernels)
+    by_product = keeps_products(graph, kernels)
 
     def share(layer: Layer, mode: str) -> Share:
+        if mode == "selective" and by_product and layer.kind == "decoder":
+            return _every_second_product(graph, layer, sequence_length * element_bytes, kernels)
         kept = kept_entry(layer.kept, mode, element_bytes, sequence_length) if traced else None
         if kept is None:
             return _published(graph, layer, sequence_length, element_bytes, mode, kernels)
@@ -102,19 +123,37 @@ def _published(
     """arXiv 2205.05198: the inputs and outputs of both norms, and the dropout masks, are whole on every tensor rank.
 
     torch.compile's partitioner runs cheap operators again instead of keeping their results: of the norms it keeps the
-    inputs, of the feed-forward the products' results.
+    inputs, of the feed-forward the products' results. GPTs in PyTorch are pretrained without dropout, whatever GPT-2's
+    configuration says.
     """
     size = sequence_length * element_bytes
     if layer.kind != "decoder":
         return Share(whole=layer.activation_elements_per_token * size, divided=0)
     if mode == "full":
         return Share(whole=graph.hidden_size * size, divided=0)
-    whole = 4 * graph.hidden_size + (graph.hidden_size if graph.max_dropout > 0 else 0)
+    masks = graph.hidden_size if graph.max_dropout > 0 else 0
+    whole = 4 * graph.hidden_size + masks
     attention = layer.attention_activation_elements_per_token
     divided = max(0, layer.activation_elements_per_token - attention - whole)
+    if kernels == "hf":
+        whole -= masks
     if kernels == "compiled":
         whole, divided = 2 * graph.hidden_size, divided // 2
     if mode == "none":
         scores = layer.attention_matrix_elements_per_token_per_position if graph.attention == "eager" else 0
         divided += attention + scores * sequence_length
+    return Share(whole=whole * size, divided=divided * size)
+
+
+def _every_second_product(graph: ModelGraph, layer: Layer, size: int, kernels: str) -> Share:
+    """See keeps_products. size: bytes of one feature of the sequence. The last product's result is whole on every
+    tensor rank; torch.compile drops it, for no backward pass reads it."""
+    shapes = model_shapes(graph, 1)
+    products = shapes.kinds[shapes.kind_of[graph.layers.index(layer)]].products
+    kept = kept_products(products)
+    last = products[-1].n if products and len(products) % 2 else 0
+    divided = sum(p.n for p in kept) - last
+    if graph.attention != "eager":
+        divided += graph.attention_heads * graph.head_dim
+    whole = graph.hidden_size + (0 if kernels == "compiled" else last)
     return Share(whole=whole * size, divided=divided * size)

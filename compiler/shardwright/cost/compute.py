@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shardwright.cost.activations import keeps_products
 from shardwright.cost.constants import Constants
 from shardwright.cost.kernels import (
     Device,
@@ -16,7 +17,7 @@ from shardwright.cost.kernels import (
     sustained_share,
     traffic_seconds,
 )
-from shardwright.cost.shapes import LayerShape, model_shapes
+from shardwright.cost.shapes import LayerShape, dropped_products, model_shapes
 from shardwright.ir.cluster import Gpu
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
@@ -48,14 +49,14 @@ class Passes:
     feed_forward: float
 
 
-_PLAIN = Passes(norm=2, composed_norm=14, residual=3, dropout=2.5, rotary=9, feed_forward=1.25)
 PASSES = {
-    "auto": _PLAIN,
-    "hf": _PLAIN,
+    "auto": Passes(norm=2, composed_norm=14, residual=3, dropout=2.5, rotary=9, feed_forward=1.25),
+    # As published runs do it: no dropout (see cost.activations).
+    "hf": Passes(norm=2, composed_norm=14, residual=3, dropout=0, rotary=9, feed_forward=1.25),
     # Bias, dropout and residual in one kernel, bias and activation in another (arXiv 2104.04473, section 4.2).
     "megatron": Passes(norm=2, composed_norm=2, residual=3, dropout=0.5, rotary=2, feed_forward=1.0),
     # Each chain of elementwise operators is one kernel, the norm with the residual before it.
-    "compiled": Passes(norm=2, composed_norm=2, residual=2, dropout=0.5, rotary=2, feed_forward=0.75),
+    "compiled": Passes(norm=2, composed_norm=2, residual=2, dropout=0, rotary=2, feed_forward=0.75),
 }
 
 
@@ -77,14 +78,28 @@ def peak_flops(gpu: Gpu, precision: str) -> float:
     return gpu.peak_flops.get(precision) or gpu.peak_flops.get("fp32") or min(gpu.peak_flops.values())
 
 
+def runs_megatron(recipe: Recipe, s: Strategy) -> bool:
+    """Megatron-LM itself. So are its kernels without ZeRO on one data rank, whatever `target` says: nothing that
+    DeepSpeed would be there for is left."""
+    alone = recipe.assume.kernels == "megatron" and s.zero_stage == 0 and s.data == 1
+    return recipe.target == "megatron" or alone
+
+
+def stops_early(graph: ModelGraph, kernels: str) -> bool:
+    """Whether recomputation ends before the last product of what it repeats, because no backward pass reads that
+    result: torch's non-reentrant checkpoint (torch.utils.checkpoint.set_checkpoint_early_stop; this project's runtime
+    uses it), unless a dropout after the product keeps its mask. Megatron's own checkpoint repeats all."""
+    return kernels in ("hf", "compiled") or (kernels == "auto" and graph.max_dropout == 0)
+
+
 def layer_seconds(recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Strategy, c: Constants) -> LayerSeconds:
     """Cached by all that it depends on: a search asks again for each pipeline, data degree and ZeRO stage."""
     key = (
         graph.config_hash,
         graph.attention,
         (gpu.name, gpu.hbm_bytes_per_second, peak_flops(gpu, recipe.training.precision)),
-        (recipe.training.precision, recipe.training.sequence_length, recipe.target, recipe.assume.kernels),
-        recipe.assume.mfu,
+        (recipe.training.precision, recipe.training.sequence_length, recipe.assume.kernels),
+        (recipe.assume.mfu, runs_megatron(recipe, s)),
         (s.tensor, s.micro_batch_size, s.sequence_parallel, s.activation_checkpointing),
         c,
     )
@@ -118,7 +133,7 @@ class _Micro:
     def __init__(self, recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Strategy, c: Constants) -> None:
         precision = recipe.training.precision
         self.graph, self.s, self.c = graph, s, c
-        self.kernels, self.mfu, self.target = recipe.assume.kernels, recipe.assume.mfu, recipe.target
+        self.kernels, self.mfu, self.is_megatron = recipe.assume.kernels, recipe.assume.mfu, runs_megatron(recipe, s)
         self.length = recipe.training.sequence_length
         self.tokens = s.micro_batch_size * self.length
         self.is_cpu = gpu.is_cpu
@@ -137,7 +152,7 @@ class _Micro:
             scores = self._at_mfu(kind.attention_flops * self.length, self.shapes.attention_degree)
             forward = self._at_mfu(kind.matmul_flops, self.s.tensor) + scores
             # Megatron's "selective" recomputes the products over S x S only (arXiv 2205.05198), not the projections.
-            again = 0 if self.target == "megatron" else kind.attention_module_flops
+            again = 0 if self.is_megatron else kind.attention_module_flops
             inside = self._at_mfu(again, self.s.tensor) + scores
             return forward, BACKWARD_OVER_FORWARD * forward, {"none": 0.0, "selective": inside, "full": forward}[mode]
         outside, projections = self._products(kind, in_attention=False), self._products(kind, in_attention=True)
@@ -147,10 +162,17 @@ class _Micro:
         backward = (
             outside[1] + projections[1] + scores_backward + BACKWARD_OVER_FORWARD * (moved_inside + moved_outside)
         )
-        selective = scores if self.target == "megatron" else scores + projections[0] + moved_inside
+        unread_inside, unread = self._unread(kind, in_attention=True), self._unread(kind, in_attention=False)
+        if self.is_megatron:
+            selective = scores
+        elif keeps_products(self.graph, self.kernels):
+            selective = self._dropped_products(kind) + moved_inside + moved_outside
+            selective += scores if self.graph.attention == "eager" else 0.0
+        else:
+            selective = scores + projections[0] - unread_inside + moved_inside
         floor = 0.0 if self.is_cpu else self.c.kernels_per_layer(self.kernels) * self.c.launch_seconds
         forward, backward = max(forward, floor), max(backward, BACKWARD_OVER_FORWARD * floor)
-        return forward, backward, {"none": 0.0, "selective": selective, "full": forward}[mode]
+        return forward, backward, {"none": 0.0, "selective": selective, "full": max(floor, forward - unread)}[mode]
 
     def embedding(self) -> tuple[float, float, float]:
         """A lookup: rows read and written; in backward their gradients are added up."""
@@ -204,6 +226,18 @@ class _Micro:
             f, b = self._product(max(1.0, tokens), p.n, p.k, p.batch)
             forward, backward = forward + f, backward + b
         return forward, backward
+
+    def _unread(self, kind: LayerShape, *, in_attention: bool) -> float:
+        """Forward seconds of the last product of the attention module, or of the layer, where no recomputation runs
+        it (see stops_early)."""
+        last = [p for p in kind.products if p.in_attention == in_attention][-1:]
+        if not last or last[0].batch > 1 or not stops_early(self.graph, self.kernels):
+            return 0.0
+        return self._product(self.tokens, last[0].n, last[0].k, 1)[0]
+
+    def _dropped_products(self, kind: LayerShape) -> float:
+        """Forward seconds of the products that selective checkpointing by operator does not keep."""
+        return sum(self._product(self.tokens, p.n, p.k, p.batch)[0] for p in dropped_products(kind.products))
 
     @staticmethod
     def _has_experts(kind: LayerShape) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwright.cost.activations import Activations, activations
-from shardwright.cost.compute import ELEMENT_BYTES
+from shardwright.cost.compute import ELEMENT_BYTES, runs_megatron
 from shardwright.cost.constants import Constants
 from shardwright.cost.shapes import ModelShapes, model_shapes
 from shardwright.ir.cluster import Cluster
@@ -37,6 +37,10 @@ class Layout:
     ranks: tuple[tuple[Block, ...], ...]  # per pipeline rank
     element_bytes: int
     accumulation_dtype: str
+
+    @property
+    def is_megatron(self) -> bool:
+        return runs_megatron(self.recipe, self.strategy)
 
     @property
     def tokens(self) -> int:

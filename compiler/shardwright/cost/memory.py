@@ -6,10 +6,13 @@ d from stage 1 (optimizer), 2 (gradients), 3 (parameters). Activations: arXiv 22
 
 from __future__ import annotations
 
-from shardwright.cost.activations import Share
+from shardwright.cost.activations import Share, own_modules
 from shardwright.cost.compute import ELEMENT_BYTES
 from shardwright.cost.layout import Block, Layout
 from shardwright.ir.estimate import Memory, StageMemory
+
+# Links of a GPU, one direction, over which NCCL lays all the channels that it ever does: an A100's.
+ALL_CHANNELS_BYTES_PER_SECOND = 300e9
 
 
 def estimate_memory(layout: Layout) -> Memory:
@@ -21,6 +24,11 @@ def estimate_memory(layout: Layout) -> Memory:
     peak = max(stage.peak_bytes for stage in stages)
     fits = peak <= usable or layout.recipe.assume.ignore_memory
     return Memory(peak_bytes=peak, capacity_bytes=capacity, fits=fits, stages=stages)
+
+
+def live_bytes(layout: Layout) -> int:
+    """The fullest rank's, without what the allocator keeps beside it: what decides whether a layout fits."""
+    return max(_rank_memory(layout, rank, 0).peak_bytes for rank in range(layout.strategy.pipeline))
 
 
 def _rank_memory(layout: Layout, rank: int, usable: int) -> StageMemory:
@@ -37,11 +45,14 @@ def _rank_memory(layout: Layout, rank: int, usable: int) -> StageMemory:
     if s.offload == "parameters":
         parameters = 0.0
     activations = sum(_kept_bytes(layout, block) * block.in_flight for block in layout.ranks[rank])
-    workspace = _working_bytes(layout, rank) + _framework_bytes(layout)
+    # Two phases that never meet: the last backward pass, and the optimizer's step, when no activation is left.
+    backward, step = activations + _working_bytes(layout, rank), _step_bytes(layout, rank)
+    workspace = max(backward, step) - activations + _framework_bytes(layout)
     parts = [round(x) for x in (parameters, gradients, optimizer, activations, workspace)]
     live = sum(parts)
-    # The allocator keeps freed blocks for later, and gives them back when the device is nearly full.
-    slack = round(layout.constants.fragmentation * live)
+    # The allocator keeps freed blocks for later, those of the other phase too (a step's buffers are too large for the
+    # holes that activations leave), and gives them back when the device is nearly full.
+    slack = round(layout.constants.fragmentation * live + min(backward, step))
     parts[4] += max(0, min(slack, usable - live))
     return StageMemory(
         stage=rank,
@@ -55,12 +66,17 @@ def _rank_memory(layout: Layout, rank: int, usable: int) -> StageMemory:
 
 
 def _framework_bytes(layout: Layout) -> float:
-    """Context and communicators: the world's, and those of each way of being parallel (a pipeline has one a side)."""
+    """Context and communicators: the world's, and those of each way of being parallel (a pipeline has one a side).
+
+    NCCL lays a channel or two over each link of a GPU, so its buffers grow with the links' number (NCCL's topology
+    search; 24 channels on an A100's 12 links of 25 GB/s, 12 on a V100's 6, no more on newer GPUs).
+    """
     s, c = layout.strategy, layout.constants
     if layout.cluster.gpu.is_cpu:
         return c.cpu_framework_bytes
     groups = (s.world_size > 1) + (s.data > 1) + (s.tensor > 1) + 2 * (s.pipeline > 1)
-    return c.context_bytes + groups * c.communicator_bytes
+    channels = min(1.0, layout.cluster.intra_node_bytes_per_second / ALL_CHANNELS_BYTES_PER_SECOND)
+    return c.context_bytes + groups * channels * c.communicator_bytes
 
 
 def _gradient_bytes(layout: Layout) -> int:
@@ -95,17 +111,47 @@ def _working_bytes(layout: Layout, rank: int) -> float:
     layer = held(found.recomputed) + c.backward_share * held(found.largest)
     loss = 0.0
     if layout.has_head(rank):
-        logits = c.logit_bytes(layout.recipe.assume.kernels) * layout.shapes.head_width
-        loss = layout.tokens * logits + held(found.head)
+        kernels = layout.recipe.assume.kernels
+        logits = c.logit_bytes("auto" if own_modules(layout.graph, kernels) else kernels) * layout.shapes.head_width
+        kept = _kept_logits_bytes(layout)
+        layer += kept
+        loss = layout.tokens * logits + held(found.head) + max(0.0, kept - _logits_bytes(layout))
     total = max(layer, loss) + held(found.context)
-    if s.zero_stage >= 1 and s.data > 1:
-        total += min(c.bucket_elements, layout.numel(rank)) * layout.element_bytes
+    if s.pipeline == 1:
+        total += _bucket_bytes(layout, rank)
     if s.zero_stage >= 3 and s.data > 1:
         # The layer in use and the one fetched ahead, as far as DeepSpeed lets them live together.
         layers, widest = 2 * layout.shapes.largest_layer, layout.shapes.largest_product
         total += min(layers, c.live_elements + widest) * layout.element_bytes
-    accumulation = ELEMENT_BYTES[layout.accumulation_dtype]
-    if accumulation < 4 and 1 <= s.zero_stage <= 2:
-        # The optimizer steps on a float32 copy of its share of the gradients (DeepSpeed stage_1_and_2.py).
-        total += 4 * layout.numel(rank) / s.data
     return total
+
+
+def _logits_bytes(layout: Layout) -> float:
+    """One micro-batch's, as the head gives them."""
+    return layout.tokens * layout.shapes.head_width * layout.element_bytes
+
+
+def _kept_logits_bytes(layout: Layout) -> float:
+    """Under 1F1B DeepSpeed's last stage does not clear a micro-batch's output after its backward pass, and has two
+    buffers for them (pipe/engine.py, _exec_backward_pass; pipe/schedule.py, TrainSchedule.num_pipe_buffers)."""
+    s = layout.strategy
+    if s.pipeline == 1 or s.schedule == "dualpipev" or layout.is_megatron:
+        return 0.0
+    return min(2, s.gradient_accumulation_steps) * _logits_bytes(layout)
+
+
+def _bucket_bytes(layout: Layout, rank: int) -> float:
+    """ZeRO's communication bucket. A pipeline makes it when the last backward pass is done (DeepSpeed
+    stage_1_and_2.py, reduce_gradients)."""
+    s = layout.strategy
+    if s.zero_stage == 0 or s.data == 1:
+        return 0.0
+    return min(layout.constants.bucket_elements, layout.numel(rank)) * layout.element_bytes
+
+
+def _step_bytes(layout: Layout, rank: int) -> float:
+    """Short-lived in the optimizer's step: the bucket, and a float32 copy of this rank's share of the gradients where
+    they are accumulated in less (DeepSpeed stage_1_and_2.py, step)."""
+    s = layout.strategy
+    copied = ELEMENT_BYTES[layout.accumulation_dtype] < 4 and 1 <= s.zero_stage <= 2 and s.offload == "none"
+    return _bucket_bytes(layout, rank) + (4 * layout.numel(rank) / s.data if copied else 0.0)

@@ -162,6 +162,17 @@ def _model_shapes(graph: ModelGraph, tensor: int) -> ModelShapes:
     )
 
 
+def kept_products(products: tuple[Product, ...]) -> tuple[Product, ...]:
+    """The first, the third and so on: those whose results torchtitan's selective checkpointing keeps (arXiv 2410.06511,
+    section 2.2.3; its policy counts matrix products in the order of the forward pass)."""
+    return products[::2]
+
+
+def dropped_products(products: tuple[Product, ...]) -> tuple[Product, ...]:
+    """The others."""
+    return products[1::2]
+
+
 def _product(shape: tuple[int, ...], transposed: bool, in_attention: bool) -> Product:
     out, into = (shape[-1], shape[-2]) if transposed else (shape[-2], shape[-1])
     return Product(n=out, k=into, batch=shape[0] if len(shape) == 3 else 1, in_attention=in_attention)

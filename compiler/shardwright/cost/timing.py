@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardwright.cost.activations import keeps_products
 from shardwright.cost.collectives import all_reduce_seconds, gather_seconds, group_of, ring_start_seconds, send_seconds
-from shardwright.cost.compute import ELEMENT_BYTES, LayerSeconds, layer_seconds, peak_flops
+from shardwright.cost.compute import ELEMENT_BYTES, LayerSeconds, layer_seconds, peak_flops, stops_early
 from shardwright.cost.layout import Layout
 from shardwright.cost.offload import host_step_seconds, host_transfer_seconds
+from shardwright.cost.shapes import dropped_products, model_shapes
 from shardwright.ir.estimate import Time
 from shardwright.ir.strategy import Strategy
 
@@ -87,16 +89,27 @@ def forward_flops_per_token(layout: Layout) -> int:
 
 
 def recomputed_flops_per_token(layout: Layout) -> int:
-    """full: every decoder layer; selective: the attention module, its projections included (not Megatron's)."""
+    """full: every decoder layer; selective: the scores and the attention module's projections, Megatron's the scores
+    alone, torch's by operator every second product (see keeps_products).
+
+    As they are counted: what a checkpoint leaves out of a repeated layer because nobody reads it is in the time alone.
+    """
     products, projections, scores = layout.shapes.decoder_flops
-    again = {
-        "none": 0,
-        "selective": 0 if layout.recipe.target == "megatron" else projections,
-        "full": products,
-    }[layout.strategy.activation_checkpointing]
-    if layout.strategy.activation_checkpointing != "none":
-        again += scores * layout.recipe.training.sequence_length
-    return again
+    scores *= layout.recipe.training.sequence_length
+    match layout.strategy.activation_checkpointing:
+        case "full":
+            return products + scores
+        case "selective" if layout.is_megatron:
+            return scores
+        case "selective" if keeps_products(layout.graph, layout.recipe.assume.kernels):
+            whole = model_shapes(layout.graph, 1)
+            dropped = [2 * sum(p.n * p.k for p in dropped_products(kind.products)) for kind in whole.kinds]
+            again = sum(dropped[kind] for kind in whole.kind_of if kind >= 0)
+            return again + (scores if layout.graph.attention == "eager" else 0)
+        case "selective":
+            return projections + scores
+        case _:
+            return 0
 
 
 def _stage_seconds(layout: Layout, rank: int, per_layer: LayerSeconds) -> StageSeconds:
@@ -135,14 +148,18 @@ def _tensor_comm_seconds(layout: Layout, rank: int) -> float:
     again_attention, again_feed_forward = {"none": (0, 0), "selective": (1, 0), "full": (1, 1)}[
         s.activation_checkpointing
     ]
-    if s.activation_checkpointing == "selective" and layout.recipe.target == "megatron":
+    if s.activation_checkpointing == "selective" and layout.is_megatron:
         again_attention = 0
+    elif stops_early(layout.graph, layout.recipe.assume.kernels):  # the last product's reduction is left out with it
+        again_attention, again_feed_forward = {"none": (0, 0), "selective": (0, 0), "full": (1, 0)}[
+            s.activation_checkpointing
+        ]
     per_decoder = (2 + again_attention) * attention + (2 + again_feed_forward) * feed_forward
     reduces = sum(per_decoder * layout.decoder_layers(block) for block in blocks)
     reduces += layout.has_head(rank) + (blocks[0].start == 0)
     gathers = 2 * sum(shapes.gathered_products[b.stop] - shapes.gathered_products[b.start] for b in blocks)
     gathered = sum(shapes.gathered_features[b.stop] - shapes.gathered_features[b.start] for b in blocks) * message
-    host = c.collective_host_seconds if layout.recipe.target == "deepspeed" and not cluster.gpu.is_cpu else 0.0
+    host = 0.0 if layout.is_megatron or cluster.gpu.is_cpu else c.collective_host_seconds
     seconds = reduces * all_reduce_seconds(cluster, c, group, message * layout.graph.hidden_size)
     return seconds + gather_seconds(cluster, c, group, gathered, gathers) + (reduces + gathers) * host
 
@@ -151,7 +168,7 @@ def _accumulation_seconds(layout: Layout, rank: int) -> float:
     """Each micro-batch's gradient is read and added to the accumulated one, in its own type.
 
     Megatron's product adds it itself (gradient_accumulation_fusion)."""
-    if layout.recipe.target == "megatron":
+    if layout.is_megatron:
         return 0.0
     moved = layout.element_bytes + 2 * ELEMENT_BYTES[layout.accumulation_dtype]
     return _traffic_seconds(layout, moved * layout.numel(rank))
@@ -183,7 +200,7 @@ def _data_comm_seconds(layout: Layout, rank: int, stage: StageSeconds) -> float:
     behind = backward_share / FORWARDS_PER_STEP if s.pipeline == 1 else 0.0
     if s.zero_stage == 0:
         return tied + exposed(2 * reduce, behind)
-    if layout.recipe.target == "deepspeed" and not cluster.gpu.is_cpu and s.zero_stage <= 2:
+    if not layout.is_megatron and not cluster.gpu.is_cpu and s.zero_stage <= 2:
         reduce, gather = reduce / c.zero_reduction_efficiency, gather / c.zero_reduction_efficiency
     if s.zero_stage == 1:
         return tied + exposed(reduce, behind) + gather

@@ -192,6 +192,7 @@ class Recipe:
     assume: AssumeSection
     launch: LaunchSection
     checkpoint: CheckpointSection
+    extra: JsonObject  # keys of ds_config.json, as written
     directory: str  # absolute folder of the recipe file: relative paths start here
     document: JsonObject
     source: Source

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from shardwright.diagnostics import Diagnostic
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.ir.partition import ModuleSplit
-from shardwright.lower.ds_config import ds_config
+from shardwright.lower.ds_config import checked, ds_config
 from shardwright.plan.plan import Plan
 
 AUTOTP_FILE = "ds_config.autotp.json"
@@ -100,18 +100,16 @@ def autotp_config(plan: Plan) -> JsonObject | Diagnostic | None:
     # Without an mpu DeepSpeed 0.19.8 counts the batch over all ranks, tensor ranks too, and asserts on the true one
     # (runtime/config.py, _batch_assertion): the two numbers that hold per rank are enough.
     rest = {key: value for key, value in ds_config(plan).items() if key != "train_batch_size"}
-    return {
-        **rest,
-        "tensor_parallel": {
-            "autotp_size": degree,
-            "vocab_parallel_lm_head": True,
-            "partition_config": {
-                "use_default_specs": False,
-                "strict_mode": True,
-                "layer_specs": [{"patterns": patterns, **kinds[kind]} for kind, patterns in grouped.items()],
-            },
+    section: JsonObject = {
+        "autotp_size": degree,
+        "vocab_parallel_lm_head": True,
+        "partition_config": {
+            "use_default_specs": False,
+            "strict_mode": True,
+            "layer_specs": [{"patterns": patterns, **kinds[kind]} for kind, patterns in grouped.items()],
         },
     }
+    return checked({**rest, "tensor_parallel": section})
 
 
 def _pattern(split: ModuleSplit) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from shardwright.ds_schema.check import misfits
+from shardwright.ds_schema.read import snapshot
 from shardwright.ir.json_value import JsonObject, JsonValue
+from shardwright.lower.extra import merged
 from shardwright.plan.plan import Plan
 
 NEVER = 1_000_000_000
@@ -42,6 +45,15 @@ def ds_config(plan: Plan) -> JsonObject:
             # DualPipeV sends whole tensors between stages; the default (on) is an assertion under tensor parallelism.
             pipeline |= {"pipe_partitioned": False, "grad_partitioned": False}
         config["pipeline"] = pipeline
+    return merged(config, plan.extra)
+
+
+def checked(config: JsonObject) -> JsonObject:
+    """`config` itself. Raises ValueError, for it is our own doing, where DeepSpeed would not take it, or would ignore
+    a key: against its models and, for the sections that it leaves loose, a strict schema of ours."""
+    wrong = [f"{misfit.kind} {'.'.join(map(str, misfit.path))}" for misfit in misfits(config, snapshot())]
+    if wrong:
+        raise ValueError(f"ds_config: {', '.join(wrong)}")
     return config
 
 

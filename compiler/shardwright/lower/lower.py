@@ -7,7 +7,7 @@ import json
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
-from shardwright.lower.ds_config import ds_config
+from shardwright.lower.ds_config import checked, ds_config
 from shardwright.lower.launch import SCRIPTS, launch_files
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import plan_to_json
@@ -22,7 +22,7 @@ def lower(plan: Plan, recipe: Recipe, graph: ModelGraph) -> dict[str, bytes]:
     return {
         MARKER: MARKER_TEXT,
         "plan.json": plan_to_json(plan).encode("utf-8"),
-        "ds_config.json": json_bytes(ds_config(plan)),
+        "ds_config.json": json_bytes(checked(ds_config(plan))),
         "recipe.resolved.json": json_bytes(recipe.document),
         plan.model.config_file: json_bytes(graph.config),
         **launch_files(plan),

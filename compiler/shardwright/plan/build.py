@@ -25,6 +25,7 @@ from shardwright.plan.plan import (
     PlanLaunch,
     PlanModel,
     PlanOptimizer,
+    PlanRank,
     PlanScheduler,
     PlanStage,
     PlanTensorParallel,
@@ -32,7 +33,7 @@ from shardwright.plan.plan import (
     Predicted,
     Versions,
 )
-from shardwright.plan.ranks import place_ranks
+from shardwright.plan.ranks import BYTES_PER_ELEMENT, place_ranks
 from shardwright.plan.zero import zero_section
 
 MODEL_DIRECTORY = "model"
@@ -86,6 +87,7 @@ def build_plan(
     if recipe.data is None or errors:
         raise Refusal(*errors)
     steps = training_steps(recipe.training)
+    ranks = place_ranks(graph, cluster, strategy, partition, tensor_map, recipe.training.precision)
     return Plan(
         version=PLAN_VERSION,
         name=recipe.name,
@@ -105,7 +107,7 @@ def build_plan(
             vocabulary_sizes=tensor_map.vocabulary_sizes,
             modules=tensor_map.modules,
         ),
-        ranks=place_ranks(graph, cluster, strategy, partition, tensor_map, recipe.training.precision),
+        ranks=ranks,
         training=PlanTraining(
             sequence_length=recipe.training.sequence_length,
             global_batch_size=recipe.training.global_batch_size,
@@ -131,8 +133,15 @@ def build_plan(
         ),
         launch=_launch(recipe.launch, cluster.nodes),
         predicted=Predicted(memory=estimate.memory, time=estimate.time, training=estimate.training),
-        zero=zero_section(strategy, is_cpu=cluster.gpu.is_cpu),
+        zero=zero_section(strategy, numel=_largest_numel(ranks, strategy, recipe), is_cpu=cluster.gpu.is_cpu),
+        extra=recipe.extra,
     )
+
+
+def _largest_numel(ranks: tuple[PlanRank, ...], strategy: Strategy, recipe: Recipe) -> int:
+    """Parameters of the fullest rank's part of the model, before ZeRO-3 shares them out."""
+    parts = strategy.data if strategy.zero_stage == 3 else 1
+    return max(r.parameter_bytes for r in ranks) // BYTES_PER_ELEMENT[recipe.training.precision] * parts
 
 
 def canonical_hash(document: object) -> str:

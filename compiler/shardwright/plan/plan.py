@@ -5,7 +5,7 @@ Rules for change: adding a field with a default is a minor change; renaming or r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardwright.ir.cut import Cut
 from shardwright.ir.estimate import Memory, Time, Training
@@ -194,6 +194,7 @@ class Plan:
     launch: PlanLaunch
     predicted: Predicted
     zero: JsonObject
+    extra: JsonObject = field(default_factory=dict)
 
     @property
     def boundaries(self) -> tuple[int, ...]:

@@ -52,8 +52,8 @@ def cross_check(document: JsonObject, wrong: Iterable[KeyPath]) -> tuple[Diagnos
     found: list[Diagnostic] = []
     for check in CHECKS:
         paths = [tuple(key.split(".")) for key in check.keys]
-        # A key is unusable if it, or a section above it, is wrong.
-        if not any(path[:n] in bad for path in paths for n in range(1, len(path) + 1)):
+        # A key is unusable if it, a section above it, or something in it is wrong.
+        if not any(key[: len(path)] == path[: len(key)] for path in paths for key in bad if key):
             found.extend(check.find(view))
     return tuple(found)
 

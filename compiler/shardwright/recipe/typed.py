@@ -111,6 +111,7 @@ def build(document: JsonObject, directory: str, source: Source) -> Recipe:
             every_steps=_integer(checkpoint["every_steps"]),
             keep=_integer(checkpoint["keep"]),
         ),
+        extra=_section(document, "extra"),
         directory=directory,
         document=document,
         source=source,

@@ -14,7 +14,7 @@ from tests.unit.model.factory import recipe_of
 def test_every_catalogue_entry_resolves_and_names_its_source(name: str) -> None:
     cluster = resolve_cluster(recipe_of(cluster={"gpu": name}).cluster)
     entry = catalogue()["gpus"][name]
-    assert entry["source"]
+    assert set(entry["sources"]) == set(entry) - {"sources"}  # each number says where it is from
     assert cluster.capacity_bytes == entry["memory_gib"] * 2**30
     assert cluster.gpu.is_cpu == (name == "cpu")
     assert cluster.gpu.peak_flops["fp32"] > 0
@@ -46,7 +46,9 @@ def test_inline_gpu_takes_the_named_fallback_links() -> None:
     cluster = resolve_cluster(recipe_of(cluster={"gpu": gpu}).cluster)
     assert cluster.gpu.name == "inline"
     assert cluster.gpu.hbm_bytes_per_second == 2.4e12
-    assert cluster.intra_node_bytes_per_second == catalogue()["inline_gpu"]["intra_node_gbytes_per_second"] * 1e9
+    fallback = catalogue()["inline_gpu"]
+    assert cluster.intra_node_bytes_per_second == fallback["intra_node_gbytes_per_second"] * 1e9
+    assert cluster.gpu.watts == fallback["watts"] and set(fallback["sources"]) == set(fallback) - {"sources"}
 
 
 @pytest.mark.parametrize(

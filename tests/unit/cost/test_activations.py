@@ -6,10 +6,13 @@ import dataclasses
 
 import pytest
 
+from shardwright.cluster.resolve import resolve_cluster
 from shardwright.cost.activations import activations
+from shardwright.cost.compute import layer_seconds
+from shardwright.cost.constants import default_constants
 from shardwright.ir.model_graph import CHECKPOINTING, kept_entry
 from tests.unit.cost.test_estimate import change, estimate
-from tests.unit.model.factory import LLAMA_8B, graph_of, recipe_of
+from tests.unit.model.factory import LLAMA_8B, SMALL_GPT2, graph_of, recipe_of
 
 LENGTH = 4096
 
@@ -31,7 +34,7 @@ def test_other_kernels_keep_what_is_published() -> None:
     graph = graph_of(LLAMA_8B)
     attention = 2 * (32 + 8) * 128
     # torch.compile runs cheap operators again: the norms' inputs are kept, and the products' results.
-    elements = {"hf": 4 * 4096 + 4 * 14336, "megatron": 4 * 4096 + 4 * 14336, "compiled": 2 * 4096 + 2 * 14336}
+    elements = {"megatron": 4 * 4096 + 4 * 14336, "compiled": 2 * 4096 + 2 * 14336}
     for kernels, others in elements.items():
         layer = activations(graph, LENGTH, 2, "none", kernels).between(1, 2)
         assert layer.whole + layer.divided == 2 * LENGTH * (attention + others)
@@ -46,7 +49,26 @@ def test_a_layer_that_was_not_traced_falls_back_to_the_formula() -> None:
         layers=tuple(dataclasses.replace(layer, kept=(), flops_source="counted") for layer in graph.layers),
         context=(),
     )
-    assert activations(untraced, LENGTH, 2, "none", "auto") == activations(graph, LENGTH, 2, "none", "hf")
+    assert activations(untraced, LENGTH, 2, "none", "auto") == activations(graph, LENGTH, 2, "none", "megatron")
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_hf_is_the_models_own_modules_but_for_a_gpt2(checkpointing: str) -> None:
+    llama, gpt2 = graph_of(LLAMA_8B), graph_of({**SMALL_GPT2, "resid_pdrop": 0.1})
+    assert activations(llama, LENGTH, 2, checkpointing, "hf") == activations(llama, LENGTH, 2, checkpointing, "auto")
+    # MPT: both norms in and out, queries, keys, values and output, 8 H of the feed-forward, and no dropout masks.
+    layer = activations(gpt2, 128, 2, checkpointing, "hf").between(1, 2)
+    assert layer.whole + layer.divided == 128 * 2 * 64 * (16 if checkpointing == "none" else 1)
+
+
+def test_selective_by_operator_keeps_every_second_product() -> None:
+    """torchtitan's: the layer's input, queries, values, the gate, attention's output; in eager mode the last product's
+    result too, which no backward pass reads."""
+    graph = graph_of(LLAMA_8B)
+    kept = 4096 + 4096 + 1024 + 14336 + 4096
+    for kernels, elements in (("compiled", kept), ("hf", kept + 4096)):
+        layer = activations(graph, LENGTH, 2, "selective", kernels).between(1, 2)
+        assert layer.whole + layer.divided == 2 * LENGTH * elements
 
 
 def test_tensor_ranks_share_the_divided_part_alone() -> None:
@@ -62,3 +84,44 @@ def test_selective_recomputes_the_attention_module() -> None:
     length = recipe_of(LLAMA_8B).training.sequence_length
     assert extra == pytest.approx(32 * (2 * 4096 * (2 * 4096 + 2 * 1024) + 4 * 4096 * length))
     assert again.step_seconds > plain.step_seconds
+
+
+def test_selective_by_operator_recomputes_the_other_products() -> None:
+    """Keys, attention's output projection and the second product of the feed-forward; no scores."""
+    recipe = recipe_of(LLAMA_8B, assume={"kernels": "compiled"})
+    time = estimate(LLAMA_8B, change(activation_checkpointing="selective"), recipe=recipe).time
+    extra = (time.hardware_tflops_per_gpu - time.model_tflops_per_gpu) * 1e12 / time.tokens_per_second_per_gpu
+    assert extra == pytest.approx(32 * 2 * (4096 * 1024 + 4096 * 4096 + 4096 * 14336))
+
+
+def test_recomputation_leaves_out_the_last_product() -> None:
+    """Full checkpointing repeats all but the product that ends the layer, except where a dropout's mask follows it."""
+
+    def again_over_forward(dropout: float) -> float:
+        config = {**SMALL_GPT2, "n_embd": 4096, "n_inner": 16384, "n_positions": 4096, "resid_pdrop": dropout}
+        recipe = recipe_of(config, training={"sequence_length": 4096})
+        seconds = layer_seconds(
+            recipe,
+            graph_of(config),
+            resolve_cluster(recipe.cluster).gpu,
+            change(activation_checkpointing="full"),
+            default_constants(),
+        )
+        return (seconds.again[2] - seconds.again[1]) / (seconds.forward[2] - seconds.forward[1])
+
+    assert again_over_forward(0.1) == 1
+    assert 0.6 < again_over_forward(0.0) < 0.8  # a third of the products' FLOPs, less of the time
+
+
+def test_megatrons_kernels_on_one_data_rank_are_megatron_lm() -> None:
+    """Its runs without ZeRO pay none of DeepSpeed's cost of a collective, whatever `target` says."""
+    recipe = recipe_of(LLAMA_8B, assume={"kernels": "megatron"})
+    seconds = {
+        zero_stage: estimate(
+            LLAMA_8B, change(tensor=8, data=1, zero_stage=zero_stage), recipe=recipe
+        ).time.tensor_comm_seconds
+        for zero_stage in (0, 1)
+    }
+    reductions = 4 * 32 + 2  # each micro-batch
+    host = 4 * reductions * default_constants().collective_host_seconds
+    assert seconds[1] - seconds[0] == pytest.approx(host, rel=1e-6)

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.cost.constants import default_constants
 from shardwright.cost.estimate import estimate_strategy
+from shardwright.cost.layout import make_layout
+from shardwright.cost.memory import live_bytes
 from shardwright.cost.shapes import model_shapes
 from shardwright.diagnostics import Refusal
 from shardwright.ir.estimate import Estimate
@@ -225,7 +227,9 @@ def test_it_does_not_fit() -> None:
 def test_headroom_is_kept_free() -> None:
     """What is live has to fit; the allocator's slack gives way."""
     peak = estimate(LLAMA_8B, BASE).memory.peak_bytes
-    live = peak / (1 + default_constants().fragmentation)
+    graph, whole = graph_of(LLAMA_8B), recipe_of(LLAMA_8B)
+    node = resolve_cluster(dataclasses.replace(whole.cluster, gpus_per_node=8, nodes=1))
+    live = live_bytes(make_layout(whole, graph, node, BASE, default_constants()))
     share = 1 - live / (80 * 2**30)
     for headroom, fits in ((share - 0.01, True), (share + 0.01, False)):
         recipe = recipe_of(parallelism={"memory_headroom": headroom})

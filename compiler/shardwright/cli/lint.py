@@ -1,0 +1,188 @@
+"""`shardwright lint FILE...`: rules over existing DeepSpeed configurations, without torch or DeepSpeed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwright.diagnostics import Diagnostic, Source
+    from shardwright.ir.json_value import JsonValue
+    from shardwright.lint.document import Document
+    from shardwright.lint.subject import Found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Result:
+    """Of one file. fixable: for each diagnostic, whether --fix mends it. mended: what it did mend."""
+
+    name: str
+    diagnostics: tuple[Diagnostic, ...]
+    source: Source | None
+    fixable: tuple[bool, ...] = ()
+    mended: tuple[Found, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return all(diagnostic.severity != "error" for diagnostic in self.diagnostics)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="+", metavar="FILE", help="a ds_config.json; - is standard input")
+    parser.add_argument("--world-size", type=_positive, metavar="N", help="ranks: checks the batch sizes against them")
+    parser.add_argument(
+        "--for",
+        dest="audience",
+        choices=("deepspeed", "trainer"),
+        help='who reads the file: a script that calls DeepSpeed, or the HF Trainer or Accelerate, which fill in "auto" '
+        '(default: the Trainer where the file holds an "auto" of its)',
+    )
+    parser.add_argument("--fix", action="store_true", help="mend in the file what needs no decision")
+    parser.add_argument(
+        "--format", choices=("text", "json", "github"), default="text", help="json: one object a file, one a line"
+    )
+    model = parser.add_argument_group("memory")
+    model.add_argument("--model", metavar="M", help="a hub id or model folder: the bytes that a GPU needs")
+    model.add_argument("--gpu", metavar="NAME", help="a GPU of the catalogue, such as h100-sxm-80gb")
+    model.add_argument("--sequence-length", type=_positive, metavar="S", help="tokens a sample (default: 4096)")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit 1 if any file has an error, after all of them."""
+    from shardwright.cli.console import error
+
+    if args.fix and "-" in args.files:
+        error("--fix needs a file to write to, not standard input")
+        return 1
+    if args.model is None and (args.gpu or args.sequence_length):
+        error("--gpu and --sequence-length are for --model M")
+        return 1
+    reports = {"text": _text, "json": _json, "github": _github}
+    ok, printed = True, 0
+    for path in args.files:
+        result = _lint(path, args)
+        reports[args.format](result, printed)
+        ok &= result.ok
+        printed += len(result.diagnostics)
+    return 0 if ok else 1
+
+
+def _lint(path: str, args: argparse.Namespace) -> _Result:
+    from shardwright.diagnostics import Refusal
+    from shardwright.lint.document import STDIN, read_document, read_file
+    from shardwright.lint.lint import diagnostic, lint, subject_of
+
+    name = STDIN if path == "-" else path
+    mended: tuple[Found, ...] = ()
+    notes: tuple[str, ...] = ()
+    try:
+        document = read_document(name, read_file(path))
+        if args.fix:
+            document, mended = _fix(document, args)
+        subject = subject_of(document, args.audience, args.world_size)
+        findings = lint(document, subject)
+        if args.model is not None:
+            from shardwright.lint.memory import memory
+
+            risks, notes = memory(subject, args.model, args.gpu, args.sequence_length)
+            findings = (*findings, *risks)
+    except Refusal as refusal:
+        return _Result(
+            name=name,
+            diagnostics=refusal.diagnostics,
+            source=refusal.source,
+            fixable=(False,) * len(refusal.diagnostics),
+        )
+    return _Result(
+        name=name,
+        diagnostics=tuple(diagnostic(document, found) for found in findings),
+        source=document.source,
+        fixable=tuple(bool(found.fix) for found in findings),
+        mended=mended,
+        notes=notes,
+    )
+
+
+def _fix(document: Document, args: argparse.Namespace) -> tuple[Document, tuple[Found, ...]]:
+    from shardwright.diagnostics import Diagnostic, Location, Refusal
+    from shardwright.lint.fix import fixed, write_atomically
+
+    changed, mended = fixed(document, args.audience, args.world_size)
+    if mended:
+        try:
+            write_atomically(Path(document.name), changed.text)
+        except OSError as error:
+            message = f"{document.name} cannot be written: {error.strerror or error}"
+            place = Location(file=document.name, line=0, column=0)
+            help = "Nothing was changed. Give the file and its folder write rights."
+            raise Refusal(Diagnostic(code="SW4010", message=message, help=help, location=place)) from None
+    return changed, mended
+
+
+def _text(result: _Result, printed: int) -> None:
+    from shardwright.cli.console import print_diagnostics
+    from shardwright.diagnostics.render import visible
+    from shardwright.lint.subject import dotted
+
+    for found in result.mended:
+        print(visible(f"fixed {found.code} {dotted(found.key)}: {found.help}"), flush=True)
+    if result.diagnostics and printed:
+        sys.stderr.write("\n")
+    print_diagnostics(result.diagnostics, result.source)
+    fixable = sum(result.fixable)
+    if fixable:
+        print(f"{fixable} of these can be mended with --fix", file=sys.stderr)
+    for note in result.notes:
+        print(visible(note))
+    if result.ok:
+        print(f"ok {visible(result.name)}", flush=True)
+
+
+def _json(result: _Result, printed: int) -> None:
+    from shardwright.diagnostics.render import to_json
+    from shardwright.lint.subject import dotted
+
+    rows: list[JsonValue] = []
+    for found, fixable in zip(result.diagnostics, result.fixable, strict=True):
+        row = to_json(found, result.source)
+        del row["file"]
+        rows.append({**row, "key": None if found.key is None else dotted(found.key), "fix": fixable})
+    document: dict[str, JsonValue] = {"file": result.name, "ok": result.ok, "diagnostics": rows}
+    if result.mended:
+        document["fixed"] = [{"code": f.code, "key": dotted(f.key), "message": f.message} for f in result.mended]
+    if result.notes:
+        document["notes"] = list(result.notes)
+    print(json.dumps(document), flush=True)
+
+
+def _github(result: _Result, printed: int) -> None:
+    """https://docs.github.com/actions/reference/workflow-commands-for-github-actions, setting an error message."""
+    from shardwright.diagnostics.render import locate
+
+    for found in result.diagnostics:
+        place = locate(found, result.source)
+        where = f"file={_property(result.name)}"
+        if place is not None and place.line:
+            where += f",line={place.line},col={place.column},endColumn={place.column + place.length}"
+        text = f"{found.message}. {found.help}" if found.help else found.message
+        print(f"::{found.severity} {where},title={found.code}::{_data(text)}", flush=True)
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")

@@ -1,0 +1,60 @@
+"""What a code means, at length: `explain SW1234`."""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+
+from shardwright.diagnostics.codes import CODES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """title: the registry's line. example, instead: a ds_config with the fault and without; "" where there is none.
+    audience: "" or what `--for` has to say for the example; world_size: 0 or what `--world-size` has to.
+    source: where in DeepSpeed it stands, and the threads of users who met it."""
+
+    code: str
+    title: str
+    what: str = ""
+    why: str = ""
+    example: str = ""
+    instead: str = ""
+    audience: str = ""
+    world_size: int = 0
+    source: str = ""
+
+
+@functools.cache
+def texts() -> Mapping[str, Explanation]:
+    """Of every code that has more than the registry's line."""
+    file = resources.files("shardwright.diagnostics.codes").joinpath("ds_config.toml")
+    table: dict[str, dict[str, str | int]] = tomllib.loads(file.read_text("utf-8"))
+    return {code: _explanation(code, entry) for code, entry in table.items()}
+
+
+def explanation(code: str) -> Explanation | None:
+    """None where there is no such code."""
+    if code not in CODES:
+        return None
+    return texts().get(code) or Explanation(code=code, title=CODES[code])
+
+
+def _explanation(code: str, entry: Mapping[str, str | int]) -> Explanation:
+    def text(key: str) -> str:
+        return str(entry.get(key, ""))
+
+    return Explanation(
+        code=code,
+        title=CODES[code],
+        what=text("what"),
+        why=text("why"),
+        example=text("example"),
+        instead=text("instead"),
+        audience=text("for"),
+        world_size=int(entry.get("world_size", 0)),
+        source=text("source"),
+    )

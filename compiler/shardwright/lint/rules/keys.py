@@ -1,0 +1,415 @@
+"""Keys and values by themselves: unknown, misspelt, misplaced, of the wrong type, `auto`, removed, deprecated."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import cast
+
+from shardwright.diagnostics import KeyPath
+from shardwright.ds_schema.check import Misfit, is_note, text_value
+from shardwright.ir.json_value import JsonObject
+from shardwright.lint.subject import Edit, Found, Subject, dotted, say
+
+NEAR = 0.8
+"""difflib's ratio from which a key is taken for a misspelling."""
+
+# Names from other libraries and from older DeepSpeed -> the key that does it today.
+SYNONYMS: dict[str, KeyPath] = {
+    "max_grad_norm": ("gradient_clipping",),
+    "clip_grad": ("gradient_clipping",),
+    "fp32_allreduce": ("communication_data_type",),
+    "lr_scheduler": ("scheduler",),
+    "zero": ("zero_optimization",),
+    "zero_stage": ("zero_optimization", "stage"),
+    "micro_batch_size": ("train_micro_batch_size_per_gpu",),
+    "check_overflow": ("bf16", "check_grad_overflow"),
+    "partitioned_activations": ("activation_checkpointing", "partition_activations"),
+}
+
+# Sections whose missing `enabled` turns them off, with the keys that such a section may hold all the same.
+SWITCHED = (
+    *("fp16", "bf16", "bfloat16", "flops_profiler", "tensorboard", "wandb", "csv_monitor", "comet", "comms_logger"),
+    *("torch_autocast", "hybrid_engine", "autotuning", "expert_parallel"),
+)
+
+# Removed in 0.19.8 -> what to do instead.
+REMOVED: dict[str, str] = {
+    "nebula": "Remove the section; checkpoints are written by torch.save, or by `checkpoint.writer`.",
+    "compression_training": "Remove the section; compress the model after training, with another library.",
+    "amp": "Remove the section; use `bf16`, `fp16` or `torch_autocast`.",
+    "quantize_training": "Remove the section; quantize after training, with another library.",
+    "sparse_gradients": "Remove the key; an embedding with sparse=True is still reduced sparsely.",
+    "eigenvalue": "Remove the section; it served quantize_training, which is gone.",
+    "sparse_attention": "Remove the section; choose the attention in the model, such as flash attention.",
+    "elasticity": "Remove the section and give the three batch sizes.",
+    "graph_harvesting": "Remove the key; `compile` has what is left of graph capture.",
+    "curriculum_learning": "Move it to data_efficiency.data_sampling.curriculum_learning.",
+    "progressive_layer_drop": "Remove the section; drop layers in the model itself.",
+    "zero_optimization.mics_shard_size": "Remove the key; zero_hpz_partition_size keeps a copy of the weights a node.",
+    "zero_optimization.mics_hierarchical_params_gather": "Remove the key.",
+    "zero_optimization.zeropp_loco_param": "Remove the key; zero_quantized_gradients works without it.",
+}
+
+# What the Trainer (transformers/integrations/deepspeed.py) and Accelerate (accelerator.py, _prepare_deepspeed;
+# dataclasses.py, DeepSpeedPlugin) fill in. Accelerate refuses every other "auto".
+FILLED = frozenset(
+    {
+        *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+        *(f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay")),
+        *(f"scheduler.params.warmup_{name}" for name in ("min_lr", "max_lr", "num_steps")),
+        *("scheduler.params.total_num_steps", "fp16.enabled", "bf16.enabled"),
+        *(f"zero_optimization.{name}" for name in ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage")),
+        "zero_optimization.stage3_param_persistence_threshold",
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+        *(f"zero_optimization.offload_{w}.{name}" for w in ("optimizer", "param") for name in ("device", "nvme_path")),
+    }
+)
+
+
+def unknown_refused(subject: Subject) -> Iterator[Found]:
+    for misfit in _unknown(subject):
+        if misfit.checked:
+            meant, help = _meant(subject, misfit)
+            fix = _rename(misfit.path, meant) if meant else ()
+            yield Found(
+                code="SW4111",
+                key=misfit.path,
+                message=f"unknown key `{misfit.path[-1]}` in `{dotted(misfit.path[:-1])}`: DeepSpeed refuses it",
+                help=help,
+                at="key",
+                fix=fix,
+            )
+
+
+def misspelt(subject: Subject) -> Iterator[Found]:
+    for misfit in _unknown(subject):
+        meant, help = _meant(subject, misfit)
+        if not misfit.checked and meant:
+            yield Found(
+                code="SW4112",
+                key=misfit.path,
+                message=f"`{dotted(misfit.path)}` is not a key of DeepSpeed, which ignores it without a word",
+                help=help,
+                at="key",
+                fix=_rename(misfit.path, meant),
+            )
+
+
+def misplaced(subject: Subject) -> Iterator[Found]:
+    for misfit in _unknown(subject):
+        home = None if misfit.checked or _meant(subject, misfit)[0] else _home(subject, misfit)
+        if home is not None:
+            taken = subject.has(*map(str, home))
+            there = isinstance(subject.get(*map(str, home[:-1])), Mapping)
+            move = _move(misfit, home) if there and not taken else ()
+            yield Found(
+                code="SW4114",
+                key=misfit.path,
+                message=f"`{dotted(misfit.path)}` is ignored: the key belongs "
+                + (f"under `{dotted(home[:-1])}`" if home[:-1] else "at the top")
+                + (f", as `{home[-1]}`" if home[-1] != misfit.path[-1] else ""),
+                help=f"Write `{dotted(home)}`." if not taken else f"Remove it; `{dotted(home)}` is given.",
+                at="key",
+                fix=move,
+            )
+
+
+def unknown_ignored(subject: Subject) -> Iterator[Found]:
+    for misfit in _unknown(subject):
+        meant, help = _meant(subject, misfit)
+        if not misfit.checked and not meant and _home(subject, misfit) is None:
+            yield Found(
+                code="SW4113",
+                key=misfit.path,
+                message=f"`{dotted(misfit.path)}` is not a key of DeepSpeed, which ignores it without a word",
+                help=help,
+                severity="warning",
+                at="key",
+            )
+
+
+def wrong_type(subject: Subject) -> Iterator[Found]:
+    for misfit in subject.misfits:
+        if misfit.kind == "type":
+            types = cast("list[str]", misfit.schema["type"])
+            if types == ["python"]:
+                expected, help = "a Python object", "A file cannot hold it: remove the key, or pass it in code."
+            else:
+                expected = " or ".join(_WORDS[name] for name in types if name != "null")
+                help = f"Give {expected}."
+            if isinstance(misfit.value, bool) and "object" in types and "enabled" in _properties(misfit.schema):
+                help = f'Write {{"enabled": {say(misfit.value)}}}.'
+            elif misfit.value is None:
+                help = "Remove the key; its default is taken then."
+            yield Found(
+                code="SW4115",
+                key=misfit.path,
+                message=f"{dotted(misfit.path)}: expected {expected}, got {say(misfit.value)}",
+                help=help,
+            )
+
+
+def as_text(subject: Subject) -> Iterator[Found]:
+    for misfit in subject.misfits:
+        if misfit.kind == "text":
+            value = text_value(str(misfit.value), cast("list[str]", misfit.schema["type"]))
+            if misfit.checked and not (isinstance(value, int) and "e" in str(misfit.value).lower()):
+                effect = "DeepSpeed converts it, other readers do not"
+                severity = "warning"
+            elif isinstance(value, bool):
+                effect, severity = "for DeepSpeed any text is true", "error"
+            else:
+                effect, severity = "DeepSpeed fails on the text", "error"
+            yield Found(
+                code="SW4116",
+                key=misfit.path,
+                message=f"{dotted(misfit.path)}: {say(misfit.value)} is text; {effect}",
+                help=f"Write {say(value)} without quotes.",
+                severity="warning" if severity == "warning" else "error",
+                fix=(Edit(kind="set", path=misfit.path, value=value),),
+            )
+
+
+def not_a_choice(subject: Subject) -> Iterator[Found]:
+    for misfit in subject.misfits:
+        if misfit.kind == "choice":
+            choices = [str(choice) for choice in cast("list[str]", misfit.schema["enum"])]
+            close = difflib.get_close_matches(str(misfit.value).lower(), choices, n=1, cutoff=0.6)
+            yield Found(
+                code="SW4117",
+                key=misfit.path,
+                message=f"{dotted(misfit.path)}: {say(misfit.value)} is not one of {', '.join(choices)}",
+                help=f"Did you mean `{close[0]}`?" if close else f"Write one of {', '.join(choices)}.",
+            )
+
+
+def out_of_range(subject: Subject) -> Iterator[Found]:
+    for misfit in subject.misfits:
+        if misfit.kind == "range":
+            limits = [f"{words} {misfit.schema[word]}" for word, words in _LIMITS.items() if word in misfit.schema]
+            yield Found(
+                code="SW4118",
+                key=misfit.path,
+                message=f"{dotted(misfit.path)}: {say(misfit.value)} is out of range",
+                help=f"Give a number {' and '.join(limits)}.",
+            )
+
+
+def auto_without_trainer(subject: Subject) -> Iterator[Found]:
+    autos = [misfit for misfit in subject.misfits if misfit.kind == "auto"]
+    if subject.audience == "deepspeed":
+        for misfit in autos:
+            effect = "takes its default in place of it" if misfit.checked else "fails on the text"
+            yield Found(
+                code="SW4119",
+                key=misfit.path,
+                message=f'{dotted(misfit.path)}: only the HF Trainer fills in "auto"; DeepSpeed itself {effect}',
+                help="Write the value; or pass the file to the Trainer or Accelerate (`lint --for trainer`).",
+            )
+    elif autos and not subject.declared:
+        yield Found(
+            code="SW4119",
+            key=autos[0].path,
+            message='linted as a file for the HF Trainer or Accelerate, for it holds "auto"',
+            help="Say `--for trainer`, or `--for deepspeed` where a script of your own passes it to DeepSpeed.",
+            severity="warning",
+        )
+
+
+def auto_not_filled(subject: Subject) -> Iterator[Found]:
+    for misfit in subject.misfits:
+        if misfit.kind == "auto" and subject.audience == "trainer" and dotted(misfit.path) not in FILLED:
+            yield Found(
+                code="SW4120",
+                key=misfit.path,
+                message=f'{dotted(misfit.path)}: neither the Trainer nor Accelerate fills in "auto" here',
+                help="Write the value, or remove the key for its default.",
+                # DeepSpeed's own models take the default; it is Accelerate that refuses.
+                severity="warning" if misfit.checked and not subject.declared else "error",
+            )
+
+
+def removed(subject: Subject) -> Iterator[Found]:
+    for name in subject.snapshot.removed:
+        path = tuple(name.split("."))
+        if subject.has(*path):
+            value = subject.get(*path)
+            off = value in (False, None) or (isinstance(value, Mapping) and value.get("enabled") is False)
+            yield Found(
+                code="SW4121",
+                key=path,
+                message=f"`{name}` is gone from DeepSpeed {subject.snapshot.version}, which refuses the file",
+                help=REMOVED[name],
+                at="key",
+                fix=(Edit(kind="remove", path=path),) if off else (),
+            )
+
+
+def deprecated(subject: Subject) -> Iterator[Found]:
+    for path, new in _deprecated(subject):
+        if not _replacement_given(subject, path, new):
+            value, is_device = subject.get(*path), new.startswith("offload_") and " or " not in new
+            fix: tuple[Edit, ...] = ()
+            if is_device and value is True:
+                remove, add = Edit(kind="remove", path=path), (*path[:-1], new)
+                fix = (remove, Edit(kind="add", path=add, value={"device": "cpu"}))
+            elif is_device or " or " in new:
+                fix = (Edit(kind="remove", path=path),)
+            elif new in _siblings(subject, path):
+                fix = (Edit(kind="rename", path=path, name=_official(subject, path, new)),)
+            shown = f'{new}: {{"device": "cpu"}}' if is_device else _official(subject, path, new)
+            yield Found(
+                code="SW4122",
+                key=path,
+                message=f"`{dotted(path)}` is deprecated",
+                help=f"Write `{shown}` instead." if value is not False else "Remove it.",
+                severity="warning",
+                at="key",
+                fix=fix,
+            )
+
+
+def deprecated_twice(subject: Subject) -> Iterator[Found]:
+    for path, new in _deprecated(subject):
+        if path[0] != "bfloat16" and _replacement_given(subject, path, new):
+            yield Found(
+                code="SW4123",
+                key=path,
+                message=f"`{dotted(path)}` is deprecated, and cannot stand beside the key that replaces it",
+                help=f"Remove it; `{_official(subject, path, new)}` is given.",
+                at="key",
+                fix=(Edit(kind="remove", path=path),),
+            )
+
+
+def switched_off(subject: Subject) -> Iterator[Found]:
+    for name in SWITCHED:
+        section = subject.section(name)
+        if any(not is_note(key) for key in section) and "enabled" not in section:
+            yield Found(
+                code="SW4124",
+                key=(name,),
+                message=f"`{name}` is off: it has no `enabled`",
+                help='Add "enabled": true, or remove the section.',
+                severity="warning",
+                at="key",
+            )
+
+
+_WORDS: dict[str, str] = {
+    "integer": "an integer",
+    "number": "a number",
+    "boolean": "true or false",
+    "string": "text",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+_LIMITS: dict[str, str] = {
+    "minimum": "of at least",
+    "exclusiveMinimum": "above",
+    "maximum": "of at most",
+    "exclusiveMaximum": "below",
+}
+
+
+def _unknown(subject: Subject) -> Iterator[Misfit]:
+    for misfit in subject.misfits:
+        if misfit.kind == "unknown" and dotted(misfit.path) not in subject.snapshot.removed:
+            yield misfit
+
+
+def _properties(schema: JsonObject) -> Mapping[str, JsonObject]:
+    return cast("Mapping[str, JsonObject]", schema.get("properties", {}))
+
+
+def _meant(subject: Subject, misfit: Misfit) -> tuple[str, str]:
+    """(the key of the same section that was meant, or ""; help)."""
+    known = [name for name, schema in _properties(misfit.schema).items() if "deprecated" not in schema]
+    given = subject.section(*map(str, misfit.path[:-1]))
+    key = str(misfit.path[-1])
+    other = _properties(misfit.schema).get(key, {}).get("same_as")
+    if other is not None:
+        return "", f"It is another name of `{other}`, which is given too: keep one."
+    close = [n for n in difflib.get_close_matches(key.lower(), known, n=3, cutoff=NEAR) if n not in given]
+    synonym = SYNONYMS.get(key)
+    if synonym is not None and synonym[:-1] == misfit.path[:-1] and synonym[-1] not in given:
+        close = [str(synonym[-1])]
+    if close:
+        return close[0], f"Did you mean `{close[0]}`?"
+    if key in _LOSS_SCALE and misfit.path[0] == "bf16":
+        return "", "Remove it: bf16 needs no loss scaling; the key is fp16's."
+    home = _home(subject, misfit)
+    if home is not None:
+        return "", f"`{home[-1]}` belongs " + (f"under `{dotted(home[:-1])}`." if home[:-1] else "at the top.")
+    nearest = difflib.get_close_matches(key.lower(), known, n=3, cutoff=0.5) or sorted(known)[:8]
+    more = " and others" if len(known) > len(nearest) else ""
+    return "", f"Remove it. Keys here are {', '.join(nearest)}{more}."
+
+
+_LOSS_SCALE = frozenset(
+    {"loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale", "auto_cast"}
+)
+
+
+def _home(subject: Subject, misfit: Misfit) -> KeyPath | None:
+    """Where DeepSpeed does read a key of this name: only if that is one place."""
+    key = str(misfit.path[-1])
+    synonym = SYNONYMS.get(key)
+    if synonym is not None and synonym[:-1] != misfit.path[:-1]:
+        return synonym
+    if misfit.path[:-1] in (("optimizer",), ("scheduler",)):
+        values = (
+            subject.snapshot.optimizer_values if misfit.path[0] == "optimizer" else subject.snapshot.scheduler_values
+        )
+        if key in values:
+            return (misfit.path[0], "params", key)
+    section = _properties(subject.snapshot.schema).get(key, {})
+    if len(misfit.path) > 1 and "properties" in section:
+        return (key,)
+    homes = [path for path in _paths(subject.snapshot.schema, ()) if path[-1] == key and path[0] not in _RARE]
+    return homes[0] if len(homes) == 1 and len(key) > 4 and key not in ("enabled", "device") else None
+
+
+# Their keys have everyday names.
+_RARE = frozenset({"autotuning", "expert_parallel", "data_efficiency", "comet", "bfloat16", "hybrid_engine"})
+
+
+def _paths(schema: JsonObject, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    for name, below in _properties(schema).items():
+        if "deprecated" not in below and "same_as" not in below:
+            yield (*path, name)
+            yield from _paths(below, (*path, name))
+
+
+def _rename(path: KeyPath, name: str) -> tuple[Edit, ...]:
+    return (Edit(kind="rename", path=path, name=name),)
+
+
+def _move(misfit: Misfit, home: KeyPath) -> tuple[Edit, ...]:
+    return (Edit(kind="remove", path=misfit.path), Edit(kind="add", path=home, value=misfit.value))
+
+
+def _deprecated(subject: Subject) -> Iterator[tuple[tuple[str, ...], str]]:
+    """(path, the key that replaces it) of each deprecated key that is given."""
+    for parent in ((), ("zero_optimization",)):
+        for key in subject.section(*parent):
+            schema = _siblings(subject, (*parent, key)).get(key, {})
+            if "deprecated" in schema:
+                yield (*parent, key), str(schema["deprecated"])
+
+
+def _siblings(subject: Subject, path: tuple[str, ...]) -> Mapping[str, JsonObject]:
+    top = _properties(subject.snapshot.schema)
+    return top if len(path) == 1 else _properties(top[path[0]])
+
+
+def _official(subject: Subject, path: tuple[str, ...], new: str) -> str:
+    """The name that the documentation has: `gather_...` is `stage3_gather_...` in a file."""
+    return str(_siblings(subject, path).get(new, {}).get("same_as", new))
+
+
+def _replacement_given(subject: Subject, path: tuple[str, ...], new: str) -> bool:
+    given = subject.section(*path[:-1])
+    return any(name in given for name in (new, _official(subject, path, new)))

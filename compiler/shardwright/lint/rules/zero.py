@@ -1,0 +1,298 @@
+"""zero_optimization: what a stage takes, and what it leaves without effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, cast
+
+from shardwright.ir.json_value import JsonObject
+from shardwright.lint.rules.precision import dtype, precision
+from shardwright.lint.subject import Edit, Found, Subject
+
+ZERO = "zero_optimization"
+Offload = Literal["offload_optimizer", "offload_param"]
+OFFLOADS: tuple[Offload, Offload] = ("offload_optimizer", "offload_param")
+
+_STAGE_3 = frozenset({"sub_group_size", "memory_efficient_linear", "override_module_apply", "leaf_module"})
+_PLUS = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")
+_BELOW_3 = ("round_robin_gradients", "parameter_alignment")
+
+
+def stage_3_keys(subject: Subject) -> Iterator[Found]:
+    zero = subject.section(ZERO)
+    properties = cast("dict[str, JsonObject]", _zero_schema(subject)["properties"])
+    idle = [
+        key
+        for key, value in zero.items()
+        if (key.startswith("stage3_") or key in _STAGE_3 or "same_as" in properties.get(key, {}))
+        and key in properties
+        and value is not False
+        and value != "auto"
+    ]
+    if idle and subject.stage in (0, 1, 2):
+        yield Found(
+            code="SW4401",
+            key=(ZERO, idle[0]),
+            message=f"at ZeRO stage {subject.stage} there is no effect of {', '.join(idle)}",
+            help="Remove what is for stage 3 only, or take stage 3.",
+            severity="warning",
+            at="key",
+        )
+
+
+def parameter_offload(subject: Subject) -> Iterator[Found]:
+    if subject.offload("offload_param") in ("cpu", "nvme") and subject.stage in (0, 1, 2):
+        yield Found(
+            code="SW4402",
+            key=(ZERO, "offload_param"),
+            message=f"offload_param does nothing at ZeRO stage {subject.stage}: parameters stay on the GPU",
+            help="Take stage 3, or remove the section.",
+            severity="warning",
+            at="key",
+        )
+
+
+def offload_without_zero(subject: Subject) -> Iterator[Found]:
+    if subject.offload("offload_optimizer") in ("cpu", "nvme") and subject.stage == 0:
+        yield Found(
+            code="SW4403",
+            key=(ZERO, "offload_optimizer"),
+            message="offload_optimizer does nothing at ZeRO stage 0: there is no ZeRO optimizer",
+            help="Take stage 1, 2 or 3.",
+            severity="warning",
+            at="key",
+        )
+
+
+def nvme_without_path(subject: Subject) -> Iterator[Found]:
+    for name in OFFLOADS:
+        needed = subject.stage == 3 and subject.offload(name) == "nvme"
+        if needed and subject.get(ZERO, name, "nvme_path") in (None, ""):
+            yield Found(
+                code="SW4404",
+                key=(ZERO, name, "device"),
+                message=f"{ZERO}.{name}: device nvme has no nvme_path",
+                help='Add "nvme_path": a folder on the NVMe disk.',
+            )
+
+
+def nvme_below_stage_3(subject: Subject) -> Iterator[Found]:
+    if subject.offload("offload_optimizer") == "nvme" and subject.stage in (1, 2):
+        yield Found(
+            code="SW4405",
+            key=(ZERO, "offload_optimizer", "device"),
+            message=f"at ZeRO stage {subject.stage} the optimizer states go to host memory, not to NVMe",
+            help="Take stage 3, or write device: cpu.",
+            severity="warning",
+        )
+
+
+def path_without_nvme(subject: Subject) -> Iterator[Found]:
+    for name in OFFLOADS:
+        path = subject.get(ZERO, name, "nvme_path")
+        if path not in (None, "", "auto", "none") and subject.offload(name) in ("none", "cpu"):
+            yield Found(
+                code="SW4406",
+                key=(ZERO, name, "nvme_path"),
+                message=f"{ZERO}.{name}: nvme_path has no effect with device {subject.offload(name)}",
+                help="Write device: nvme, or remove the path.",
+                severity="warning",
+                at="key",
+            )
+
+
+def partial_offload(subject: Subject) -> Iterator[Found]:
+    ratio = subject.number(ZERO, "offload_optimizer", "ratio")
+    if ratio is not None and ratio < 1 and subject.stage in (0, 1, 2):
+        yield Found(
+            code="SW4407",
+            key=(ZERO, "offload_optimizer", "ratio"),
+            message=f"an offload ratio of {ratio:g} needs ZeRO stage 3",
+            help="Take stage 3, or remove the ratio.",
+        )
+
+
+def zero_plus_plus(subject: Subject) -> Iterator[Found]:
+    idle = [key for key in _PLUS if subject.is_on(ZERO, key) and subject.integer(ZERO, key) != 1]
+    if idle and subject.stage in (0, 1, 2):
+        yield Found(
+            code="SW4408",
+            key=(ZERO, idle[0]),
+            message=f"ZeRO++ is for stage 3; at stage {subject.stage} there is no effect of {', '.join(idle)}",
+            help="Take stage 3, or remove it.",
+            severity="warning",
+            at="key",
+        )
+
+
+def gradient_norm_off(subject: Subject) -> Iterator[Found]:
+    key = (ZERO, "compute_grad_norm")
+    if subject.get(*key) is not False or subject.stage is None:
+        return
+    clipping = subject.get("gradient_clipping")
+    if subject.stage not in (1, 2):
+        why = "is for ZeRO stages 1 and 2"
+    elif clipping is None or (subject.number("gradient_clipping") or 0) > 0:
+        given = "clips at 1.0 unless told otherwise" if clipping is None else f"is told to clip at {clipping}"
+        why = f"needs gradient_clipping: 0; DeepSpeed {given}"
+    elif subject.offload("offload_optimizer") != "none":
+        why = "does not go with offload_optimizer"
+    elif subject.stage == 1 and precision(subject) == "bf16" and dtype(subject, "grad_accum_dtype") == "fp32":
+        why = "does not go with bf16 summed in fp32 at ZeRO stage 1"
+    else:
+        return
+    yield Found(
+        code="SW4409", key=key, message=f"compute_grad_norm: false {why}", help="Remove the key, or change the other."
+    )
+
+
+def summed_gradients(subject: Subject) -> Iterator[Found]:
+    if subject.text("gradient_allreduce_op") != "sum":
+        return
+    others = {
+        "ZeRO stage 3": subject.stage == 3,
+        "ZenFlow": subject.section(ZERO).get("zenflow") is not None,
+        "DeepCompile": subject.is_on("compile", "deepcompile"),
+    }
+    for other, given in others.items():
+        if given:
+            yield Found(
+                code="SW4410",
+                key=("gradient_allreduce_op",),
+                message=f"gradient_allreduce_op: sum does not go with {other}",
+                help="Write mean, and scale the loss.",
+            )
+            return
+
+
+def scaled_before(subject: Subject) -> Iterator[Found]:
+    if subject.stage not in (2, 3) or subject.section(ZERO).get("reduce_scatter") is False:
+        return
+    factor = subject.number("gradient_predivide_factor")
+    wrong = {"prescale_gradients": subject.is_on("prescale_gradients")}
+    wrong["gradient_predivide_factor"] = factor is not None and factor != 1
+    for key, given in wrong.items():
+        if given:
+            yield Found(
+                code="SW4411",
+                key=(key,),
+                message=f"{key} does not go with reduce_scatter at ZeRO stage {subject.stage}",
+                help=f"Remove it, or write {ZERO}.reduce_scatter: false.",
+            )
+
+
+def legacy_stage_1(subject: Subject) -> Iterator[Found]:
+    if subject.is_on(ZERO, "legacy_stage1") and subject.stage != 0:
+        yield Found(
+            code="SW4412",
+            key=(ZERO, "legacy_stage1"),
+            message="legacy_stage1 is gone since DeepSpeed 0.5.9, which refuses to start with it",
+            help="Remove the key.",
+            at="key",
+            fix=(Edit(kind="remove", path=(ZERO, "legacy_stage1")),),
+        )
+
+
+def elastic_checkpoint(subject: Subject) -> Iterator[Found]:
+    if subject.is_on(ZERO, "elastic_checkpoint") and subject.stage == 3:
+        yield Found(
+            code="SW4413",
+            key=(ZERO, "elastic_checkpoint"),
+            message="elastic_checkpoint has no effect at ZeRO stage 3",
+            help="Convert with ds_to_universal and write checkpoint.load_universal: true to change the ranks.",
+            severity="warning",
+            at="key",
+        )
+
+
+def odd_bucket(subject: Subject) -> Iterator[Found]:
+    size = subject.integer(ZERO, "allgather_bucket_size")
+    if size is not None and size % 2 and subject.stage in (1, 2):
+        yield Found(
+            code="SW4414",
+            key=(ZERO, "allgather_bucket_size"),
+            message=f"allgather_bucket_size {size} is odd: DeepSpeed refuses it at ZeRO stage {subject.stage}",
+            help=f"Write {size + 1}.",
+            fix=(Edit(kind="set", path=(ZERO, "allgather_bucket_size"), value=size + 1),),
+        )
+
+
+def weights_not_gathered(subject: Subject) -> Iterator[Found]:
+    key = "stage3_gather_16bit_weights_on_model_save"
+    names = (key, "gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
+    given = next((name for name in names if subject.has(ZERO, name)), None)
+    if subject.audience == "trainer" and subject.stage == 3 and (given is None or subject.get(ZERO, given) is False):
+        yield Found(
+            code="SW4415",
+            key=(ZERO, given or "stage"),
+            message=f"without {key} the Trainer saves no usable model: the weights stay cut over the ranks",
+            help=f'Write "{key}": true, or convert each checkpoint with zero_to_fp32.py.',
+            severity="warning",
+        )
+
+
+def no_stage_3_form(subject: Subject) -> Iterator[Found]:
+    idle = [key for key in _BELOW_3 if subject.is_on(ZERO, key)]
+    if idle and subject.stage == 3:
+        yield Found(
+            code="SW4416",
+            key=(ZERO, idle[0]),
+            message=f"at ZeRO stage 3 there is no effect of {', '.join(idle)}",
+            help="Remove it; it is for stages 1 and 2.",
+            severity="warning",
+            at="key",
+        )
+
+
+def zenflow(subject: Subject) -> Iterator[Found]:
+    if not isinstance(subject.get(ZERO, "zenflow"), dict) or subject.stage is None:
+        return
+    if subject.stage == 0 or subject.offload("offload_optimizer") != "cpu":
+        yield Found(
+            code="SW4417",
+            key=(ZERO, "zenflow"),
+            message="zenflow needs ZeRO and offload_optimizer with device cpu",
+            help='Take stage 1, 2 or 3 and add "offload_optimizer": {"device": "cpu"}.',
+            at="key",
+        )
+
+
+def super_offload(subject: Subject) -> Iterator[Found]:
+    if subject.is_on(ZERO, "offload_optimizer", "super_offload") and subject.stage in (0, 1, 2):
+        yield Found(
+            code="SW4418",
+            key=(ZERO, "offload_optimizer", "super_offload"),
+            message=f"super_offload has no effect at ZeRO stage {subject.stage}",
+            help="Take stage 3, or remove the key.",
+            severity="warning",
+        )
+
+
+def boolean_zero(subject: Subject) -> Iterator[Found]:
+    value = subject.get(ZERO)
+    if isinstance(value, bool):
+        yield Found(
+            code="SW4419",
+            key=(ZERO,),
+            message=f"zero_optimization: {str(value).lower()} is the form of 2020, and means stage {int(value)}",
+            help=f'Write {{"stage": {int(value)}}}.',
+            severity="warning",
+            fix=(Edit(kind="set", path=(ZERO,), value={"stage": int(value)}),),
+        )
+
+
+def unmanaged_accumulation(subject: Subject) -> Iterator[Found]:
+    if subject.get("managed_gradient_accumulation") is not False:
+        return
+    overlaps = subject.is_on(ZERO, "overlap_comm") or (subject.stage == 3 and subject.get(ZERO, "overlap_comm") is None)
+    if overlaps and subject.stage in (0, 1, 3):
+        yield Found(
+            code="SW4420",
+            key=("managed_gradient_accumulation",),
+            message=f"managed_gradient_accumulation: false does not go with overlap_comm at ZeRO stage {subject.stage}",
+            help="Write overlap_comm: false, or take stage 2.",
+        )
+
+
+def _zero_schema(subject: Subject) -> JsonObject:
+    return cast("dict[str, JsonObject]", subject.snapshot.schema["properties"])[ZERO]

@@ -1,0 +1,89 @@
+"""Probes that need two ranks: both are this program, with the port and the rank as arguments.
+
+stdin: as probe_worker.py, `at` is ranks; "stages" says into how many the four layers are cut. stdout of rank 0: the
+outcomes, whose facts are the losses and those of a plain torch loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import logging
+import os
+import sys
+from typing import Any
+
+os.environ |= {"DS_ACCELERATOR": "cpu", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[1]}
+os.environ |= {"RANK": sys.argv[2], "LOCAL_RANK": sys.argv[2], "OMP_NUM_THREADS": "1"}
+
+import deepspeed
+import torch
+from deepspeed.pipe import PipelineModule
+from deepspeed.utils import logger
+from torch import nn
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
+STEPS, CLIPPING = 4, 0.01
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(8, 8) for _ in range(4)]
+
+
+def loss_of(output: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    return (output - wanted).pow(2).mean()
+
+
+def plain(x: torch.Tensor, y: torch.Tensor) -> list[float]:
+    """One process, clipped by the norm of all parameters."""
+    model = nn.Sequential(*layers())
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=1.0), []
+    for _ in range(STEPS):
+        loss = loss_of(model(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def probe(case: dict[str, Any], facts: dict[str, Any]) -> None:
+    config = copy.deepcopy(case["config"])
+    del config["train_batch_size"]
+    config |= {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": CLIPPING,
+    }
+    module = PipelineModule(layers(), num_stages=case["stages"], loss_fn=loss_of, partition_method="uniform")
+    parameters = list(module.parameters())
+    engine, _, _, _ = deepspeed.initialize(model=module, model_parameters=parameters, config=config)
+    torch.manual_seed(1)
+    x, y = torch.randn(4, 8) * 3, torch.randn(4, 8) * 3
+    facts["losses"] = [engine.train_batch(iter([(x, y)])).item() for _ in range(STEPS)]
+    facts["plain"] = plain(x, y)
+
+
+def outcome(case: dict[str, Any]) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            probe(case, facts)
+        return {"error": "", "logs": [], "facts": facts}
+    except Exception as raised:
+        return {"error": f"{type(raised).__name__}: {raised}", "logs": [], "facts": facts}
+
+
+if __name__ == "__main__":
+    logger.setLevel(logging.ERROR)
+    with contextlib.redirect_stdout(sys.stderr):
+        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    outcomes = [outcome(case) for case in json.load(sys.stdin)]
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    if sys.argv[2] == "0":
+        print(json.dumps(outcomes))

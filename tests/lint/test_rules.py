@@ -1,0 +1,127 @@
+"""The rules by themselves: the example of each explanation, known-good files, and broken ones with their places."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from shardwright.cli.main import main
+from shardwright.diagnostics import Refusal
+from shardwright.diagnostics.codes.ds_config import DS_CONFIG_CODES
+from shardwright.diagnostics.explain import Explanation, texts
+from shardwright.diagnostics.render import render
+from shardwright.lint.document import read_document
+from shardwright.lint.lint import diagnostic, lint, subject_of
+from shardwright.lint.registry import RULES
+from shardwright.lint.subject import Audience
+from tests.lint.write_docs import PAGE, written
+
+HERE = Path(__file__).parent
+CASES = HERE.parent / "cases"
+GOOD = sorted((HERE / "good").glob("*.json"))
+BAD = sorted((HERE / "bad").glob("*.json"))
+
+# What is right to say of files that train: each is a key that does nothing there, or a default that is another than
+# the file's words suggest.
+WARNINGS: dict[str, list[str]] = {}
+
+# Come from reading the file, from a model, or from the lowering: no rule over a document.
+ELSEWHERE = {
+    "SW4001",
+    "SW4002",
+    "SW4003",
+    "SW4004",
+    "SW4005",
+    "SW4006",
+    "SW4007",
+    "SW4009",
+    "SW4010",
+    "SW4101",
+    "SW4801",
+}
+
+
+def codes(text: str, audience: Audience | None = None, world_size: int | None = None) -> list[str]:
+    try:
+        document = read_document("ds_config.json", text)
+    except Refusal as refusal:
+        return [found.code for found in refusal.diagnostics]
+    return [found.code for found in lint(document, subject_of(document, audience, world_size))]
+
+
+def test_every_code_has_a_rule_and_a_text() -> None:
+    assert RULES.keys() | ELSEWHERE == DS_CONFIG_CODES.keys()
+    assert not RULES.keys() & ELSEWHERE
+    assert texts().keys() == DS_CONFIG_CODES.keys()
+    assert all(entry.what and entry.why and entry.source for entry in texts().values())
+    assert all(bool(entry.example) == bool(entry.instead) for entry in texts().values())
+    assert all(texts()[code].example for code in RULES)
+    assert len(RULES) >= 40
+
+
+@pytest.mark.parametrize("entry", [entry for entry in texts().values() if entry.example], ids=lambda entry: entry.code)
+def test_example_and_instead(entry: Explanation) -> None:
+    audience = cast("Audience | None", entry.audience or None)
+    assert codes(entry.example, audience, entry.world_size or None) == [entry.code]
+    assert codes(entry.instead, audience, entry.world_size or None) == []
+
+
+def test_there_are_known_good_files() -> None:
+    assert len(GOOD) >= 30
+
+
+@pytest.mark.parametrize("path", GOOD, ids=lambda path: path.stem)
+def test_good_file_has_no_error(path: Path) -> None:
+    audience: Audience = "trainer" if path.stem.startswith("trainer-") else "deepspeed"
+    document = read_document(str(path), path.read_text(encoding="utf-8"))
+    found = lint(document, subject_of(document, audience))
+    assert [finding for finding in found if finding.severity == "error"] == []
+    assert sorted(finding.code for finding in found) == WARNINGS.get(path.stem, [])
+
+
+def test_warnings_are_of_files_that_are_there() -> None:
+    assert WARNINGS.keys() <= {path.stem for path in GOOD}
+
+
+@pytest.mark.parametrize("path", sorted(CASES.glob("*/expected/ds_config*.json")), ids=lambda path: path.parts[-3])
+def test_what_compile_writes_is_clean(path: Path) -> None:
+    plan = json.loads((path.parent / "plan.json").read_text())
+    world = None if path.name == "ds_config.autotp.json" else plan["strategy"]["data"]
+    assert codes(path.read_text(), "deepspeed", world) == []
+
+
+@pytest.mark.parametrize("path", BAD, ids=lambda path: path.stem)
+def test_bad_file_is_shown_as_it_was(path: Path, update_golden: bool) -> None:
+    audience: Audience = "trainer" if path.stem.startswith("trainer-") else "deepspeed"
+    text = path.read_text(encoding="utf-8")
+    try:
+        document = read_document(path.name, text)
+        found = [diagnostic(document, finding) for finding in lint(document, subject_of(document, audience, 8))]
+        shown = render(found, document.source, color=False)
+    except Refusal as refusal:
+        shown = render(refusal.diagnostics, refusal.source, color=False)
+    golden = path.with_suffix(".txt")
+    if update_golden:
+        golden.write_text(shown, encoding="utf-8")
+    assert shown == golden.read_text(encoding="utf-8"), "--update-golden writes it anew; read the difference"
+    assert "error[SW4" in shown
+
+
+def test_lint_of_a_file_for_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --for a file with "auto" is linted as the Trainer's, and says so."""
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": "auto", "zero_optimization": {"stage": 2}}')
+    assert main(["lint", str(path)]) == 0
+    assert "warning[SW4119]" in capsys.readouterr().err
+    assert main(["lint", str(path), "--for", "trainer"]) == 0
+    assert capsys.readouterr() == (f"ok {path}\n", "")
+    assert main(["lint", str(path), "--for", "deepspeed"]) == 1
+    assert "error[SW4119]: train_batch_size" in capsys.readouterr().err
+
+
+def test_the_page_of_rules_is_up_to_date() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == written(page), "run `make lint-docs`"
