@@ -32,8 +32,8 @@ demo: setup ## compile a tiny Llama, pipeline 2 x tensor 2, and train it on this
 test: setup ## all tests but the full counts
 	$(BIN)/python -m pytest
 
-test-hosts: setup ## several hosts as network namespaces, through sshd and pdsh; needs root, installs Debian packages
-	apt-get install -y -qq openssh-server pdsh iproute2
+test-hosts: setup ## hosts and schedulers that are not there, on this machine; needs root, installs Debian packages
+	apt-get install -y -qq --no-install-recommends openssh-server pdsh iproute2 munge slurm-wlm openmpi-bin
 	$(BIN)/python -m pytest -m 'hosts and not prove' tests/launch
 
 prove: setup ## the full counts; results go to benchmarks/

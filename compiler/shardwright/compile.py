@@ -17,6 +17,7 @@ from shardwright.ir.partition import StagePartition, TensorParallelMap
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.weights import Weights
 from shardwright.lower.autotp import AUTOTP_FILE, autotp_config
+from shardwright.lower.extra import check_extra
 from shardwright.lower.inputs import copied_inputs
 from shardwright.lower.launch import check_launch
 from shardwright.lower.lower import json_bytes, lower
@@ -69,7 +70,8 @@ class Compilation:
 
 
 def _check(c: Compilation) -> Compilation:
-    errors = (*check_executable(c.recipe), *check_files(c.recipe), *check_launch(c.recipe))
+    recipe = c.recipe
+    errors = (*check_executable(recipe), *check_files(recipe), *check_launch(recipe), *check_extra(recipe))
     if errors:
         raise Refusal(*errors)
     return c

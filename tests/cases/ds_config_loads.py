@@ -19,6 +19,7 @@ import torch.distributed
 from deepspeed.comm import comm
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwright.plan.serialize import read_plan
@@ -50,7 +51,16 @@ def load(folder: Path) -> dict[str, object]:
         "bf16": config.bfloat16_config.enabled,
         "fp16": config.float16_config.enabled,
         "optimizer": config.optimizer_name,
+        "accumulation_dtype": config.grad_accum_dtype,
+        "bucket": config.zero_config.reduce_bucket_size,
+        "offload": _offload(config.zero_config),
     }
+
+
+def _offload(zero: DeepSpeedZeroConfig) -> str:
+    if zero.offload_param is not None:
+        return "parameters"
+    return "none" if zero.offload_optimizer is None else "optimizer"
 
 
 if __name__ == "__main__":

@@ -14,7 +14,15 @@ PACKAGE = Path(shardwright.__file__).parent
 HEAVY = {"torch", "transformers", "deepspeed"}
 FREE = {"runtime", "model", "hf"}
 # `run` talks to the launcher from the user's shell: these import no torch either.
-LIGHT_RUNTIME = {"launcher.py", "journal.py", "failure.py", "progress.py", "checkpoint_index.py"}
+LIGHT_RUNTIME = {
+    "attempt.py",
+    "submit.py",
+    "launcher.py",
+    "journal.py",
+    "failure.py",
+    "progress.py",
+    "checkpoint_index.py",
+}
 # What finds a graph that was traced before.
 LIGHT_MODEL = {"build.py", "cache.py", "read.py", "hub.py", "shipped.py", "graphs.py"}
 MODULES = sorted(PACKAGE.rglob("*.py"))

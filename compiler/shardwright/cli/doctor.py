@@ -37,13 +37,13 @@ def run(args: argparse.Namespace) -> int:
 
 def read_hosts(plan: Plan, folder: Path, hostfile: Path | None) -> list[str]:
     """Raises Refusal where the hostfile is missing, cannot be read, or is not the plan's cluster."""
-    from shardwright.lower.inputs import parse_hostfile
+    from shardwright.plan.hosts import read_hosts as hosts_of
 
     if plan.nodes == 1:
         return ["localhost"]
     path = hostfile or folder / "launch" / "hostfile"
     try:
-        found = parse_hostfile(str(path), path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         raise Refusal(
             Diagnostic(
@@ -52,17 +52,7 @@ def read_hosts(plan: Plan, folder: Path, hostfile: Path | None) -> list[str]:
                 help="Give `--hostfile FILE` with a line `name slots=N` for each node.",
             )
         ) from None
-    wrong = [f"{host} slots={slots}" for host, slots in found if slots != plan.gpus_per_node]
-    if len(found) != plan.nodes or wrong:
-        has = f"{len(found)} hosts" + (f", {wrong[0]}" if wrong else "")
-        raise Refusal(
-            Diagnostic(
-                code="SW6003",
-                message=f"the plan is for {plan.nodes} hosts of slots={plan.gpus_per_node}, {str(path)!r} has {has}",
-                help="Make the hostfile and the plan agree.",
-            )
-        )
-    return [host for host, _ in found]
+    return [host.name for host in hosts_of(str(path), text, plan.nodes, plan.gpus_per_node)]
 
 
 def as_text(checks: Sequence[Check]) -> str:

@@ -119,6 +119,42 @@ class AssumeSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmSection:
+    """The options of the Slurm job, as sbatch names them.
+
+    signal_seconds: how long before the time limit the job is told to save and stop.
+    gres: None is --gpus-per-node with the plan's number. cpus_per_node: None is what the node gives.
+    """
+
+    account: str | None = None
+    partition: str | None = None
+    qos: str | None = None
+    time: str | None = None
+    requeue: bool = False
+    signal_seconds: int = 300
+    gres: str | None = None
+    cpus_per_node: int | None = None
+    exclusive: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KubernetesSection:
+    """directory: the compiled folder in the pods, inside mount_path, where volume_claim is mounted.
+
+    secret: holds launch.env_from's values. restarts: of a pod, before the job fails.
+    """
+
+    image: str
+    volume_claim: str
+    directory: str
+    mount_path: str
+    namespace: str | None
+    secret: str | None
+    gpu_resource: str
+    restarts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSection:
     launcher: str  # auto | local | pdsh | slurm | no_ssh | openmpi | kubernetes
     hostfile: str | None  # made absolute
@@ -127,7 +163,8 @@ class LaunchSection:
     env: Mapping[str, str]
     env_from: tuple[str, ...]
     setup_script: str | None  # made absolute
-    slurm: JsonObject
+    slurm: SlurmSection | None
+    kubernetes: KubernetesSection | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +192,7 @@ class Recipe:
     assume: AssumeSection
     launch: LaunchSection
     checkpoint: CheckpointSection
+    extra: JsonObject  # keys of ds_config.json, as written
     directory: str  # absolute folder of the recipe file: relative paths start here
     document: JsonObject
     source: Source

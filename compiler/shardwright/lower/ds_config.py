@@ -5,6 +5,7 @@ from __future__ import annotations
 from shardwright.ds_schema.check import misfits
 from shardwright.ds_schema.read import snapshot
 from shardwright.ir.json_value import JsonObject, JsonValue
+from shardwright.lower.extra import merged
 from shardwright.plan.plan import Plan
 
 NEVER = 1_000_000_000
@@ -44,7 +45,7 @@ def ds_config(plan: Plan) -> JsonObject:
             # DualPipeV sends whole tensors between stages; the default (on) is an assertion under tensor parallelism.
             pipeline |= {"pipe_partitioned": False, "grad_partitioned": False}
         config["pipeline"] = pipeline
-    return config
+    return merged(config, plan.extra)
 
 
 def checked(config: JsonObject) -> JsonObject:

@@ -1,18 +1,16 @@
-"""Files of the user's that travel with the compiled folder: the tokenizer's and the hostfile."""
+"""Files of the user's that travel with the compiled folder: the tokenizer's, the hostfile and the set-up script."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable
 from pathlib import Path
 
-from shardwright.diagnostics import Diagnostic, Location, Refusal
+from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.weights import TOKENIZER_PATTERNS
-from shardwright.plan.build import HOSTFILE, TOKENIZER_DIRECTORY
-
-# DeepSpeed's own pattern (launcher/runner.py) also accepts text after the slots; that text would be ignored in silence.
-_HOST_LINE = re.compile(r"([A-Za-z0-9_@%+=:,.-]+)\s+slots=([0-9]{1,6})")
+from shardwright.plan.build import HOSTFILE, SETUP_SCRIPT, TOKENIZER_DIRECTORY
+from shardwright.plan.hosts import read_hosts
 
 
 def copied_inputs(recipe: Recipe, cluster: Cluster, tokenizer: Path | None) -> dict[str, bytes]:
@@ -22,15 +20,16 @@ def copied_inputs(recipe: Recipe, cluster: Cluster, tokenizer: Path | None) -> d
     """
     files: dict[str, bytes] = {}
     errors: list[Diagnostic] = []
-    try:
-        if tokenizer is not None:
-            files |= _tokenizer(tokenizer, str(recipe.data.tokenizer if recipe.data else ""))
-    except Refusal as refusal:
-        errors.extend(refusal.diagnostics)
-    try:
-        files |= _hostfile(recipe, cluster)
-    except Refusal as refusal:
-        errors.extend(refusal.diagnostics)
+    readers: tuple[Callable[[], dict[str, bytes]], ...] = (
+        lambda: {} if tokenizer is None else _tokenizer(tokenizer, str(recipe.data.tokenizer if recipe.data else "")),
+        lambda: _hostfile(recipe, cluster),
+        lambda: _setup_script(recipe),
+    )
+    for read in readers:
+        try:
+            files |= read()
+        except Refusal as refusal:
+            errors.extend(refusal.diagnostics)
     if errors:
         raise Refusal(*errors)
     return files
@@ -69,61 +68,22 @@ def _hostfile(recipe: Recipe, cluster: Cluster) -> dict[str, bytes]:
                 key=("launch", "hostfile"),
             )
         ) from None
-    hosts = parse_hostfile(path, text)
-    errors = _cluster_errors(hosts, cluster)
-    if errors:
-        raise Refusal(*errors)
-    return {HOSTFILE: "".join(f"{host} slots={slots}\n" for host, slots in hosts).encode("utf-8")}
+    hosts = read_hosts(path, text, cluster.nodes, cluster.gpus_per_node)
+    return {HOSTFILE: "".join(f"{host.name} slots={host.slots}\n" for host in hosts).encode("utf-8")}
 
 
-def parse_hostfile(path: str, text: str) -> tuple[tuple[str, int], ...]:
-    """(host, slots) in order. Raises Refusal naming every bad line."""
-    hosts: dict[str, int] = {}
-    errors: list[Diagnostic] = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        stripped = line.strip()
-        if not stripped or stripped.startswith("#"):
-            continue
-        place = Location(file=path, line=number, column=1, length=max(1, len(line.rstrip())))
-        match = _HOST_LINE.fullmatch(stripped)
-        if match is None or match[1].startswith("-"):
-            errors.append(
-                Diagnostic(
-                    code="SW5201",
-                    message=f"hostfile line {number}: {stripped!r} is not `name slots=N`",
-                    help="One host a line: its name, a space and slots=N; comments on lines of their own.",
-                    location=place,
-                )
+def _setup_script(recipe: Recipe) -> dict[str, bytes]:
+    path = recipe.launch.setup_script
+    if path is None:
+        return {}
+    try:
+        return {SETUP_SCRIPT: Path(path).read_bytes()}
+    except OSError as error:
+        raise Refusal(
+            Diagnostic(
+                code="SW5204",
+                message=f"launch.setup_script: {path!r} cannot be read: {error.strerror}",
+                help="Give a bash script that you may read.",
+                key=("launch", "setup_script"),
             )
-        elif match[1] in hosts:
-            errors.append(
-                Diagnostic(
-                    code="SW5202",
-                    message=f"hostfile line {number}: {match[1]!r} is there already",
-                    help="Give each host one line; slots=N is the number of its GPUs.",
-                    location=place,
-                )
-            )
-        else:
-            hosts[match[1]] = int(match[2])
-    if errors:
-        raise Refusal(*errors)
-    return tuple(hosts.items())
-
-
-def _cluster_errors(hosts: tuple[tuple[str, int], ...], cluster: Cluster) -> tuple[Diagnostic, ...]:
-    found = []
-    if len(hosts) != cluster.nodes:
-        found.append(f"{len(hosts)} hosts, cluster.nodes is {cluster.nodes}")
-    wrong = [f"{host} slots={slots}" for host, slots in hosts if slots != cluster.gpus_per_node]
-    if wrong:
-        found.append(f"{', '.join(wrong[:3])}, cluster.gpus_per_node is {cluster.gpus_per_node}")
-    return tuple(
-        Diagnostic(
-            code="SW5203",
-            message=f"launch.hostfile has {what}",
-            help="Make the hostfile and the cluster agree.",
-            key=("launch", "hostfile"),
-        )
-        for what in found
-    )
+        ) from None

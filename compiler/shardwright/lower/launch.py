@@ -1,73 +1,99 @@
-"""The launch files: launch.sh, train.py and, where the hosts are known, hostfile."""
+"""The launch files of each target: scripts from templates, chosen by launch.launcher."""
 
 from __future__ import annotations
 
-import re
 import shlex
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from shardwright.diagnostics import Diagnostic
 from shardwright.ir.recipe import LaunchSection, Recipe
+from shardwright.plan.build import NEEDS_HOSTS, launcher_of
+from shardwright.plan.hosts import SAFE_UNQUOTED
 from shardwright.plan.plan import Plan
 from shardwright.resources import templates_dir
 
-SAFE_FOR_PDSH = re.compile(r"[A-Za-z0-9_@%+=:,./-]*")
-"""pdsh hands values to a remote shell unquoted (DeepSpeed launcher/multinode_runner.py)."""
-
-TEMPLATES: dict[str, str] = {
-    "local": "launch/local.sh.j2",
-    "pdsh": "launch/pdsh.sh.j2",
-    "no_ssh": "launch/no_ssh.sh.j2",
+TEMPLATES: dict[str, dict[str, str]] = {
+    "local": {"launch.sh": "local.sh.j2"},
+    "pdsh": {"launch.sh": "pdsh.sh.j2"},
+    "no_ssh": {"launch.sh": "node.sh.j2"},
+    "openmpi": {"launch.sh": "openmpi.sh.j2", "launch/rank.sh": "openmpi_rank.sh.j2"},
+    "slurm": {"launch.sh": "slurm.sh.j2", "launch/job.sh": "slurm_job.sh.j2", "launch/node.sh": "node.sh.j2"},
+    "kubernetes": {
+        "launch.sh": "kubernetes.sh.j2",
+        "launch/service.yaml": "kubernetes_service.yaml.j2",
+        "launch/job.yaml": "kubernetes_job.yaml.j2",
+        "launch/node.sh": "node.sh.j2",
+    },
 }
-"""launcher -> template of launch.sh"""
+"""launcher -> path in the compiled folder -> template"""
+
+SCRIPTS: frozenset[str] = frozenset(path for files in TEMPLATES.values() for path in files if path.endswith(".sh"))
 
 
 def launch_files(plan: Plan) -> dict[str, bytes]:
+    """Path in the compiled folder -> content. No host's name: those are bound when the run starts."""
     files = {
-        "launch.sh": _render(TEMPLATES[plan.launch.launcher], plan),
-        "train.py": _render("launch/train.py.j2", plan),
+        path: _render(f"launch/{template}", plan, path) for path, template in TEMPLATES[plan.launch.launcher].items()
     }
-    if plan.launch.hostfile is not None and plan.nodes == 1:
-        files[plan.launch.hostfile] = _render("launch/hostfile.j2", plan)
+    files["train.py"] = _render("launch/train.py.j2", plan, "train.py")
+    if plan.launch.hostfile is not None:  # one that the recipe names replaces it
+        files[plan.launch.hostfile] = _render("launch/hostfile.j2", plan, plan.launch.hostfile)
     return {name: text.encode("utf-8") for name, text in files.items()}
 
 
 def check_launch(recipe: Recipe) -> tuple[Diagnostic, ...]:
     """What the chosen launcher cannot do with these values."""
     launch, nodes, found = recipe.launch, recipe.cluster.nodes or 1, list[Diagnostic]()
-    if launch.launcher == "local" and nodes > 1:
+    launcher = launcher_of(launch, nodes)
+    if launcher == "local" and nodes > 1:
         found.append(
             Diagnostic(
                 code="SW5206",
                 message=f"launch.launcher: local starts one node, the cluster has {nodes}",
                 help="Write `launcher: auto`: pdsh for several nodes.",
                 key=("launch", "launcher"),
-                valid=("auto", "pdsh", "no_ssh"),
+                valid=("auto", "pdsh", "no_ssh", "slurm", "openmpi", "kubernetes"),
             )
         )
-    if launch.launcher == "pdsh" or (launch.launcher == "auto" and nodes > 1):
-        found.extend(_pdsh_errors(launch))
+    if launcher in ("slurm", "kubernetes") and launch.hostfile is not None:
+        found.append(
+            Diagnostic(
+                code="SW5207",
+                message=f"launch.hostfile: under {launcher} the hosts come from the scheduler",
+                help="Remove it.",
+                key=("launch", "hostfile"),
+            )
+        )
+    if launcher in NEEDS_HOSTS:
+        found.extend(_unquoted(launch, launcher))
     return tuple(found)
 
 
-def _pdsh_errors(launch: LaunchSection) -> list[Diagnostic]:
+def _unquoted(launch: LaunchSection, launcher: str) -> list[Diagnostic]:
     values: list[tuple[tuple[str, ...], str]] = [(("launch", "env", k), v) for k, v in sorted(launch.env.items())]
     if launch.master_addr is not None:
         values.append((("launch", "master_addr"), launch.master_addr))
     return [
         Diagnostic(
             code="SW5205",
-            message=f"{'.'.join(key)}: {value!r} cannot pass through pdsh, which does not quote",
-            help="Letters, digits and _ @ % + = : , . / - can. Set other values in the nodes' own environment.",
+            message=f"{'.'.join(key)}: {value!r} cannot pass through {launcher}, for which DeepSpeed does not quote",
+            help="Letters, digits and _ @ % + = : , . / - can. Set other values in launch.setup_script.",
             key=key,
         )
         for key, value in values
-        if not SAFE_FOR_PDSH.fullmatch(value)
+        if not SAFE_UNQUOTED.fullmatch(value)
     ]
 
 
-def _render(template: str, plan: Plan) -> str:
+def kubernetes_name(name: str) -> str:
+    """The recipe's name as that of a Service, which its Job and pods share: lower-case letters, digits and hyphens, a
+    letter first, short enough for a pod's number behind it."""
+    text = "".join(c if c.isascii() and c.isalnum() else "-" for c in name.lower()).strip("-")
+    return (text if text[:1].isalpha() else f"run-{text}").rstrip("-")[:52].rstrip("-")
+
+
+def _render(template: str, plan: Plan, path: str) -> str:
     environment = Environment(
         loader=FileSystemLoader(templates_dir()),
         undefined=StrictUndefined,
@@ -76,4 +102,8 @@ def _render(template: str, plan: Plan) -> str:
         lstrip_blocks=True,
     )
     environment.filters["quote"] = shlex.quote
-    return environment.get_template(template).render(plan=plan, launch=plan.launch)
+    environment.filters["kubernetes_name"] = kubernetes_name
+    # root: the compiled folder, from the script's own.
+    return environment.get_template(template).render(
+        plan=plan, launch=plan.launch, path=path, root="../" * path.count("/")
+    )

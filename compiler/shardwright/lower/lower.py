@@ -8,13 +8,13 @@ from shardwright.ir.json_value import JsonValue
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.lower.ds_config import checked, ds_config
-from shardwright.lower.launch import launch_files
+from shardwright.lower.launch import SCRIPTS, launch_files
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import plan_to_json
 
 MARKER = ".shardwright"
 MARKER_TEXT = b"This folder was written by shardwright compile, which may replace its files.\n"
-EXECUTABLE_FILES: frozenset[str] = frozenset({"launch.sh"})
+EXECUTABLE_FILES = SCRIPTS
 
 
 def lower(plan: Plan, recipe: Recipe, graph: ModelGraph) -> dict[str, bytes]:

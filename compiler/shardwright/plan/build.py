@@ -14,7 +14,7 @@ from shardwright.ir.estimate import Estimate
 from shardwright.ir.model_graph import Layer, ModelGraph
 from shardwright.ir.own_code import OwnCode
 from shardwright.ir.partition import StagePartition, TensorParallelMap
-from shardwright.ir.recipe import DataSection, LaunchSection, Recipe, TrainingSection
+from shardwright.ir.recipe import DataSection, LaunchSection, Recipe, SlurmSection, TrainingSection
 from shardwright.ir.strategy import Strategy
 from shardwright.ir.weights import Weights
 from shardwright.plan.plan import (
@@ -25,6 +25,7 @@ from shardwright.plan.plan import (
     PlanLaunch,
     PlanModel,
     PlanOptimizer,
+    PlanRank,
     PlanScheduler,
     PlanStage,
     PlanTensorParallel,
@@ -32,13 +33,14 @@ from shardwright.plan.plan import (
     Predicted,
     Versions,
 )
-from shardwright.plan.ranks import place_ranks
+from shardwright.plan.ranks import BYTES_PER_ELEMENT, place_ranks
 from shardwright.plan.zero import zero_section
 
 MODEL_DIRECTORY = "model"
 CONFIG_FILE = f"{MODEL_DIRECTORY}/config.json"
 TOKENIZER_DIRECTORY = "tokenizer"
 HOSTFILE = "launch/hostfile"
+SETUP_SCRIPT = "launch/setup.sh"
 RUN_DIRECTORY = "run"
 FOLDER_ROOTS: tuple[str, ...] = ("launch", MODEL_DIRECTORY, TOKENIZER_DIRECTORY)
 ARTIFACT_ROOTS: tuple[str, ...] = (
@@ -85,6 +87,7 @@ def build_plan(
     if recipe.data is None or errors:
         raise Refusal(*errors)
     steps = training_steps(recipe.training)
+    ranks = place_ranks(graph, cluster, strategy, partition, tensor_map, recipe.training.precision)
     return Plan(
         version=PLAN_VERSION,
         name=recipe.name,
@@ -104,7 +107,7 @@ def build_plan(
             vocabulary_sizes=tensor_map.vocabulary_sizes,
             modules=tensor_map.modules,
         ),
-        ranks=place_ranks(graph, cluster, strategy, partition, tensor_map, recipe.training.precision),
+        ranks=ranks,
         training=PlanTraining(
             sequence_length=recipe.training.sequence_length,
             global_batch_size=recipe.training.global_batch_size,
@@ -130,8 +133,15 @@ def build_plan(
         ),
         launch=_launch(recipe.launch, cluster.nodes),
         predicted=Predicted(memory=estimate.memory, time=estimate.time, training=estimate.training),
-        zero=zero_section(strategy, is_cpu=cluster.gpu.is_cpu),
+        zero=zero_section(strategy, numel=_largest_numel(ranks, strategy, recipe), is_cpu=cluster.gpu.is_cpu),
+        extra=recipe.extra,
     )
+
+
+def _largest_numel(ranks: tuple[PlanRank, ...], strategy: Strategy, recipe: Recipe) -> int:
+    """Parameters of the fullest rank's part of the model, before ZeRO-3 shares them out."""
+    parts = strategy.data if strategy.zero_stage == 3 else 1
+    return max(r.parameter_bytes for r in ranks) // BYTES_PER_ELEMENT[recipe.training.precision] * parts
 
 
 def canonical_hash(document: object) -> str:
@@ -243,18 +253,34 @@ def _data(data: DataSection) -> PlanData:
     )
 
 
+NEEDS_HOSTS = ("pdsh", "openmpi")
+"""Launchers that reach the nodes by name. The others are started on each node, which knows only its number."""
+
+
+def launcher_of(launch: LaunchSection, nodes: int) -> str:
+    """auto, settled by what the recipe holds."""
+    if launch.launcher != "auto":
+        return launch.launcher
+    if launch.slurm is not None:
+        return "slurm"
+    if launch.kubernetes is not None:
+        return "kubernetes"
+    return "local" if nodes == 1 else "pdsh"
+
+
 def _launch(launch: LaunchSection, nodes: int) -> PlanLaunch:
-    """hostfile: relative to the compiled folder, or None where the hosts are named when the run starts."""
-    auto = "local" if nodes == 1 else "pdsh"
-    has_hostfile = nodes == 1 or launch.hostfile is not None
+    launcher = launcher_of(launch, nodes)
+    has_hostfile = nodes == 1 or launch.hostfile is not None or launcher not in NEEDS_HOSTS
     return PlanLaunch(
-        launcher=auto if launch.launcher == "auto" else launch.launcher,
+        launcher=launcher,
         hostfile=HOSTFILE if has_hostfile else None,
         master_addr=launch.master_addr,
         master_port=launch.master_port,
         env=tuple(sorted(launch.env.items())),
         env_from=tuple(sorted(set(launch.env_from))),
-        setup_script=None,
+        setup_script=None if launch.setup_script is None else SETUP_SCRIPT,
+        slurm=(launch.slurm or SlurmSection()) if launcher == "slurm" else None,
+        kubernetes=launch.kubernetes if launcher == "kubernetes" else None,
     )
 
 

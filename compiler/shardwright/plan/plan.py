@@ -5,13 +5,14 @@ Rules for change: adding a field with a default is a minor change; renaming or r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardwright.ir.cut import Cut
 from shardwright.ir.estimate import Memory, Time, Training
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.own_code import OwnCode
 from shardwright.ir.partition import ModuleSplit
+from shardwright.ir.recipe import KubernetesSection, SlurmSection
 from shardwright.ir.strategy import Strategy
 
 PLAN_VERSION = 1
@@ -147,6 +148,11 @@ class PlanCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanLaunch:
+    """hostfile, setup_script: relative to the compiled folder. No hostfile: the hosts are named when the run starts.
+
+    slurm, kubernetes: set where that is the launcher.
+    """
+
     launcher: str
     hostfile: str | None
     master_addr: str | None
@@ -154,6 +160,8 @@ class PlanLaunch:
     env: tuple[tuple[str, str], ...]
     env_from: tuple[str, ...]
     setup_script: str | None
+    slurm: SlurmSection | None = None
+    kubernetes: KubernetesSection | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +194,7 @@ class Plan:
     launch: PlanLaunch
     predicted: Predicted
     zero: JsonObject
+    extra: JsonObject = field(default_factory=dict)
 
     @property
     def boundaries(self) -> tuple[int, ...]:

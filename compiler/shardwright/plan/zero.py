@@ -5,9 +5,19 @@ from __future__ import annotations
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.ir.strategy import Strategy
 
+BUCKET_NUMEL = 500_000_000
+PREFETCH_NUMEL = 50_000_000
+LIVE_NUMEL = 1_000_000_000
+"""DeepSpeed's own defaults, in elements: what a run communicates at once, and keeps whole at ZeRO-3, stands in the
+plan and does not change with DeepSpeed's version."""
 
-def zero_section(strategy: Strategy, *, is_cpu: bool) -> JsonObject:
-    """DeepSpeed's own defaults are written out where a run depends on them."""
+
+def zero_section(strategy: Strategy, *, numel: int, is_cpu: bool) -> JsonObject:
+    """DeepSpeed's own defaults are written out where a run depends on them.
+
+    numel: parameters of the fullest rank's part of the model. A gradient bucket, which is allocated whole, is not
+    larger than that; the cost model counts it so.
+    """
     # Pipelines ignore overlap_comm with a warning (DeepSpeed pipe/engine.py); a CPU has no second stream.
     overlap = strategy.zero_stage >= 2 and not is_cpu
     if strategy.zero_stage == 0:
@@ -17,11 +27,17 @@ def zero_section(strategy: Strategy, *, is_cpu: bool) -> JsonObject:
         "contiguous_gradients": True,
         "overlap_comm": overlap,
         "reduce_scatter": True,
+        "reduce_bucket_size": max(1, min(BUCKET_NUMEL, numel)),
     }
+    if strategy.zero_stage < 3:
+        section["allgather_bucket_size"] = BUCKET_NUMEL
     if strategy.zero_stage == 3:
         # 0: no parameter stays whole on each rank, so that the plan's bytes per rank are what is resident.
         section["stage3_param_persistence_threshold"] = 0
         section["stage3_gather_16bit_weights_on_model_save"] = False
+        section["stage3_prefetch_bucket_size"] = PREFETCH_NUMEL
+        section["stage3_max_live_parameters"] = LIVE_NUMEL
+        section["stage3_max_reuse_distance"] = LIVE_NUMEL
     if strategy.offload != "none":
         section["offload_optimizer"] = {"device": "cpu", "pin_memory": not is_cpu}
     if strategy.offload == "parameters":

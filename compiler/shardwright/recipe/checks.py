@@ -222,11 +222,33 @@ def _auto_nodes(view: View) -> Iterable[Diagnostic]:
         yield _error("SW1207", "training.days_at_most", message, "Remove it, or write `nodes: auto`.")
 
 
-def _slurm(view: View) -> Iterable[Diagnostic]:
-    launcher = view.get("launch.launcher")
-    if view.get("launch.slurm") is not None and launcher not in (None, "slurm"):
-        message = f"a slurm section has no effect with launcher: {launcher}"
-        yield _error("SW1208", "launch.slurm", message, "Remove it, or write `launcher: slurm`.")
+def _schedulers(view: View) -> Iterable[Diagnostic]:
+    launcher, given = view.get("launch.launcher"), view.given("launch.slurm", "launch.kubernetes")
+    if launcher is None and len(given) == 2:
+        message = "launch has a slurm and a kubernetes section, and launcher: auto"
+        yield _error("SW1208", given[1], message, "Keep one of them.")
+    for section in given:
+        name = section.rpartition(".")[2]
+        if launcher not in (None, name):
+            message = f"a {name} section has no effect with launcher: {launcher}"
+            yield _error("SW1208", section, message, f"Remove it, or write `launcher: {name}`.")
+    if launcher == "kubernetes" and view.get("launch.kubernetes") is None:
+        message = "launcher: kubernetes needs the image and the volume that the pods use"
+        help = "Add `kubernetes: {image: ..., volume_claim: ..., directory: /shared/...}` under `launch`."
+        yield _error("SW1201", "launch.launcher", message, help)
+
+
+def _kubernetes(view: View) -> Iterable[Diagnostic]:
+    if view.get("launch.kubernetes") is None:
+        return
+    directory, mount = view.text("launch.kubernetes.directory"), view.text("launch.kubernetes.mount_path").rstrip("/")
+    if ".." in directory.split("/") or not directory.startswith(f"{mount}/"):
+        message = f"launch.kubernetes.directory: {directory} is not inside mount_path, {mount or '/'}"
+        yield _error("SW1213", "launch.kubernetes.directory", message, f"Give a folder below {mount or '/'}.")
+    if view.get("launch.env_from") and view.get("launch.kubernetes.secret") is None:
+        message = "launch.env_from needs launch.kubernetes.secret: a manifest holds no secret values"
+        help = "Make a Secret with these names as its keys and give its name."
+        yield _error("SW1213", "launch.env_from", message, help)
 
 
 def _environment(view: View) -> Iterable[Diagnostic]:
@@ -273,7 +295,8 @@ CHECKS: tuple[Check, ...] = (
     Check(keys=("training.scheduler.min_lr", "training.optimizer.lr"), find=_min_lr),
     Check(keys=("training.gradient_accumulation_dtype", "training.precision"), find=_accumulation),
     Check(keys=("cluster.nodes", "training.days_at_most"), find=_auto_nodes),
-    Check(keys=("launch.launcher", "launch.slurm"), find=_slurm),
+    Check(keys=("launch.launcher", "launch.slurm", "launch.kubernetes"), find=_schedulers),
+    Check(keys=("launch.kubernetes", "launch.env_from"), find=_kubernetes),
     Check(keys=("launch.env", "launch.env_from"), find=_environment),
     Check(keys=("training.epochs", "data.kind"), find=_epochs),
     _exactly_one("validation", ("fraction", "kind"), "fraction: 0.01"),

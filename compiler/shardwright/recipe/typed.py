@@ -13,12 +13,14 @@ from shardwright.ir.recipe import (
     ClusterSection,
     DataSection,
     InlineGpu,
+    KubernetesSection,
     LaunchSection,
     ModelSection,
     OptimizerSection,
     ParallelismSection,
     Recipe,
     SchedulerSection,
+    SlurmSection,
     TrainingSection,
 )
 from shardwright.recipe.paths import absolute, absolute_data_path, is_folder
@@ -101,13 +103,15 @@ def build(document: JsonObject, directory: str, source: Source) -> Recipe:
             env=cast(Text, launch["env"]),
             env_from=tuple(cast("list[str]", launch["env_from"])),
             setup_script=path(launch["setup_script"]),
-            slurm=cast(JsonObject, launch["slurm"] or {}),
+            slurm=_slurm(cast("JsonObject | None", launch["slurm"])),
+            kubernetes=_kubernetes(cast("JsonObject | None", launch["kubernetes"])),
         ),
         checkpoint=CheckpointSection(
             directory=cast(str, checkpoint["directory"]),
             every_steps=_integer(checkpoint["every_steps"]),
             keep=_integer(checkpoint["keep"]),
         ),
+        extra=_section(document, "extra"),
         directory=directory,
         document=document,
         source=source,
@@ -146,6 +150,37 @@ def _training(training: JsonObject) -> TrainingSection:
         gradient_clipping=cast(float, training["gradient_clipping"]),
         seed=cast(int, training["seed"]),
         days_at_most=_number(training["days_at_most"]),
+    )
+
+
+def _slurm(slurm: JsonObject | None) -> SlurmSection | None:
+    if slurm is None:
+        return None
+    return SlurmSection(
+        account=_choice(slurm["account"]),
+        partition=_choice(slurm["partition"]),
+        qos=_choice(slurm["qos"]),
+        time=_choice(slurm["time"]),
+        requeue=cast(bool, slurm["requeue"]),
+        signal_seconds=cast(int, slurm["signal_seconds"]),
+        gres=_choice(slurm["gres"]),
+        cpus_per_node=_integer(slurm["cpus_per_node"]),
+        exclusive=cast(bool, slurm["exclusive"]),
+    )
+
+
+def _kubernetes(kubernetes: JsonObject | None) -> KubernetesSection | None:
+    if kubernetes is None:
+        return None
+    return KubernetesSection(
+        image=cast(str, kubernetes["image"]),
+        volume_claim=cast(str, kubernetes["volume_claim"]),
+        directory=cast(str, kubernetes["directory"]),
+        mount_path=cast(str, kubernetes["mount_path"]),
+        namespace=_choice(kubernetes["namespace"]),
+        secret=_choice(kubernetes["secret"]),
+        gpu_resource=cast(str, kubernetes["gpu_resource"]),
+        restarts=cast(int, kubernetes["restarts"]),
     )
 
 

@@ -69,27 +69,6 @@ EXECUTABLE: tuple[Limit, ...] = (
         allowed=(None,),
         help="The number of steps in an epoch is known only once the data is prepared: give `steps` or `tokens`.",
     ),
-    Limit(
-        code="SW1907",
-        key=("launch", "launcher"),
-        value=lambda r: r.launch.launcher,
-        allowed=("auto", "local", "pdsh", "no_ssh"),
-        help="Write `launcher: no_ssh` and start launch.sh once on each node from your own scheduler's script.",
-    ),
-    Limit(
-        code="SW1907",
-        key=("launch", "slurm"),
-        value=lambda r: "given" if r.launch.slurm else None,
-        allowed=(None,),
-        help="Remove `launch.slurm`; write `launcher: no_ssh` and start launch.sh once on each node of the allocation.",
-    ),
-    Limit(
-        code="SW1908",
-        key=("launch", "setup_script"),
-        value=lambda r: r.launch.setup_script,
-        allowed=(None,),
-        help="Remove it, and source the script in the shell that starts the run.",
-    ),
     *(
         Limit(
             code="SW1914",

@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -23,12 +22,14 @@ import psutil
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
-from shardwright.runtime.checkpoint_index import choose_checkpoint, set_aside
+from shardwright.runtime.attempt import begin_attempt
+from shardwright.runtime.checkpoint_index import choose_checkpoint
 from shardwright.runtime.events import parse_event
 from shardwright.runtime.failure import report_failure
-from shardwright.runtime.journal import PROGRESS, read_json, write_json, write_status
+from shardwright.runtime.journal import PROGRESS, read_json, write_status
 from shardwright.runtime.preconditions import check_machine, check_versions, program_path
 from shardwright.runtime.progress import Progress
+from shardwright.runtime.submit import submit, submits
 
 INTERRUPT_GRACE_SECONDS = 10.0
 HOST_GRACE_SECONDS = 15.0
@@ -62,12 +63,14 @@ def run_folder(folder: Path, hostfile: Path | None, resume: str) -> int:
         print(warning, file=sys.stderr)
     check_machine(plan, folder, hostfile)
     (folder / "run").mkdir(exist_ok=True)
+    if submits(plan):
+        return submit(plan, folder, resume)
     with _lock(folder) as lock:
         checkpoint = choose_checkpoint(plan, folder, resume)
         if checkpoint and int(checkpoint.name.rsplit("-", 1)[1]) >= plan.training.steps:
             print(f"already trained to its last step: {checkpoint} (`--resume never` starts again)")
             return 0
-        attempt = _begin_attempt(plan, folder, checkpoint, fresh=resume == "never")
+        attempt = begin_attempt(plan, folder, checkpoint, fresh=resume == "never")
         code = _launch(plan, folder, hostfile, attempt, lock)
         return _conclude(plan, folder, attempt, code)
 
@@ -106,21 +109,6 @@ def another_is_alive(folder: Path) -> Refusal:
             help="`shardwright status` says how it is doing; `shardwright stop` ends it with a checkpoint.",
         )
     )
-
-
-def _begin_attempt(plan: Plan, folder: Path, checkpoint: Path | None, *, fresh: bool) -> int:
-    run = folder / "run"
-    attempt = int(str(read_json(run / "attempt.json").get("attempt", 0))) + 1
-    if fresh:
-        set_aside(plan, folder, attempt)
-    for stale in ("status.json", "stop", "heartbeat"):
-        (run / stale).unlink(missing_ok=True)
-    for leftovers in ("errors", "ranks"):
-        shutil.rmtree(run / leftovers, ignore_errors=True)
-    for log in (run / "logs").glob("rank-*.log"):
-        log.unlink()
-    write_json(run / "attempt.json", {"attempt": attempt, "resume": str(checkpoint) if checkpoint else None})
-    return attempt
 
 
 def command(plan: Plan, hostfile: Path | None) -> list[str]:

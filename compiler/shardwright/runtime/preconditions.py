@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -11,11 +10,11 @@ from importlib import metadata
 from pathlib import Path
 
 from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.plan.build import NEEDS_HOSTS
+from shardwright.plan.hosts import SAFE_UNQUOTED, read_hosts
 from shardwright.plan.plan import Plan
 
 TESTED = {"deepspeed": ">=0.19.8,<0.20", "transformers": ">=5.20,<6", "torch": ">=2.10,<3"}
-
-_PLAIN = re.compile(r"[\w@%+=:,./-]*")
 
 
 def check_versions(plan: Plan) -> list[str]:
@@ -71,7 +70,8 @@ def _obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[Diag
             help="Install shardwright with its dependencies (pip install shardwright) and use its command.",
         )
     weights = plan.model.weights_path
-    if weights is not None and not Path(weights).is_dir():
+    # Pods have a volume of their own, which need not be mounted here.
+    if weights is not None and plan.launch.launcher != "kubernetes" and not Path(weights).is_dir():
         yield Diagnostic(
             code="SW6007",
             message=f"the pretrained weights are gone: there is no folder {weights!r}",
@@ -83,26 +83,65 @@ def _obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[Diag
             message="launch.launcher is no_ssh: nothing here can start the other nodes",
             help=f"On each node: NODE_RANK=0...{plan.nodes - 1} MASTER_ADDR=<address of node 0> bash launch.sh",
         )
-    if plan.nodes == 1 and hostfile is not None:
+    yield from _scheduler_obstacles(plan)
+    yield from _host_obstacles(plan, folder, hostfile)
+
+
+_COMMANDS = {"pdsh": "pdsh", "openmpi": "mpirun", "slurm": "sbatch", "kubernetes": "kubectl"}
+
+
+def _scheduler_obstacles(plan: Plan) -> Iterator[Diagnostic]:
+    launcher = plan.launch.launcher
+    program = _COMMANDS.get(launcher)
+    if program is not None and shutil.which(program, path=program_path()) is None:
+        yield Diagnostic(
+            code="SW6005",
+            message=f"launch.launcher is {launcher}, and there is no `{program}` command here",
+            help=f"Install it, start the run where there is one, or compile with another launcher than {launcher}.",
+        )
+    nodes = os.environ.get("SLURM_JOB_NUM_NODES")
+    if launcher == "slurm" and nodes is not None and nodes != str(plan.nodes):
         yield Diagnostic(
             code="SW6003",
-            message="the plan is for one node, which is the machine that `run` is started on",
-            help="Leave --hostfile out, or compile for several nodes.",
+            message=f"the Slurm allocation has {nodes} nodes, the plan is for {plan.nodes}",
+            help=f"Ask for --nodes={plan.nodes}, leave the allocation (`run` then submits a job), or compile again.",
         )
-    if hostfile is not None and not hostfile.is_file():
-        yield Diagnostic(
-            code="SW6003", message=f"there is no hostfile {str(hostfile)!r}", help="Lines `name slots=N`, one a node."
-        )
-    if plan.nodes > 1 and plan.launch.launcher == "pdsh":
-        if hostfile is None and not (folder / "launch" / "hostfile").is_file():
+
+
+def _host_obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[Diagnostic]:
+    """The hosts of a hostfile against the plan's rank map."""
+    launcher, compiled = plan.launch.launcher, folder / "launch" / "hostfile"
+    if launcher not in NEEDS_HOSTS:
+        if hostfile is not None:
+            where = "the machine that `run` is started on" if launcher == "local" else f"given by {launcher}"
             yield Diagnostic(
                 code="SW6003",
-                message=f"the plan is for {plan.nodes} nodes and no hostfile says which",
-                help="Give `--hostfile FILE` with a line `name slots=N` for each node.",
+                message=f"a hostfile has no use: where the ranks run is {where}",
+                help="Leave --hostfile out, or compile with `launcher: pdsh` or `openmpi`.",
             )
-        if not _PLAIN.fullmatch(str(folder.resolve())):
-            yield Diagnostic(
-                code="SW6005",
-                message=f"pdsh cannot pass the folder's path {str(folder.resolve())!r}: it does not quote",
-                help="Move the folder to a path of letters, digits and @%+=:,./-_ only, the same on every host.",
-            )
+        return
+    if hostfile is None and not compiled.is_file():
+        yield Diagnostic(
+            code="SW6003",
+            message=f"the plan is for {plan.nodes} nodes and no hostfile says which",
+            help="Give `--hostfile FILE` with a line `name slots=N` for each node.",
+        )
+        return
+    path = hostfile or compiled
+    try:
+        read_hosts(str(path), path.read_text(encoding="utf-8"), plan.nodes, plan.gpus_per_node)
+    except Refusal as refusal:
+        yield from refusal.diagnostics
+    except (OSError, UnicodeDecodeError) as error:
+        cause = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        yield Diagnostic(
+            code="SW6003",
+            message=f"the hostfile {str(path)!r} cannot be read: {cause}",
+            help="Lines `name slots=N`, one a node.",
+        )
+    if launcher == "pdsh" and not SAFE_UNQUOTED.fullmatch(str(folder.resolve())):
+        yield Diagnostic(
+            code="SW6005",
+            message=f"pdsh cannot pass the folder's path {str(folder.resolve())!r}: it does not quote",
+            help="Move the folder to a path of letters, digits and @%+=:,./-_ only, the same on every host.",
+        )

@@ -32,12 +32,12 @@ def main() -> int:
     plan = read_plan(folder)
     watch = Watch(plan, folder, rank, number, output)
     try:
-        _train(plan, folder, rank, number, attempt.get("resume"), watch)
+        return _train(plan, folder, rank, number, attempt.get("resume"), watch)
     except BaseException as error:
         if rank != 0:
             traceback.print_exc()  # into its own log; rank 0's is what the user watches
         event = _failure(plan, rank, error)
-        write_json(folder / "run" / "errors" / f"rank-{rank:05d}.json", {"attempt": number, **event})
+        write_json(folder / "run" / "errors" / f"rank-{rank:05d}.json", {"attempt": watch.attempt, **event})
         watch.failed(event)
         if is_echo(str(error)):
             # Let the launcher, which looks once a second, see the process that was killed before it sees this one.
@@ -46,7 +46,6 @@ def main() -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-    return 0
 
 
 def _redirect_output(path: Path) -> None:
@@ -75,9 +74,11 @@ def _failure(plan: Plan, rank: int, error: BaseException) -> Event:
     }
 
 
-def _train(plan: Plan, folder: Path, rank: int, attempt: int, resume: object, watch: Watch) -> None:
+def _train(plan: Plan, folder: Path, rank: int, attempt: int, resume: object, watch: Watch) -> int:
+    """Returns the exit code: 0, or what a scheduler wants of a run that was told to stop."""
     if plan.is_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
+    from shardwright.runtime.attempt import begin_on_ranks
     from shardwright.runtime.distributed import check_world, close_groups, open_groups
 
     stop = _StopRequest(folder)
@@ -85,6 +86,9 @@ def _train(plan: Plan, folder: Path, rank: int, attempt: int, resume: object, wa
     watch.join()
     watch.at("connecting to the other ranks", 0)
     open_groups(plan)
+    if wanted := os.environ.get("SHARDWRIGHT_RESUME"):
+        attempt, resume = begin_on_ranks(plan, folder, rank, wanted)
+        watch.attempt = attempt
     watch.at("reading its data and building its part of the model", 0)
     if rank == 0:
         write_status(folder, "running", attempt)
@@ -141,6 +145,7 @@ def _train(plan: Plan, folder: Path, rank: int, attempt: int, resume: object, wa
         write_status(folder, status, attempt, step=done)
     watch.leave()
     close_groups()
+    return int(os.environ.get("SHARDWRIGHT_PREEMPTED_EXIT", "0")) if status == "preempted" else 0
 
 
 class _StopRequest:

@@ -46,9 +46,9 @@ def test_independent_errors_come_together(write_recipe: Callable[..., Path]) -> 
         "validation": {"fraction": 0.1, "every_steps": 5},
         "cluster.gpu": "a1000",
         "model.config.hidden_sise": 64,
-        "launch": {"launcher": "slurm"},
+        "launch": {"launcher": "slurm", "hostfile": "hosts"},
     }
-    assert codes(write_recipe(changes)) == ["SW1903", "SW1907", "SW1910", "SW2005", "SW3001"]
+    assert codes(write_recipe(changes)) == ["SW1301", "SW1903", "SW1910", "SW2005", "SW3001", "SW5207"]
 
 
 def test_layout_errors_come_with_the_others(write_recipe: Callable[..., Path]) -> None:

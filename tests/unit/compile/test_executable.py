@@ -34,9 +34,6 @@ BEYOND: dict[str, list[dict[str, Any]]] = {
             "data": {"kind": "text", "path": "corpus.txt", "tokenizer": "byte"},
         }
     ],
-    "launch.launcher": [{"launch": {"launcher": name}} for name in ("slurm", "openmpi", "kubernetes")],
-    "launch.slurm": [{"launch": {"launcher": "slurm", "slurm": {"account": "a"}}}],
-    "launch.setup_script": [{"launch": {"setup_script": "corpus.txt"}}],
     "assume.kernels": [{"assume": {"kernels": "compiled"}}],
     "assume.mfu": [{"assume": {"mfu": 0.4}}],
     "assume.ignore_memory": [{"assume": {"ignore_memory": True}}],
@@ -56,6 +53,11 @@ WITHIN: list[dict[str, Any]] = [
     {"launch": {"launcher": "local"}},
     {"launch": {"launcher": "pdsh"}},
     {"launch": {"launcher": "no_ssh"}},
+    {"launch": {"launcher": "openmpi"}},
+    {"launch": {"launcher": "slurm"}},
+    {"launch": {"slurm": {"account": "a", "requeue": True}}},
+    {"launch": {"kubernetes": {"image": "i", "volume_claim": "v", "directory": "/shared/run"}}},
+    {"launch": {"setup_script": "corpus.txt"}},
     {"parallelism.offload": "none"},
     {"parallelism.offload": "auto"},
     *(

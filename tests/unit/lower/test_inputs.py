@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from shardwright.diagnostics import Refusal
-from shardwright.lower.inputs import parse_hostfile
+from shardwright.plan.hosts import read_hosts
 
 
 def test_hosts_in_order_without_comments() -> None:
-    assert parse_hostfile("hosts", "# rack 1\nb slots=8\n\n  a.local   slots=8  \n") == (("b", 8), ("a.local", 8))
+    hosts = read_hosts("hosts", "# rack 1\nb slots=8\n\n  a.local   slots=8  \n", nodes=2, gpus_per_node=8)
+    assert [(host.name, host.place.line) for host in hosts] == [("b", 2), ("a.local", 4)]
 
 
 @pytest.mark.parametrize(
@@ -24,11 +25,12 @@ def test_hosts_in_order_without_comments() -> None:
         ("-oProxyCommand=reboot slots=8", "SW5201"),
         ("b slots=٨", "SW5201"),
         ("a slots=8", "SW5202"),
+        ("b slots=4", "SW5203"),
     ],
 )
 def test_bad_line_is_named_with_its_number(line: str, code: str) -> None:
     with pytest.raises(Refusal) as caught:
-        parse_hostfile("hosts", f"a slots=8\n\n{line}\n")
+        read_hosts("hosts", f"a slots=8\n\n{line}\n", nodes=2, gpus_per_node=8)
     (diagnostic,) = caught.value.diagnostics
     assert diagnostic.code == code
     assert diagnostic.location is not None and diagnostic.location.line == 3
@@ -36,5 +38,14 @@ def test_bad_line_is_named_with_its_number(line: str, code: str) -> None:
 
 def test_every_bad_line_at_once() -> None:
     with pytest.raises(Refusal) as caught:
-        parse_hostfile("hosts", "a\nb slots=1\nb slots=1\n")
-    assert [d.code for d in caught.value.diagnostics] == ["SW5201", "SW5202"]
+        read_hosts("hosts", "a\nb slots=1\nb slots=1\nc slots=2\n", nodes=2, gpus_per_node=1)
+    assert [d.code for d in caught.value.diagnostics] == ["SW5201", "SW5202", "SW5203"]
+
+
+@pytest.mark.parametrize(("nodes", "line"), [(1, 2), (3, 0)])
+def test_as_many_hosts_as_nodes(nodes: int, line: int) -> None:
+    with pytest.raises(Refusal) as caught:
+        read_hosts("hosts", "a slots=8\nb slots=8\n", nodes=nodes, gpus_per_node=8)
+    (diagnostic,) = caught.value.diagnostics
+    assert diagnostic.code == "SW5203" and "2 hosts" in diagnostic.message
+    assert diagnostic.location is not None and diagnostic.location.line == line

@@ -88,11 +88,12 @@ def test_pdsh_refuses_what_it_cannot_quote(
 
 
 def test_no_ssh_needs_to_know_its_node(launch: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
-    changes = {**TWO_NODES, "launch": {"launcher": "no_ssh", "hostfile": "hosts"}}
+    changes = {**TWO_NODES, "launch": {"launcher": "no_ssh"}}
     assert "number of this node" in launch(changes).stderr
     done = launch(changes, NODE_RANK="1", MASTER_ADDR="10.0.0.1")
     assert "<--hostfile><launch/hostfile><--node_rank><1><--master_addr><10.0.0.1>" in done.stdout
+    # The names mean nothing: with the number of its node, DeepSpeed looks none of them up.
+    assert (tmp_path / "out/launch/hostfile").read_text() == "node-0 slots=2\nnode-1 slots=2\n"
 
 
 @pytest.mark.parametrize(
@@ -104,6 +105,8 @@ def test_no_ssh_needs_to_know_its_node(launch: Callable[..., subprocess.Complete
         ({"hostfile": "one-host"}, "SW5203"),
         ({"hostfile": "wrong-slots"}, "SW5203"),
         ({"hostfile": "binary"}, "SW5204"),
+        ({"launcher": "openmpi", "env": {"NOTE": "two words"}}, "SW5205"),
+        ({"launcher": "slurm", "hostfile": "one-host"}, "SW5207"),
     ],
 )
 def test_refused_for_two_nodes(

@@ -110,7 +110,7 @@ def test_defaults(tmp_path: Path) -> None:
     optimizer, scheduler, data = recipe.training.optimizer, recipe.training.scheduler, recipe.data
     assert (optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay) == (3e-4, (0.9, 0.95), 1e-8, 0.1)
     assert (scheduler.name, scheduler.warmup_steps, scheduler.min_lr) == ("cosine", 0, 0.0)
-    assert recipe.model.weights == "random" and recipe.parallelism.tensor is None and recipe.launch.slurm == {}
+    assert recipe.model.weights == "random" and recipe.parallelism.tensor is None and recipe.launch.slurm is None
     assert data is not None and (data.path, data.tokenizer, data.packing) == ("python-stdlib", "byte", True)
     source = load(GOOD.replace("config: {model_type: llama, hidden_size: 64}", "source: org/name"), tmp_path).model
     assert (source.source, source.weights) == ("org/name", "pretrained")

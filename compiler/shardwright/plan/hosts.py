@@ -1,0 +1,96 @@
+"""The hosts of a run, which a hostfile binds to the plan's node indices: its lines, and do they fit the rank map?"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from shardwright.diagnostics import Diagnostic, Location, Refusal
+
+SAFE_UNQUOTED = re.compile(r"[A-Za-z0-9_@%+=:,./-]*")
+"""What DeepSpeed's multi-node launchers pass on as it is: pdsh hands it to a remote shell unquoted, and for the others
+DeepSpeed puts quotes around the rest that nobody takes off (launcher/multinode_runner.py)."""
+
+# DeepSpeed's own pattern (launcher/runner.py) also accepts text after the slots; that text would be ignored in silence.
+_HOST_LINE = re.compile(r"([A-Za-z0-9_@%+=:,.-]+)\s+slots=([0-9]{1,6})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """place: its line of the hostfile."""
+
+    name: str
+    slots: int
+    place: Location
+
+
+def read_hosts(path: str, text: str, nodes: int, gpus_per_node: int) -> tuple[Host, ...]:
+    """The hosts of a hostfile in order: host i is the plan's node i. Raises Refusal with every line that is wrong.
+
+    Rank r of a plan is on slot r % gpus_per_node of node r // gpus_per_node, and DeepSpeed numbers ranks through the
+    hosts' slots: other slots would move every later rank, and tensor groups would leave their node.
+    """
+    hosts, errors = _parse(path, text)
+    errors += [
+        Diagnostic(
+            code="SW5203",
+            message=f"hostfile line {host.place.line}: {host.name} has slots={host.slots}, the plan has "
+            f"{gpus_per_node} ranks on each node",
+            help=f"Write slots={gpus_per_node}, or compile for cluster.gpus_per_node: {host.slots}.",
+            location=host.place,
+        )
+        for host in hosts
+        if host.slots != gpus_per_node
+    ]
+    if not errors and len(hosts) != nodes:
+        surplus = hosts[nodes].place if len(hosts) > nodes else None
+        at = f" line {surplus.line}" if surplus else ""
+        errors.append(
+            Diagnostic(
+                code="SW5203",
+                message=f"hostfile{at}: {_count(len(hosts), 'host')}, and the plan has {_count(nodes, 'node')}",
+                help=f"Give {_count(nodes, 'line')} `name slots={gpus_per_node}`, or compile for "
+                f"cluster.nodes: {max(1, len(hosts))}.",
+                location=surplus or Location(file=path, line=0, column=0),
+            )
+        )
+    if errors:
+        raise Refusal(*errors)
+    return hosts
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _parse(path: str, text: str) -> tuple[tuple[Host, ...], list[Diagnostic]]:
+    hosts: dict[str, Host] = {}
+    errors: list[Diagnostic] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        stripped = line.strip()
+        if not stripped or stripped.startswith("#"):
+            continue
+        place = Location(file=path, line=number, column=1, length=max(1, len(line.rstrip())))
+        match = _HOST_LINE.fullmatch(stripped)
+        if match is None or match[1].startswith("-"):
+            errors.append(
+                Diagnostic(
+                    code="SW5201",
+                    message=f"hostfile line {number}: {stripped!r} is not `name slots=N`",
+                    help="One host a line: its name, a space and slots=N; comments on lines of their own.",
+                    location=place,
+                )
+            )
+        elif match[1] in hosts:
+            errors.append(
+                Diagnostic(
+                    code="SW5202",
+                    message=f"hostfile line {number}: {match[1]!r} is there already, on line "
+                    f"{hosts[match[1]].place.line}",
+                    help="Give each host one line; slots=N is the number of its GPUs.",
+                    location=place,
+                )
+            )
+        else:
+            hosts[match[1]] = Host(name=match[1], slots=int(match[2]), place=place)
+    return tuple(hosts.values()), errors

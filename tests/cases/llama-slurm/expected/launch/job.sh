@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=llama-slurm
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=2
+#SBATCH --exclusive
+#SBATCH --account=research
+#SBATCH --partition=gpu
+#SBATCH --time=48:00:00
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@300
+#SBATCH --open-mode=append
+#SBATCH --output=run/slurm-%j.log
+# The batch job of llama-slurm: `shardwright run` submits it from the folder, where Slurm starts it.
+set -euo pipefail
+resume=${1:-auto}
+[[ ${SLURM_RESTART_COUNT:-0} == 0 ]] || resume=auto # it was queued again: go on where it stopped
+shardwright run . --resume "$resume" &
+run=$!
+told=
+trap 'told=1; kill -USR1 "$run"' USR1 # shortly before the end: the ranks save a checkpoint and stop
+code=138
+while ((code == 138)); do # the signal ends `wait`, not the run
+  code=0
+  wait "$run" || code=$?
+done
+if [[ -n $told ]] && ((code == 0)) && grep -q '"status": "preempted"' run/status.json; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

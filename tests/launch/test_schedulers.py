@@ -1,0 +1,87 @@
+"""Training that a scheduler starts, with parity: a real Slurm of two nodes, and mpirun (`make test-hosts`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch.slurm_cluster import output, slurm, state, wait_for, why_not
+from tests.parity.harness import STEPS, Case, compare, metrics, must, newest_checkpoint, recipe, write_inputs
+
+pytestmark = pytest.mark.hosts
+needs_slurm = pytest.mark.skipif(bool(why_not()), reason=why_not())
+needs_mpi = pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here: make test-hosts installs it")
+
+
+def submit(out: Path, env: dict[str, str]) -> str:
+    """`shardwright run` outside an allocation; returns the job's number."""
+    command = [sys.executable, "-m", "shardwright", "run", str(out)]
+    printed = must(subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)).stdout
+    return re.findall(r"^submitted +job (\d+)$", printed, re.M)[0]
+
+
+def log(out: Path) -> str:
+    return "".join(path.read_text()[-3000:] for path in (out / "run").glob("slurm-*.log"))
+
+
+@needs_slurm
+def test_slurm_trains_over_two_nodes_like_one_process(tmp_path: Path) -> None:
+    with slurm(tmp_path / "slurm") as env:
+
+        def start(out: Path) -> None:
+            job = submit(out, env)
+            wait_for(lambda: state(env, job).get("JobState") not in ("PENDING", "CONFIGURING", "RUNNING"), 400)
+            assert state(env, job)["JobState"] == "COMPLETED", log(out)
+            ranks = [json.loads(path.read_text()) for path in sorted((out / "run" / "ranks").iterdir())]
+            assert [rank["rank"] for rank in ranks] == [0, 1]
+
+        compare(Case(model="llama", pipeline=2, nodes=2, launcher="slurm"), tmp_path, start)
+
+
+@needs_slurm
+def test_slurm_queues_a_run_again_that_was_told_to_stop(tmp_path: Path) -> None:
+    """The signal that Slurm sends before the time is up: a checkpoint, the same job again, and on from there."""
+    case = Case(model="llama", data=2, nodes=2, launcher="slurm")
+    write_inputs(case, tmp_path)
+    document = recipe(case, tmp_path)
+    document["training"] |= {"steps": 60}
+    document["data"] = {"kind": "synthetic"}
+    document["launch"]["slurm"] = {"requeue": True, "time": "30:00"}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(document))
+    out = tmp_path / "out"
+    compiler = [sys.executable, "-m", "shardwright", "compile", str(tmp_path / "recipe.yaml"), "-o", str(out)]
+    must(subprocess.run(compiler, capture_output=True, text=True))
+    with slurm(tmp_path / "slurm") as env:
+        job = submit(out, env)
+        wait_for(lambda: (out / "run" / "metrics.jsonl").exists() and len(metrics(out)) > 2, 200)
+        output(env, "scancel", "--batch", "--signal=USR1", job)
+        wait_for(lambda: state(env, job).get("Restarts") == "1", 120)
+        stopped = int(newest_checkpoint(out).name.removeprefix("step-"))
+        assert 2 < stopped < 60, "it was to stop on the way"
+        output(env, "scontrol", "update", f"jobid={job}", "StartTime=now")  # Slurm would wait two minutes
+        wait_for(lambda: state(env, job).get("JobState") == "COMPLETED", 300)
+    lines = metrics(out)
+    assert [line["step"] for line in lines] == list(range(1, 61)), log(out)
+    assert {line["attempt"] for line in lines if line["step"] > stopped} == {2}
+    assert json.loads((out / "run" / "status.json").read_text())["status"] == "done"
+
+
+@needs_mpi
+def test_openmpi_trains_like_one_process(tmp_path: Path) -> None:
+    # mpirun refuses to run as root, which the tests may be.
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+    def start(out: Path) -> None:
+        command = [sys.executable, "-m", "shardwright", "run", str(out)]
+        done = must(subprocess.run(command, env={**os.environ, **allowed}, capture_output=True, text=True, timeout=400))
+        assert f"done at step {STEPS} of {STEPS}" in done.stdout
+        assert "mpirun" in (out / "run" / "launcher.log").read_text()
+
+    compare(Case(model="llama", data=2, zero_stage=2, launcher="openmpi"), tmp_path, start)
