@@ -14,16 +14,21 @@ from shardwright.ir.estimate import Memory, StageMemory
 
 def estimate_memory(layout: Layout) -> Memory:
     """Bytes as nvidia-smi would show them, per pipeline rank; `fits` honours memory_headroom and ignore_memory."""
-    capacity = layout.cluster.capacity_bytes
-    driver = 0.0 if layout.cluster.gpu.is_cpu else layout.constants.driver_share
-    usable = int(capacity * (1 - max(driver, layout.recipe.parallelism.memory_headroom or 0.0)))
-    stages = tuple(_rank_memory(layout, rank, usable) for rank in range(layout.strategy.pipeline))
+    usable = usable_bytes(layout)
+    stages = tuple(rank_memory(layout, rank, usable) for rank in range(layout.strategy.pipeline))
     peak = max(stage.peak_bytes for stage in stages)
     fits = peak <= usable or layout.recipe.assume.ignore_memory
-    return Memory(peak_bytes=peak, capacity_bytes=capacity, fits=fits, stages=stages)
+    return Memory(peak_bytes=peak, capacity_bytes=layout.cluster.capacity_bytes, fits=fits, stages=stages)
 
 
-def _rank_memory(layout: Layout, rank: int, usable: int) -> StageMemory:
+def usable_bytes(layout: Layout) -> int:
+    """What the driver and a pinned memory_headroom leave of a device."""
+    driver = 0.0 if layout.cluster.gpu.is_cpu else layout.constants.driver_share
+    headroom = layout.recipe.parallelism.memory_headroom or 0.0
+    return int(layout.cluster.capacity_bytes * (1 - max(driver, headroom)))
+
+
+def rank_memory(layout: Layout, rank: int, usable: int) -> StageMemory:
     s = layout.strategy
     numel, element = layout.numel(rank), layout.element_bytes
     parameters = numel * element / (s.data if s.zero_stage >= 3 else 1)
