@@ -29,6 +29,7 @@ from shardwright.plan.build import MODEL_DIRECTORY, build_plan, installed_versio
 from shardwright.plan.plan import Plan
 from shardwright.recipe.files import check_files
 from shardwright.rules.executable import check_executable
+from shardwright.search.deadline import size_cluster
 from shardwright.search.search import choose
 
 T = TypeVar("T")
@@ -87,6 +88,13 @@ def _model(c: Compilation) -> Compilation:
 
 def _cluster(c: Compilation) -> Compilation:
     return replace(c, cluster=resolve_cluster(c.recipe.cluster))
+
+
+def _size(c: Compilation) -> Compilation:
+    """What depends on the number of nodes is checked once it is decided."""
+    recipe, cluster, sizing = size_cluster(c.recipe, made(c.graph), made(c.cluster))
+    sized = replace(c, recipe=recipe, cluster=cluster)
+    return sized if sizing is None else _check(sized)
 
 
 def _search(c: Compilation) -> Compilation:
@@ -149,6 +157,7 @@ Stage = Callable[[Compilation], Compilation]
 # The order of the compile. The stages of one row do not need each other: all their errors are reported together.
 STAGES: tuple[tuple[Stage, ...], ...] = (
     (_check, _weights, _model, _cluster),
+    (_size,),
     (_search,),
     (_partition,),
     (_plan,),
@@ -178,6 +187,8 @@ def compile_recipe(recipe: Recipe) -> Compiled:
 def _layout_errors(state: Compilation, errors: list[Diagnostic]) -> tuple[Diagnostic, ...]:
     """A recipe refused for its data or launch section should hear of its layout too, once a key."""
     if state.graph is None or state.cluster is None or state.estimate is not None:
+        return ()
+    if state.recipe.cluster.nodes is None:
         return ()
     try:
         choose(state.recipe, state.graph, state.cluster)

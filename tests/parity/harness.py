@@ -70,6 +70,7 @@ class Case:
     accumulation_dtype: str = "auto"
     clipping: float = 0.5
     pretrained: bool = False
+    offload: str = "none"
 
     @property
     def world(self) -> int:
@@ -109,6 +110,7 @@ def recipe(case: Case, folder: Path) -> dict[str, Any]:
             "micro_batch_size": case.micro,
             "activation_checkpointing": case.checkpointing,
             "schedule": case.schedule,
+            "offload": case.offload,
         },
     }
 

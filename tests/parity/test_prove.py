@@ -30,6 +30,8 @@ RESUMES = {
     "llama-dp2-zero1": Case(model="llama", data=2),
     "llama-dp2-zero2": Case(model="llama", data=2, zero_stage=2),
     "llama-tp2-dp2-zero3": Case(model="llama", tensor=2, data=2, zero_stage=3),
+    "gpt2-offload-dp2-zero2": Case(model="gpt2", data=2, zero_stage=2, offload="optimizer"),
+    "llama-offload-dp2-zero3": Case(model="llama", data=2, zero_stage=3, offload="parameters"),
     "llama-pp2-dp2": Case(model="llama", pipeline=2, data=2),
     "gpt2-dualpipev-pp2": Case(model="gpt2", pipeline=2, schedule="dualpipev", accumulation=4),
     "llama-bf16-pp2-tp2": Case(model="llama", pipeline=2, tensor=2, precision="bf16"),

@@ -65,9 +65,11 @@ def estimate_recipe(path: str, overrides: Sequence[str]) -> tuple[Recipe, Estima
 
     recipe = load_recipe(Path(path), overrides)
     graph, cluster = model_and_cluster(recipe)
+    from shardwright.search.deadline import size_cluster
     from shardwright.search.search import pinned_estimate
 
     try:
+        recipe, cluster, _ = size_cluster(recipe, graph, cluster)
         return recipe, pinned_estimate(recipe, graph, cluster)
     except Refusal as refusal:
         raise Refusal(*refusal.diagnostics, source=refusal.source or recipe.source) from None

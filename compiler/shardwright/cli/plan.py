@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+from shardwright.cli.plan_model import (
+    GPUS_PER_NODE,
+    LONGEST_ASSUMED_SEQUENCE,
+    PRECISION,
+    assumed_keys,
+    heading,
+    load_text,
+    model_of,
+    planned_as,
+    recipe_text,
+    usage_error,
+)
 
-    from shardwright.diagnostics import KeyPath, Location
+if TYPE_CHECKING:
+    from shardwright.cli.plan_table import Row
+    from shardwright.ir.cluster import Cluster
     from shardwright.ir.estimate import Estimate
-    from shardwright.ir.json_value import JsonObject, JsonValue
+    from shardwright.ir.json_value import JsonValue
+    from shardwright.ir.model_graph import ModelGraph
     from shardwright.ir.recipe import Recipe
+    from shardwright.search.deadline import Sizing
     from shardwright.search.search import SearchResult
 
-NAME = "<planned recipe>"
-GPUS_PER_NODE = 8
-STEPS = 1000
-PRECISION = "bf16"
-LONGEST_ASSUMED_SEQUENCE = 4096
-TOKENS_PER_STEP = 4 * 2**20  # what models of 7 B to 400 B are pre-trained with (Llama 2 and 3: 4 M to 16 M)
-
-# A configuration's names for its longest sequence.
-_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
-_RECIPE_ENDINGS = (".yaml", ".yml", ".json")
+MOST_LOST = 5  # regions that the page names; --json has them all
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--top", type=_positive, default=10, metavar="N", help="how many plans to show (default 10)")
+    parser.add_argument(
+        "--pin", type=_positive, metavar="ROW", help="write the layout of this row of the table into the recipe"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="with --pin: where to write the pinned recipe to instead"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     model = parser.add_argument_group("for a MODEL, in place of a recipe")
     model.add_argument("--gpu", metavar="NAME", help="a GPU of the catalogue, such as h100-sxm-80gb")
@@ -71,8 +80,8 @@ def run(args: argparse.Namespace) -> int:
     from shardwright.diagnostics import Refusal
     from shardwright.recipe.load import load_recipe
 
-    model = _model(args)
-    problem = _usage(args, model)
+    model = model_of(args)
+    problem = usage_error(args, model)
     if problem:
         error(problem)
         return 1
@@ -81,23 +90,28 @@ def run(args: argparse.Namespace) -> int:
         recipe = load_recipe(Path(args.recipe), args.overrides)
     else:
         text = recipe_text(args, model)
-        recipe = _load(text, args.overrides)
+        recipe = load_text(text, args.overrides)
     graph, cluster = model_and_cluster(recipe)
-    from shardwright.search.search import baselines, choose, rank_key, search
+    from shardwright.search.deadline import size_cluster
+    from shardwright.search.search import choose, search
 
+    try:
+        recipe, cluster, sizing = size_cluster(recipe, graph, cluster)
+    except Refusal as refusal:
+        print_refusal(refusal, recipe.source)
+        return 1
     result = search(recipe, graph, cluster)
-    # "What you would run today" is always shown: within the ranking where the pins allow it, below it otherwise.
-    today = baselines(recipe, graph, cluster)
-    top = list(result.ranked[: args.top])
-    ranked = {e.strategy for e in result.ranked}
-    top += [e for e in today if e.strategy in ranked and e not in top]
-    top.sort(key=lambda e: rank_key(recipe, e))
-    shown = [*top, *(e for e in today if e.strategy not in ranked)]
+    rows = _rows(recipe, graph, cluster, result, args.top)
+    if args.pin is not None and (problem := _unpinnable(args, rows)):
+        error(problem)
+        return 1
     if args.json:
-        planned = {} if model is None else {"planned_as": _planned_as(recipe), "assumed": list(_assumed(args))}
-        print(json.dumps({**_object(args.recipe, shown, result), **planned}))
+        planned = {} if model is None else {"planned_as": planned_as(recipe), "assumed": list(assumed_keys(args))}
+        print(json.dumps({**_object(args.recipe, recipe, rows, result, sizing), **planned}))
     else:
-        print("\n".join([*_heading(args, text), *_table(shown, result)]))
+        print("\n".join([*heading(args, text), *_page(recipe, rows, result, sizing)]))
+    if args.pin is not None:
+        _pin(args, recipe, text, rows[args.pin - 1])
     if result.ranked:
         return 0
     try:
@@ -107,158 +121,118 @@ def run(args: argparse.Namespace) -> int:
     return 1
 
 
-def _model(args: argparse.Namespace) -> str | None:
-    """The model.source that the argument names; None where it is a recipe."""
-    from shardwright.model.popular.shipped import shipped_name
+def _rows(recipe: Recipe, graph: ModelGraph, cluster: Cluster, result: SearchResult, top: int) -> list[Row]:
+    """The best, and "what you would run today" (pipeline 1, tensor 1, ZeRO-2 and 3): within the ranking where the pins
+    allow it, below it otherwise."""
+    from shardwright.search.search import baselines
 
-    name: str = args.recipe
-    if os.path.isdir(name) and os.path.isfile(os.path.join(name, "config.json")):
-        return os.path.abspath(name)
-    if name == "-" or os.path.exists(name) or name.lower().endswith(_RECIPE_ENDINGS):
-        return None
-    if shipped := shipped_name(name):
-        return shipped
-    return name if _HUB_ID.fullmatch(name) or args.gpu is not None else None
-
-
-_MODEL_FLAGS = ("gpu", "nodes", "gpus_per_node", "sequence_length", "global_batch_size", "precision")
-
-
-def _usage(args: argparse.Namespace, model: str | None) -> str:
-    """What is wrong with the flags, or ""."""
-    given = ["--" + flag.replace("_", "-") for flag in _MODEL_FLAGS if getattr(args, flag) is not None]
-    if model is None and given:
-        return f"{', '.join(given)}: for a model's name only; a recipe has these, change one with --set KEY=VALUE"
-    if model is not None and (args.gpu is None or args.nodes is None):
-        where = "" if os.path.exists(args.recipe) else f"there is no file {args.recipe!r}; "
-        return f"{where}planning a model without a recipe needs --gpu NAME and --nodes N"
-    return ""
+    today = baselines(recipe, graph, cluster)
+    place = {estimate.strategy: i for i, estimate in enumerate(result.ranked)}
+    chosen = {e.strategy: e for e in result.ranked[:top]}
+    chosen |= {e.strategy: e for e in today if e.strategy in place}
+    shown = sorted(chosen.values(), key=lambda e: place[e.strategy])
+    of_today = {e.strategy for e in today}
+    return [
+        *(_row(e, today=e.strategy in of_today, ranked=True) for e in shown),
+        *(_row(e, today=True, ranked=False) for e in today if e.strategy not in place),
+    ]
 
 
-def recipe_text(args: argparse.Namespace, model: str) -> str:
-    """The recipe that stands for the command line, as YAML, a section a line."""
-    gpus_per_node = args.gpus_per_node or GPUS_PER_NODE
-    world = args.nodes * gpus_per_node
-    length = args.sequence_length or min(LONGEST_ASSUMED_SEQUENCE, _longest(model))
-    batch = args.global_batch_size or max(1, round(TOKENS_PER_STEP / length / world)) * world
-    quote = json.dumps  # of text: JSON's form is YAML's too
-    return (
-        "version: 1\n"
-        "name: plan\n"
-        # Weights are not looked at: a plan needs the configuration alone.
-        f"model: {{source: {quote(model)}, weights: random}}\n"
-        f"cluster: {{nodes: {args.nodes}, gpus_per_node: {gpus_per_node}, gpu: {quote(args.gpu)}}}\n"
-        f"training: {{sequence_length: {length}, global_batch_size: {batch}, steps: {STEPS}, "
-        f"precision: {quote(args.precision or PRECISION)}}}\n"
-    )
+def _row(estimate: Estimate, *, today: bool, ranked: bool) -> Row:
+    from shardwright.cli.plan_table import Row
+
+    s = estimate.strategy
+    notes = [] if s.schedule == "1f1b" else [s.schedule]
+    notes += [] if s.offload == "none" else [f"offload {s.offload}"]
+    notes += [f"today's ZeRO-{s.zero_stage}"] if today else []
+    broken = [d.code for d in estimate.diagnostics if d.severity == "error"]
+    notes += broken or ([] if ranked else ["not as pinned"])
+    return Row(estimate=estimate, note=", ".join(notes), broken=bool(broken))
 
 
-def _longest(model: str) -> int:
-    """The longest sequence that the model's configuration names; where it names none, there is no limit."""
-    from shardwright.diagnostics import Refusal
-    from shardwright.model.popular.hub import hub_config, read_config_file
-
-    try:
-        config = read_config_file(Path(model) / "config.json") if os.path.isabs(model) else hub_config(model)
-    except Refusal:
-        config = {}  # stage 2 refuses it again, together with what is wrong elsewhere
-    lengths = [config[key] for key in _LENGTH_KEYS if key in config]
-    return next((n for n in lengths if isinstance(n, int) and n > 0), LONGEST_ASSUMED_SEQUENCE)
-
-
-def _load(text: str, overrides: Sequence[str]) -> Recipe:
-    """The recipe of `text`, whose lines diagnostics show under a name of its own: there is no file of it."""
-    import dataclasses
-
-    from shardwright.diagnostics import Refusal, Source
-    from shardwright.recipe.layers import STDIN
-    from shardwright.recipe.load import load_recipe
-
-    def renamed(source: Source) -> Source:
-        def places(table: Mapping[KeyPath, Location]) -> dict[KeyPath, Location]:
-            return {key: dataclasses.replace(p, file=NAME) if p.file == STDIN else p for key, p in table.items()}
-
-        return Source(
-            file=NAME,
-            locations=places(source.locations),
-            key_locations=places(source.key_locations),
-            texts={NAME if file == STDIN else file: body for file, body in source.texts.items()},
-        )
-
-    try:
-        recipe = load_recipe(Path("-"), overrides, stdin_text=text)
-    except Refusal as refusal:
-        raise Refusal(*refusal.diagnostics, source=refusal.source and renamed(refusal.source)) from None
-    return dataclasses.replace(recipe, source=renamed(recipe.source))
-
-
-def _assumed(args: argparse.Namespace) -> tuple[str, ...]:
-    """The recipe keys that neither the command line's flags nor its --set give."""
-    sections = {"gpus_per_node": "cluster"}
-    keys = {f"{sections.get(flag, 'training')}.{flag}": getattr(args, flag) for flag in _MODEL_FLAGS[2:]}
-    keys["training.steps"] = None
-    overridden = {override.partition("=")[0].strip() for override in args.overrides}
-    return tuple(key for key, value in keys.items() if value is None and key not in overridden)
-
-
-def _planned_as(recipe: Recipe) -> JsonObject:
-    """The sections that the command line stands for, with --set applied and every default filled in."""
-    return {key: recipe.document[key] for key in ("model", "cluster", "training", "parallelism")}
-
-
-def _heading(args: argparse.Namespace, text: str) -> list[str]:
-    """The recipe in place of which the model was planned, and what of it was assumed; nothing for a recipe."""
-    if not text:
-        return []
-    assumed = ", ".join(_assumed(args)) or "nothing"
-    lines = [f"planned as this recipe (assumed: {assumed})", *(f"  {line}" for line in text.splitlines()[2:])]
-    return [*lines, *(f"  --set {override}" for override in args.overrides), ""]
-
-
-def _object(path: str, plans: list[Estimate], result: SearchResult) -> dict[str, JsonValue]:
+def _object(
+    path: str, recipe: Recipe, rows: list[Row], result: SearchResult, sizing: Sizing | None
+) -> dict[str, JsonValue]:
     import dataclasses
 
     from shardwright.cli.estimate import estimate_object
+    from shardwright.cost.measured import measured_error
+    from shardwright.search.compare import binding_constraint, lost_regions, pareto_front
 
-    return {
+    found: dict[str, JsonValue] = {
         "recipe": path,
-        "plans": [estimate_object(path, estimate) for estimate in plans],
+        "plans": [estimate_object(path, row.estimate) for row in rows],
         "rejected": [dataclasses.asdict(region) for region in result.rejected],
+        "lost": [dataclasses.asdict(region) for region in lost_regions(recipe, result.ranked)],
+        "pareto": [estimate_object(path, estimate) for estimate in pareto_front(result.ranked)],
+        "binding": binding_constraint(result.ranked[0], result.beyond_memory) if result.ranked else None,
+        "measured_error": dataclasses.asdict(measured_error()),
         "search_seconds": result.seconds,
     }
+    if sizing is not None:
+        found["sizing"] = {**dataclasses.asdict(sizing), "bound": sizing.bound()}
+    return found
 
 
-HEADER = (
-    *("tensor", "pipeline", "data", "zero", "micro", "accum", "checkpointing", "schedule"),
-    *("step s", "tokens/s/GPU", "MFU", "idle", "GiB", ""),
-)
+def _page(recipe: Recipe, rows: list[Row], result: SearchResult, sizing: Sizing | None) -> list[str]:
+    from shardwright.cli.plan_table import error_note, table
+    from shardwright.search.compare import binding_constraint, lost_regions, pareto_front
 
-
-def _table(plans: list[Estimate], result: SearchResult) -> list[str]:
-    ranked = {estimate.strategy for estimate in result.ranked}
-    rows = [HEADER, *(_row(estimate, estimate.strategy in ranked) for estimate in plans)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines += ["", f"{len(result.ranked)} layouts run, searched in {result.seconds:.2f} s"]
+    lines = table(rows) if rows else []
+    if result.ranked:
+        front = len(pareto_front(result.ranked))
+        lines += [
+            "",
+            f"{len(result.ranked)} layouts run, {front} of them on the Pareto front of time and memory; "
+            f"searched in {result.seconds:.2f} s",
+            f"bound by {binding_constraint(result.ranked[0], result.beyond_memory)}",
+            error_note(),
+        ]
+    if sizing is not None:
+        days = f"{sizing.days:.3g} days of at most {sizing.days_at_most:g}"
+        lines.append(f"{sizing.nodes} nodes are the fewest: {days}; {sizing.bound()}")
+    lost = lost_regions(recipe, result.ranked)
+    if lost:
+        lines.append("lost to row 1:")
+        lines += [
+            f"  {f'tensor={r.tensor} pipeline={r.pipeline} zero_stage={r.zero_stage}':38} {r.slower:+8.1%}  {r.because}"
+            for r in lost[:MOST_LOST]
+        ]
+        lines += [f"  and {len(lost) - MOST_LOST} more (--json)"] if len(lost) > MOST_LOST else []
     if result.rejected:
         lines.append("ruled out:")
         lines += [f"  {region.count:6}  {region.code}  e.g. {region.reason}" for region in result.rejected]
     return lines
 
 
-def _row(estimate: Estimate, ranked: bool) -> tuple[str, ...]:
-    """The last cell marks what is shown for comparison only: outside the pins, or not feasible."""
-    broken = ",".join(d.code for d in estimate.diagnostics if d.severity == "error")
-    s, time = estimate.strategy, estimate.time
-    return (
-        *(str(n) for n in (s.tensor, s.pipeline, s.data, s.zero_stage, s.micro_batch_size)),
-        str(s.gradient_accumulation_steps),
-        s.activation_checkpointing,
-        s.schedule,
-        f"{time.step_seconds:.4g}",
-        f"{time.tokens_per_second_per_gpu:.0f}",
-        f"{time.mfu:.1%}",
-        f"{time.bubble_fraction:.1%}",
-        f"{estimate.memory.peak_bytes / 2**30:.1f}",
-        broken or ("" if ranked else "not as pinned"),
-    )
+def _unpinnable(args: argparse.Namespace, rows: list[Row]) -> str:
+    """Why --pin cannot write, or ""."""
+    if args.pin > len(rows):
+        return f"--pin {args.pin}: the table has {len(rows)} rows"
+    if rows[args.pin - 1].broken:
+        return f"--pin {args.pin}: that layout does not run ({rows[args.pin - 1].note})"
+    if args.overrides:
+        return "--pin and --set: the pinned recipe would lack what --set changes; write it into the recipe first"
+    if args.recipe == "-" and args.output is None:
+        return "--pin with a recipe from standard input needs -o FILE"
+    target = _pinned_file(args)
+    if target.exists() and str(target) != args.recipe:
+        return f"--pin: {target} is there already; name another file with -o"
+    return ""
+
+
+def _pinned_file(args: argparse.Namespace) -> Path:
+    """The recipe itself; for a model's name a new file, called as the model."""
+    if args.output is not None:
+        return Path(args.output)
+    return Path(args.recipe) if model_of(args) is None else Path(f"{Path(args.recipe).name}.yaml")
+
+
+def _pin(args: argparse.Namespace, recipe: Recipe, text: str, row: Row) -> None:
+    from shardwright.cli.pin import pin_recipe
+    from shardwright.search.compare import layout_words
+
+    source = text or recipe.source.texts[recipe.source.file]
+    target = _pinned_file(args)
+    pin_recipe(source, target, row.estimate.strategy, recipe)
+    print(f"row {args.pin} is pinned in {target}: {layout_words(row.estimate.strategy)}", file=sys.stderr)

@@ -46,7 +46,10 @@ def catalogue() -> Catalogue:
 
 
 def resolve_cluster(section: ClusterSection) -> Cluster:
-    """Raises Refusal: SW3001 unknown GPU, SW3002 an inline GPU without peaks, SW3003 nodes: auto; all at once."""
+    """One node where the recipe says auto: search/deadline.py decides how many.
+
+    Raises Refusal: SW3001 unknown GPU, SW3002 an inline GPU without peaks.
+    """
     diagnostics = list(gpu_errors(section))
     gpus = catalogue()["gpus"]
     links: CatalogueEntry | LinkDefaults = catalogue()["inline_gpu"]
@@ -72,21 +75,12 @@ def resolve_cluster(section: ClusterSection) -> Cluster:
             watts=entry["watts"],
             is_cpu=section.gpu == "cpu",
         )
-    if section.nodes is None:
-        diagnostics.append(
-            Diagnostic(
-                code="SW3003",
-                message="nodes: auto is not available in this version",
-                help="Give the number of nodes; `plan` shows the days that each number takes.",
-                key=("cluster", "nodes"),
-            )
-        )
-    if diagnostics or gpu is None or section.nodes is None:
+    if diagnostics or gpu is None:
         raise Refusal(*diagnostics)
     intra = section.intra_node_gbytes_per_second or links["intra_node_gbytes_per_second"]
     inter = section.inter_node_gbits_per_second or links["inter_node_gbits_per_second"]
     cluster = Cluster(
-        nodes=section.nodes,
+        nodes=section.nodes or 1,
         gpus_per_node=section.gpus_per_node,
         gpu=gpu,
         intra_node_bytes_per_second=intra * 1e9,

@@ -60,6 +60,8 @@ class Constants:
     collective_host_seconds: float
     zero_reduction_efficiency: float
     overlap: float
+    host_link_bytes_per_second: float
+    host_bytes_per_second: float
     # memory
     context_bytes: float
     communicator_bytes: float

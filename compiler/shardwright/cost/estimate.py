@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from shardwright.cost.constants import Constants, default_constants
+from shardwright.cost.layout import Layout
 from shardwright.cost.memory import estimate_memory
 from shardwright.cost.placement import make_layout
 from shardwright.cost.timing import estimate_time
@@ -39,18 +40,30 @@ def price(
     constants: Constants | None = None,
 ) -> Estimate:
     """As estimate_strategy, for a caller that has checked the rules already, or that varies the constants."""
+    layout, memory = weigh(recipe, graph, cluster, strategy, constants)
+    return price_layout(layout, memory, diagnostics)
+
+
+def weigh(
+    recipe: Recipe, graph: ModelGraph, cluster: Cluster, strategy: Strategy, constants: Constants | None = None
+) -> tuple[Layout, Memory]:
+    """The cheap half of a price: a search asks no more of what does not fit."""
     layout = make_layout(recipe, graph, cluster, strategy, constants or default_constants())
-    memory = estimate_memory(layout)
+    return layout, estimate_memory(layout)
+
+
+def price_layout(layout: Layout, memory: Memory, diagnostics: tuple[Diagnostic, ...]) -> Estimate:
+    """diagnostics: what the rules say of it; that it does not fit is added."""
     time = estimate_time(layout)
     if not memory.fits:
-        diagnostics = (*diagnostics, does_not_fit(memory, strategy))
+        diagnostics = (*diagnostics, does_not_fit(memory, layout.strategy))
     return Estimate(
-        strategy=strategy,
+        strategy=layout.strategy,
         feasible=all(d.severity != "error" for d in diagnostics),
         diagnostics=diagnostics,
         memory=memory,
         time=time,
-        training=_training(recipe, cluster, time),
+        training=_training(layout.recipe, layout.cluster, time),
     )
 
 

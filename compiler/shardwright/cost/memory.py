@@ -36,8 +36,9 @@ def rank_memory(layout: Layout, rank: int, usable: int) -> StageMemory:
     # Two float32 moments, and a float32 master copy (which ZeRO keeps for float32 parameters too).
     master = 0 if layout.recipe.training.precision == "fp32" and s.zero_stage == 0 else 4
     optimizer = numel * (8 + master) / (s.data if s.zero_stage >= 1 else 1)
-    if s.offload in ("optimizer", "parameters"):
-        optimizer = 0.0
+    if s.offload != "none":
+        optimizer = 0.0  # in host memory (arXiv 2101.06840), as are the accumulated gradients
+        gradients = numel * element if s.zero_stage == 1 else 0.0
     if s.offload == "parameters":
         parameters = 0.0
     activations = sum(_kept_bytes(layout, block) * block.in_flight for block in layout.ranks[rank])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from shardwright.cost.collectives import gather_seconds, group_of, ring_start_seconds, send_seconds
 from shardwright.cost.compute import ELEMENT_BYTES, peak_flops
 from shardwright.cost.layout import Layout
+from shardwright.cost.offload import host_step_seconds, host_transfer_seconds
 from shardwright.cost.passes import FORWARD_SHARE, Passes, passes
 from shardwright.ir.estimate import Time
 from shardwright.ir.strategy import Strategy
@@ -80,6 +81,8 @@ def estimate_time(layout: Layout) -> Time:
     pipeline_comm = min(m * worst.pipeline_comm, schedule - m * (worst.compute + worst.tensor_comm))
     bubble = max(0.0, schedule - m * (worst.compute + worst.tensor_comm) - pipeline_comm)
     data_comm = max(_data_comm_seconds(layout, rank, stages[rank]) for rank in range(s.pipeline))
+    if s.offload != "none":  # another link, at the same time
+        data_comm = max(data_comm, host_transfer_seconds(layout, slowest, worst.compute))
     optimizer = max(_optimizer_seconds(layout, rank) for rank in range(s.pipeline))
     step = schedule + data_comm + optimizer
     mean_busy = m * sum(stage.total for stage in stages) / s.pipeline
@@ -172,10 +175,10 @@ def _data_comm_seconds(layout: Layout, rank: int, stage: StageSeconds) -> float:
     if s.zero_stage == 2:
         return tied + m * exposed(reduce, behind) + gather
     layers = sum(block.stop - block.start for block in layout.ranks[rank])
-    passes = 2 * gather_seconds(cluster, c, group, numel * element, 0)
-    passes += gather_seconds(cluster, c, group, numel * gradient, 0)
+    moved = 2 * gather_seconds(cluster, c, group, numel * element, 0)
+    moved += gather_seconds(cluster, c, group, numel * gradient, 0)
     # The ring's steps do not hide: at each of them the ranks wait for one another.
-    return tied + m * (exposed(passes, 1.0) + 3 * layers * ring_start_seconds(c, group))
+    return tied + m * (exposed(moved, 1.0) + 3 * layers * ring_start_seconds(c, group))
 
 
 def _tied_seconds(layout: Layout) -> float:
@@ -189,6 +192,8 @@ def _tied_seconds(layout: Layout) -> float:
 
 
 def _optimizer_seconds(layout: Layout, rank: int) -> float:
+    if layout.strategy.offload != "none":
+        return host_step_seconds(layout, rank)
     updated = layout.numel(rank) / (layout.strategy.data if layout.strategy.zero_stage >= 1 else 1)
     return _traffic_seconds(layout, layout.constants.optimizer_traffic_bytes * updated)
 

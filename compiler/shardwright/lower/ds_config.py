@@ -25,7 +25,8 @@ def ds_config(plan: Plan) -> JsonObject:
                 "betas": list(optimizer.betas),
                 "eps": optimizer.eps,
                 "weight_decay": optimizer.weight_decay,
-                "torch_adam": True,  # else DeepSpeed compiles FusedAdam on each node
+                # Else DeepSpeed compiles FusedAdam on each node. States in host memory want its vectorised CPUAdam.
+                "torch_adam": strategy.offload == "none" or plan.gpu == "cpu",
             },
         },
         "zero_optimization": plan.zero,

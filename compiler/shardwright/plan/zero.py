@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwright.ir.json_value import JsonObject
+from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.ir.strategy import Strategy
 
 
@@ -12,7 +12,7 @@ def zero_section(strategy: Strategy, *, is_cpu: bool) -> JsonObject:
     overlap = strategy.zero_stage >= 2 and not is_cpu
     if strategy.zero_stage == 0:
         return {"stage": 0}
-    section: dict[str, str | int | bool] = {
+    section: dict[str, JsonValue] = {
         "stage": strategy.zero_stage,
         "contiguous_gradients": True,
         "overlap_comm": overlap,
@@ -22,4 +22,8 @@ def zero_section(strategy: Strategy, *, is_cpu: bool) -> JsonObject:
         # 0: no parameter stays whole on each rank, so that the plan's bytes per rank are what is resident.
         section["stage3_param_persistence_threshold"] = 0
         section["stage3_gather_16bit_weights_on_model_save"] = False
+    if strategy.offload != "none":
+        section["offload_optimizer"] = {"device": "cpu", "pin_memory": not is_cpu}
+    if strategy.offload == "parameters":
+        section["offload_param"] = {"device": "cpu", "pin_memory": not is_cpu}
     return section

@@ -106,13 +106,6 @@ EXECUTABLE: tuple[Limit, ...] = (
     ),
     Limit(
         code="SW1909",
-        key=("parallelism", "offload"),
-        value=lambda r: r.parallelism.offload,
-        allowed=(None, "none"),
-        help=f"Write `offload: none`. {LATER}",
-    ),
-    Limit(
-        code="SW1909",
         key=("parallelism", "expert"),
         value=lambda r: r.parallelism.expert,
         allowed=(1,),

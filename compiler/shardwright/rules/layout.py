@@ -30,8 +30,13 @@ class Subject:
     strategy: Strategy
 
 
-def _found(
-    code: str, key: str, message: str, help_text: str, valid: tuple[int, ...] = (), severity: Severity = "error"
+def found(
+    code: str,
+    key: str,
+    message: str,
+    help_text: str,
+    valid: tuple[int | str, ...] = (),
+    severity: Severity = "error",
 ) -> Diagnostic:
     path: KeyPath = tuple(key.split("."))
     return Diagnostic(
@@ -46,7 +51,7 @@ def world_size(x: Subject) -> Diagnostic | None:
         return None
     pins = x.recipe.parallelism
     key = next((k for k in ("data", "pipeline", "tensor") if getattr(pins, k) is not None), "tensor")
-    return _found(
+    return found(
         "SW3101",
         f"parallelism.{key}",
         f"tensor {s.tensor} x pipeline {s.pipeline} x data {s.data} = {s.world_size}, "
@@ -63,7 +68,7 @@ def batch(x: Subject) -> Diagnostic | None:
         return None
     per_step = s.micro_batch_size * s.data
     lower, upper = size // per_step * per_step, -(-size // per_step) * per_step
-    return _found(
+    return found(
         "SW3102",
         "training.global_batch_size",
         f"global_batch_size {size} is not a multiple of micro_batch_size {s.micro_batch_size} x data {s.data}",
@@ -107,7 +112,7 @@ def pipeline_zero_0(x: Subject) -> Diagnostic | None:
     (rule 9). ZeRO-1 does both, and costs nothing at data 1."""
     if x.strategy.pipeline == 1 or x.strategy.zero_stage != 0:
         return None
-    return _found(
+    return found(
         "SW3107",
         "parallelism.zero_stage",
         f"zero_stage 0 with pipeline {x.strategy.pipeline} computes a wrong gradient norm",
@@ -120,7 +125,7 @@ def pipeline_zero_23(x: Subject) -> Diagnostic | None:
     """Rule 3 (pipe/engine.py:76)."""
     if x.strategy.pipeline == 1 or x.strategy.zero_stage < 2:
         return None
-    return _found(
+    return found(
         "SW3108",
         "parallelism.zero_stage",
         f"zero_stage {x.strategy.zero_stage} does not work with pipeline {x.strategy.pipeline}: "
@@ -135,7 +140,7 @@ def dualpipev_micro_batches(x: Subject) -> Diagnostic | None:
     s = x.strategy
     if s.schedule != "dualpipev" or s.pipeline == 1 or s.gradient_accumulation_steps >= 2 * s.pipeline:
         return None
-    return _found(
+    return found(
         "SW3109",
         "parallelism.schedule",
         f"dualpipev over pipeline {s.pipeline} needs {2 * s.pipeline} micro-batches a step, "
@@ -147,23 +152,11 @@ def dualpipev_micro_batches(x: Subject) -> Diagnostic | None:
 def dualpipev_alone(x: Subject) -> Diagnostic | None:
     if x.strategy.schedule != "dualpipev" or x.strategy.pipeline > 1:
         return None
-    return _found(
+    return found(
         "SW3110",
         "parallelism.schedule",
         "schedule dualpipev with pipeline 1: there is no pipeline to schedule",
         "Use schedule: 1f1b, or pipeline: 2 or more.",
-    )
-
-
-def offload(x: Subject) -> Diagnostic | None:
-    """Rules 11, 24-26 wait for the version that runs it."""
-    if x.strategy.offload == "none":
-        return None
-    return _found(
-        "SW3111",
-        "parallelism.offload",
-        f"offload {x.strategy.offload} cannot run in this version",
-        "Use offload: none; a higher zero_stage or activation_checkpointing: full also saves memory.",
     )
 
 
@@ -172,7 +165,7 @@ def tensor_in_node(x: Subject) -> Diagnostic | None:
     t, slots = x.strategy.tensor, x.cluster.gpus_per_node
     if slots % t == 0:
         return None
-    return _found(
+    return found(
         "SW3112",
         "parallelism.tensor",
         f"tensor {t} does not divide the {slots} GPUs of a node, so a tensor group would cross nodes",
@@ -185,7 +178,7 @@ def tensor_styles(x: Subject) -> Diagnostic | None:
     """Rule 15: what is not proved against a plain process (model/tensor_proved.json) is not offered."""
     if x.strategy.tensor == 1 or x.graph.tensor_kind:
         return None
-    return _found(
+    return found(
         "SW3123",
         "parallelism.tensor",
         f"tensor {x.strategy.tensor}: model_type {x.graph.model_type!r} is not cut over tensor ranks: "
@@ -199,7 +192,7 @@ def selective_attention(x: Subject) -> Diagnostic | None:
     """Selective checkpointing recomputes the attention module: there must be one."""
     if x.strategy.activation_checkpointing != "selective" or x.graph.attention_module:
         return None
-    return _found(
+    return found(
         "SW3124",
         "parallelism.activation_checkpointing",
         f"the layers of model_type {x.graph.model_type!r} have no attention module in common to recompute",
@@ -212,7 +205,7 @@ def packed_documents(x: Subject) -> Diagnostic | None:
     data = x.recipe.data
     if data is None or data.kind != "text" or not data.packing or x.graph.model_type in PACKING_TYPES:
         return None
-    return _found(
+    return found(
         "SW3125",
         "data.packing",
         f"packing is not proved for model_type {x.graph.model_type!r}: documents could see each other",
@@ -227,7 +220,7 @@ def layer_drop(x: Subject) -> Diagnostic | None:
     name = next((k for k in ("layerdrop", "decoder_layerdrop") if x.graph.config.get(k)), None)
     if name is None or (s.pipeline == 1 and s.zero_stage < 3):
         return None
-    return _found(
+    return found(
         "SW3113",
         "parallelism.pipeline" if s.pipeline > 1 else "parallelism.zero_stage",
         f"{name} {x.graph.config[name]} skips layers at random, which a pipeline and zero_stage 3 cannot",
@@ -242,7 +235,7 @@ def zero_0_half_precision(x: Subject) -> Diagnostic | None:
     s, precision = x.strategy, x.recipe.training.precision
     if s.zero_stage != 0 or s.pipeline > 1 or precision == "fp32":
         return None
-    return _found(
+    return found(
         "SW3114",
         "parallelism.zero_stage",
         f"zero_stage 0 in {precision} drifts: DeepSpeed sums and updates in half precision there",
@@ -258,7 +251,7 @@ def half_precision_accumulation(x: Subject) -> Diagnostic | None:
         return None
     if x.strategy.gradient_accumulation_steps == 1:
         return None
-    return _found(
+    return found(
         "SW3121",
         "training.gradient_accumulation_dtype",
         f"{x.strategy.gradient_accumulation_steps} micro-batches are summed in {training.gradient_accumulation_dtype}",
@@ -277,7 +270,7 @@ def not_yet(x: Subject) -> Diagnostic | None:
     if not wrong:
         return None
     named = ", ".join(f"{name} {str(value).lower()}" for name, value in wrong.items())
-    return _found(
+    return found(
         "SW3115",
         f"parallelism.{next(iter(wrong))}",
         f"{named} cannot run in this version",
@@ -290,7 +283,7 @@ def learned_positions(x: Subject) -> Diagnostic | None:
     length, most = x.recipe.training.sequence_length, x.graph.max_positions
     if most is None or length <= most or not _has_position_table(x.graph):
         return None
-    return _found(
+    return found(
         "SW3116",
         "training.sequence_length",
         f"sequence_length {length} is longer than the model's table of {most} positions",
@@ -304,7 +297,7 @@ def rotary_positions(x: Subject) -> Diagnostic | None:
     length, most = x.recipe.training.sequence_length, x.graph.max_positions
     if most is None or length <= most or _has_position_table(x.graph):
         return None
-    return _found(
+    return found(
         "SW3117",
         "training.sequence_length",
         f"sequence_length {length} is longer than the model's max_position_embeddings {most}",
@@ -335,7 +328,7 @@ def fp16_on_cpu(x: Subject) -> Diagnostic | None:
     """Measured: DeepSpeed's CPU accelerator refuses fp16 at start."""
     if x.recipe.training.precision != "fp16" or not x.cluster.gpu.is_cpu:
         return None
-    return _found(
+    return found(
         "SW3119",
         "training.precision",
         "precision fp16 is lowered, but DeepSpeed refuses to run it on a CPU",
@@ -349,7 +342,7 @@ def zero_3_slow_links(x: Subject) -> Diagnostic | None:
     s, rate = x.strategy, x.cluster.inter_node_bytes_per_second
     if s.zero_stage < 3 or x.cluster.nodes == 1 or rate >= SLOW_LINK_BYTES_PER_SECOND:
         return None
-    return _found(
+    return found(
         "SW3120",
         "parallelism.zero_stage",
         f"zero_stage 3 over links of {rate * 8 / 1e9:.0f} Gb/s per GPU: more nodes may be slower",
@@ -362,7 +355,7 @@ def not_causal(x: Subject) -> Diagnostic | None:
     """Found by the probe. A plain Hugging Face run trains it the same way, so it is no error."""
     if x.graph.cut.causal:
         return None
-    return _found(
+    return found(
         "SW3130",
         "model",
         f"a {x.graph.model_type!r} of this configuration sees later tokens: next-token prediction is no task for it",
@@ -375,7 +368,7 @@ def own_loss(x: Subject) -> Diagnostic | None:
     """Found by the probe: label smoothing, codebooks, image tokens, an auxiliary loss of the router."""
     if x.graph.cut.loss != "other":
         return None
-    return _found(
+    return found(
         "SW3131",
         "model",
         f"Hugging Face's own loss of a {x.graph.model_type!r} is another one",

@@ -1,61 +1,85 @@
-"""The rules in the order they are reported. One line a rule: its code, its severity is in the function."""
+"""The rules, one line each: its code, its function (the severity is in there), and what of the layout it reads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from shardwright.diagnostics import Diagnostic
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.strategy import Strategy
-from shardwright.rules import layout
+from shardwright.rules import layout, offload
 from shardwright.rules.layout import Subject
 
-Rule = Callable[[Subject], Diagnostic | None]
+Check = Callable[[Subject], Diagnostic | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """reads: the strategy's keys that decide whether the layout breaks it (its message may name others). A search that
+    has settled these rules out everything below at once."""
+
+    check: Check
+    reads: frozenset[str]
+
+
+def _rule(check: Check, *reads: str) -> Rule:
+    return Rule(check=check, reads=frozenset(reads))
+
+
+_DEGREES = ("tensor", "pipeline", "data")
 
 # Hold whatever engine runs the layout.
 GENERAL_RULES: dict[str, Rule] = {
-    "SW3101": layout.world_size,
-    "SW3102": layout.batch,
-    "SW3103": layout.heads,
-    "SW3104": layout.key_value_heads,
-    "SW3105": layout.feed_forward,
-    "SW3126": layout.experts,
-    "SW3106": layout.layers,
-    "SW3110": layout.dualpipev_alone,
-    "SW3112": layout.tensor_in_node,
-    "SW3115": layout.not_yet,
-    "SW3116": layout.learned_positions,
-    "SW3117": layout.rotary_positions,
-    "SW3118": layout.precision,
-    "SW3121": layout.half_precision_accumulation,
-    "SW3130": layout.not_causal,
-    "SW3131": layout.own_loss,
+    "SW3101": _rule(layout.world_size, *_DEGREES),
+    "SW3102": _rule(layout.batch, "data", "micro_batch_size", "gradient_accumulation_steps"),
+    "SW3103": _rule(layout.heads, "tensor"),
+    "SW3104": _rule(layout.key_value_heads, "tensor"),
+    "SW3105": _rule(layout.feed_forward, "tensor"),
+    "SW3126": _rule(layout.experts, "tensor"),
+    "SW3106": _rule(layout.layers, "pipeline", "schedule"),
+    "SW3110": _rule(layout.dualpipev_alone, "pipeline", "schedule"),
+    "SW3112": _rule(layout.tensor_in_node, "tensor"),
+    "SW3115": _rule(layout.not_yet),
+    "SW3116": _rule(layout.learned_positions),
+    "SW3117": _rule(layout.rotary_positions),
+    "SW3118": _rule(layout.precision),
+    "SW3121": _rule(layout.half_precision_accumulation, "gradient_accumulation_steps"),
+    "SW3130": _rule(layout.not_causal),
+    "SW3131": _rule(layout.own_loss),
 }
 
 # What DeepSpeed, or this version's use of it, does not run. `target: megatron` is estimated without them.
 DEEPSPEED_RULES: dict[str, Rule] = {
-    "SW3107": layout.pipeline_zero_0,
-    "SW3108": layout.pipeline_zero_23,
-    "SW3109": layout.dualpipev_micro_batches,
-    "SW3111": layout.offload,
-    "SW3113": layout.layer_drop,
-    "SW3123": layout.tensor_styles,
-    "SW3124": layout.selective_attention,
-    "SW3125": layout.packed_documents,
-    "SW3114": layout.zero_0_half_precision,
-    "SW3119": layout.fp16_on_cpu,
-    "SW3120": layout.zero_3_slow_links,
+    "SW3107": _rule(layout.pipeline_zero_0, "pipeline", "zero_stage"),
+    "SW3108": _rule(layout.pipeline_zero_23, "pipeline", "zero_stage"),
+    "SW3109": _rule(layout.dualpipev_micro_batches, "pipeline", "schedule", "gradient_accumulation_steps"),
+    "SW3111": _rule(offload.ignored, "zero_stage", "offload"),
+    "SW3127": _rule(offload.host_memory, "offload"),
+    "SW3113": _rule(layout.layer_drop, "pipeline", "zero_stage"),
+    "SW3123": _rule(layout.tensor_styles, "tensor"),
+    "SW3124": _rule(layout.selective_attention, "activation_checkpointing"),
+    "SW3125": _rule(layout.packed_documents),
+    "SW3114": _rule(layout.zero_0_half_precision, "pipeline", "zero_stage"),
+    "SW3119": _rule(layout.fp16_on_cpu),
+    "SW3120": _rule(layout.zero_3_slow_links, "zero_stage"),
 }
 
 # Where these are broken there is no layout to count: no memory and no time.
 UNCOUNTABLE_CODES = frozenset({"SW3101", "SW3102"})
 
 
+def rules_for(target: str) -> dict[str, Rule]:
+    return {**GENERAL_RULES, **DEEPSPEED_RULES} if target == "deepspeed" else GENERAL_RULES
+
+
 def check_layout(recipe: Recipe, graph: ModelGraph, cluster: Cluster, strategy: Strategy) -> tuple[Diagnostic, ...]:
     """Every broken rule, errors and warnings; () is a layout that this version runs."""
     subject = Subject(recipe=recipe, graph=graph, cluster=cluster, strategy=strategy)
-    rules = {**GENERAL_RULES, **DEEPSPEED_RULES} if recipe.target == "deepspeed" else GENERAL_RULES
-    found = [rule(subject) for rule in rules.values()]
+    return in_order(rule.check(subject) for rule in rules_for(recipe.target).values())
+
+
+def in_order(found: Iterable[Diagnostic | None]) -> tuple[Diagnostic, ...]:
     return tuple(sorted((d for d in found if d is not None), key=lambda d: (d.severity != "error", d.code)))

@@ -5,75 +5,68 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, fields
 
-from shardwright.cost.estimate import does_not_fit, estimate_strategy, is_roomy, price
+from shardwright.cost.estimate import does_not_fit, estimate_strategy, is_roomy, price_layout, weigh
+from shardwright.cost.layout import Layout
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.cluster import Cluster
-from shardwright.ir.estimate import Estimate
+from shardwright.ir.estimate import Estimate, Memory
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.strategy import Strategy
 from shardwright.rules.registry import UNCOUNTABLE_CODES, check_layout
 from shardwright.search.space import candidates, nearest, without_pins
+from shardwright.search.walk import RejectedRegion, Rejections, legal_layouts
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RejectedRegion:
-    """Layouts that one rule (or the memory) forbids. reason: that rule's message for the first of them."""
-
-    code: str
-    reason: str
-    count: int
-    example: Strategy
+MORE_MEMORY = 2  # the next GPU: 40 GB -> 80 GB, 80 GB -> 141 GB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
     """ranked: the feasible layouts, best first. rejected: one region a code, the largest first.
 
-    closest: the legal layout that misses memory by least, where none fits.
+    closest: the legal layout that misses memory by least, where none fits. beyond_memory: the fastest of those that up
+    to MORE_MEMORY times the memory would hold (per group that differs in the micro-batch, the smallest that does not
+    fit).
     """
 
     ranked: tuple[Estimate, ...]
     rejected: tuple[RejectedRegion, ...]
     closest: Estimate | None
+    beyond_memory: Estimate | None
     seconds: float
 
 
 def search(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> SearchResult:
-    """Never raises for a layout that is illegal: that one is in `rejected`. Deterministic but for `seconds`."""
+    """Never raises for a layout that is illegal: that one is in `rejected`. Deterministic but for `seconds`.
+
+    Exhaustive, with two bounds: a rule forbids all that it does not read about, and where a micro-batch does not fit no
+    larger one does (activations and logits grow with it, nothing shrinks).
+    """
     started = time.perf_counter()
     feasible: list[Estimate] = []
-    closest: Estimate | None = None
-    regions: dict[str, RejectedRegion] = {}
-
-    def reject(found: Diagnostic, strategy: Strategy) -> None:
-        known = regions.get(found.code)
-        regions[found.code] = RejectedRegion(
-            code=found.code,
-            reason=known.reason if known else found.message,
-            count=known.count + 1 if known else 1,
-            example=known.example if known else strategy,
-        )
-
-    for strategy in candidates(recipe, graph, cluster):
-        diagnostics = check_layout(recipe, graph, cluster, strategy)
-        broken = next((d for d in diagnostics if d.severity == "error"), None)
-        if broken is not None:
-            reject(broken, strategy)
-            continue
-        estimate = price(recipe, graph, cluster, strategy, diagnostics)
-        if estimate.feasible:
-            feasible.append(estimate)
-            continue
-        reject(does_not_fit(estimate.memory, strategy), strategy)
-        if closest is None or estimate.memory.peak_bytes < closest.memory.peak_bytes:
-            closest = estimate
+    beyond: list[tuple[Layout, Memory, tuple[Diagnostic, ...]]] = []
+    rejections = Rejections()
+    for group in legal_layouts(recipe, graph, cluster, rejections):
+        for place, (strategy, warnings) in enumerate(group):
+            layout, memory = weigh(recipe, graph, cluster, strategy)
+            if not memory.fits:
+                rejections.add(does_not_fit(memory, strategy), strategy, len(group) - place)
+                beyond.append((layout, memory, warnings))
+                break
+            feasible.append(price_layout(layout, memory, warnings))
     # A plan that the prediction's error could push out of memory comes after those that it could not.
     feasible.sort(key=lambda e: (not is_roomy(recipe, e), rank_key(recipe, e)))
+    closest = beyond_memory = None
+    if feasible:
+        priced = [price_layout(*b) for b in beyond if b[1].peak_bytes <= MORE_MEMORY * b[1].capacity_bytes]
+        beyond_memory = min(priced, key=lambda e: rank_key(recipe, e), default=None)
+    elif beyond:
+        closest = price_layout(*min(beyond, key=lambda each: each[1].peak_bytes))
     return SearchResult(
         ranked=tuple(feasible),
-        rejected=tuple(sorted(regions.values(), key=lambda r: (-r.count, r.code))),
-        closest=None if feasible else closest,
+        rejected=rejections.largest_first(),
+        closest=closest,
+        beyond_memory=beyond_memory,
         seconds=time.perf_counter() - started,
     )
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 from shardwright.ir.cluster import Cluster
@@ -15,15 +17,31 @@ from shardwright.ir.strategy import Strategy
 ZERO_STAGES = (0, 1, 2, 3)
 CHECKPOINTING = ("none", "selective", "full")
 SCHEDULES = ("1f1b", "dualpipev")
+OFFLOAD = ("none", "optimizer", "parameters")
 LARGEST_MICRO_BATCH = 64  # larger ones gain nothing: the matrices are full long before
 
 T = TypeVar("T", int, str)
 
 
-def candidates(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> Iterator[Strategy]:
-    """Every layout whose product is the world and whose batch divides; the rules decide about the rest.
+Value = int | str
 
-    Nothing where the pins themselves do not multiply out (see `nearest`).
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Degrees that fill the cluster, and the values that the other keys can take there: `axes`, in the order in which
+    a search settles them. The last is micro_batch_size, smallest first, so that memory only grows along it."""
+
+    tensor: int
+    pipeline: int
+    data: int
+    axes: tuple[tuple[str, tuple[Value, ...]], ...]
+
+
+def placements(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> Iterator[Placement]:
+    """Every (tensor, pipeline, data) whose product is the world and whose data degree divides the batch.
+
+    Tensor groups stand inside a node; pipeline and data degrees go across. Nothing where the pins themselves do not
+    multiply out (see `nearest`).
     """
     pins, world = recipe.parallelism, cluster.world_size
     batch = recipe.training.global_batch_size
@@ -35,24 +53,49 @@ def candidates(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> Iterator[
             data = world // (tensor * pipeline)
             if pins.data not in (None, data) or batch % data:
                 continue
-            micro_batches = [n for n in divisors(batch // data) if n <= LARGEST_MICRO_BATCH]
-            for micro_batch in _values(pins.micro_batch_size, tuple(micro_batches)):
-                if batch % (micro_batch * data):
-                    continue
-                for schedule in _values(pins.schedule, SCHEDULES if pipeline > 1 else SCHEDULES[:1]):
-                    for zero_stage in _values(pins.zero_stage, ZERO_STAGES):
-                        for checkpointing in _values(pins.activation_checkpointing, CHECKPOINTING):
-                            yield _strategy(
-                                pins,
-                                tensor=tensor,
-                                pipeline=pipeline,
-                                data=data,
-                                zero_stage=zero_stage,
-                                micro_batch_size=micro_batch,
-                                accumulation=batch // (micro_batch * data),
-                                checkpointing=checkpointing,
-                                schedule=schedule,
-                            )
+            per_rank = batch // data
+            micro_batches = tuple(n for n in divisors(per_rank) if n <= LARGEST_MICRO_BATCH)
+            micro_batches = tuple(n for n in _values(pins.micro_batch_size, micro_batches) if per_rank % n == 0)
+            if micro_batches:
+                yield Placement(
+                    tensor=tensor,
+                    pipeline=pipeline,
+                    data=data,
+                    axes=(
+                        ("zero_stage", _values(pins.zero_stage, ZERO_STAGES)),
+                        # `auto` never offloads into memory whose size it is not told.
+                        ("offload", _values(pins.offload, OFFLOAD if cluster.host_memory_bytes else OFFLOAD[:1])),
+                        ("schedule", _values(pins.schedule, SCHEDULES if pipeline > 1 else SCHEDULES[:1])),
+                        ("activation_checkpointing", _values(pins.activation_checkpointing, CHECKPOINTING)),
+                        ("micro_batch_size", micro_batches),
+                    ),
+                )
+
+
+def candidates(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> Iterator[Strategy]:
+    """Every layout of every placement; the rules decide about them."""
+    for placement in placements(recipe, graph, cluster):
+        names = [name for name, _ in placement.axes]
+        for values in itertools.product(*(choices for _, choices in placement.axes)):
+            yield strategy_of(recipe, placement, dict(zip(names, values, strict=True)))
+
+
+def strategy_of(recipe: Recipe, placement: Placement, settled: Mapping[str, Value]) -> Strategy:
+    """Keys that are not settled yet stand at their first value."""
+    values = {name: settled.get(name, choices[0]) for name, choices in placement.axes}
+    micro_batch = int(values["micro_batch_size"])
+    return _strategy(
+        recipe.parallelism,
+        tensor=placement.tensor,
+        pipeline=placement.pipeline,
+        data=placement.data,
+        zero_stage=int(values["zero_stage"]),
+        micro_batch_size=micro_batch,
+        accumulation=recipe.training.global_batch_size // (micro_batch * placement.data),
+        checkpointing=str(values["activation_checkpointing"]),
+        schedule=str(values["schedule"]),
+        offload=str(values["offload"]),
+    )
 
 
 def nearest(recipe: Recipe, cluster: Cluster) -> Strategy:
@@ -75,6 +118,7 @@ def nearest(recipe: Recipe, cluster: Cluster) -> Strategy:
         accumulation=max(1, recipe.training.global_batch_size // (micro_batch * data)),
         checkpointing=pins.activation_checkpointing or "none",
         schedule=pins.schedule or "1f1b",
+        offload=pins.offload or OFFLOAD[0],
     )
 
 
@@ -104,6 +148,7 @@ def _strategy(
     accumulation: int,
     checkpointing: str,
     schedule: str,
+    offload: str,
 ) -> Strategy:
     return Strategy(
         tensor=tensor,
@@ -114,8 +159,7 @@ def _strategy(
         gradient_accumulation_steps=accumulation,
         activation_checkpointing=checkpointing,
         schedule=schedule,
-        # `auto` never offloads in this version: nothing could run it.
-        offload=pins.offload or "none",
+        offload=offload,
         expert=pins.expert,
         context=pins.context,
         virtual_stages=pins.virtual_stages,

@@ -105,7 +105,8 @@ def test_plan_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, "auto.yaml", parallelism={})
     assert call(plan_command, "--json", "--top", "3", path) == 0
     found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"recipe", "plans", "rejected", "search_seconds"}
+    keys = {"recipe", "plans", "rejected", "lost", "pareto", "binding", "measured_error", "search_seconds"}
+    assert set(found) == keys
     steps = [plan["time"]["step_seconds"] for plan in found["plans"] if plan["feasible"]]
     assert steps == pytest.approx(sorted(steps))
     plain = {p["strategy"]["zero_stage"] for p in found["plans"] if p["strategy"]["pipeline"] == 1}
@@ -125,8 +126,10 @@ def test_plan_shows_todays_layouts_below_the_pinned_ones(tmp_path: Path, capsys:
 def test_plan_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(plan_command, write(tmp_path, "auto.yaml", parallelism={})) == 0
     out = capsys.readouterr().out
-    assert out.splitlines()[0].split()[:4] == ["tensor", "pipeline", "data", "zero"]
-    assert "SW3108" in out
+    header, first, second, *_ = out.splitlines()
+    assert header.split()[:6] == ["#", "TP", "x", "PP", "x", "DP"]
+    assert first.split()[0] == "1" and "±" in first and "GPU-h" in first and second.split()[0] == "2"
+    assert "SW3108" in out and "bound by " in out and "lost to row 1" in out and "make bench-cost" in out
     assert "\x1b" not in out
 
 

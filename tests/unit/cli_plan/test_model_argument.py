@@ -81,7 +81,7 @@ def test_the_printed_recipe_is_one(capsys: pytest.CaptureFixture[str], tmp_path:
     recipe = load_recipe(path)
     assert recipe.model.source == "HuggingFaceTB/SmolLM2-135M"  # the only id that ends in it
     assert (recipe.training.sequence_length, recipe.training.global_batch_size) == (4096, 1024)
-    assert lines[5].split()[:2] == ["tensor", "pipeline"]
+    assert lines[5].split()[:3] == ["#", "TP", "x"]
 
 
 def test_a_model_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 def test_a_model_of_a_type_that_nobody_wrote_a_line_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "Qwen/Qwen3-32B", *H100, "4"]) == 0
-    assert "tensor" in capsys.readouterr().out
+    assert "TP x PP x DP" in capsys.readouterr().out
 
 
 def test_all_errors_at_once(capsys: pytest.CaptureFixture[str]) -> None:

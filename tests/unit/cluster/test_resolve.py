@@ -60,8 +60,12 @@ def test_unknown_gpu_suggests(name: str, near: str) -> None:
     assert any(v.startswith(near) for v in found.valid)
 
 
-def test_all_errors_at_once() -> None:
+def test_an_inline_gpu_without_peaks() -> None:
     empty = InlineGpu(memory_gib=1, hbm_gbytes_per_second=1, peak_tflops={})
     with pytest.raises(Refusal) as caught:
-        resolve_cluster(recipe_of(cluster={"gpu": empty, "nodes": None}).cluster)
-    assert [d.code for d in caught.value.diagnostics] == ["SW3002", "SW3003"]
+        resolve_cluster(recipe_of(cluster={"gpu": empty}).cluster)
+    assert [d.code for d in caught.value.diagnostics] == ["SW3002"]
+
+
+def test_auto_is_one_node_until_the_search_decides() -> None:
+    assert resolve_cluster(recipe_of(cluster={"nodes": None}).cluster).nodes == 1

@@ -55,12 +55,12 @@ def test_layout_errors_come_with_the_others(write_recipe: Callable[..., Path]) -
     """Three tensor ranks for four heads, and a kind of data that is not read yet; each is told once."""
     changes = {
         "cluster.gpus_per_node": 3,
-        "parallelism": {"tensor": 3, "pipeline": 1, "data": 1, "micro_batch_size": 2, "offload": "optimizer"},
+        "parallelism": {"tensor": 3, "pipeline": 1, "data": 1, "micro_batch_size": 2, "expert": 2},
         "model.loss": "chunked",
     }
     found = codes(write_recipe(changes))
     assert "SW3103" in found and "SW1904" in found
-    assert found.count("SW1909") == 1 and "SW3111" not in found
+    assert found.count("SW1909") == 1 and "SW3115" not in found
 
 
 @pytest.mark.parametrize(

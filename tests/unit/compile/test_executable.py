@@ -40,7 +40,6 @@ BEYOND: dict[str, list[dict[str, Any]]] = {
     "assume.kernels": [{"assume": {"kernels": "compiled"}}],
     "assume.mfu": [{"assume": {"mfu": 0.4}}],
     "assume.ignore_memory": [{"assume": {"ignore_memory": True}}],
-    "parallelism.offload": [{"parallelism.offload": name} for name in ("optimizer", "parameters")],
     "parallelism.expert": [{"parallelism.expert": 2}],
     "parallelism.context": [{"parallelism.context": 2}],
     "parallelism.virtual_stages": [{"parallelism.virtual_stages": 2}],
@@ -59,6 +58,10 @@ WITHIN: list[dict[str, Any]] = [
     {"launch": {"launcher": "no_ssh"}},
     {"parallelism.offload": "none"},
     {"parallelism.offload": "auto"},
+    *(
+        {"parallelism": {"tensor": 2, "pipeline": 1, "data": 2, "offload": name, "zero_stage": stage}}
+        for name, stage in (("optimizer", 2), ("optimizer", 3), ("parameters", 3))
+    ),
 ]
 
 

@@ -13,7 +13,7 @@ from shardwright.ir.recipe import DataSection, Recipe
 from shardwright.ir.strategy import Strategy
 from shardwright.model.tensor_styles import proved
 from shardwright.rules.registry import DEEPSPEED_RULES, GENERAL_RULES, check_layout
-from tests.unit.model.factory import SMALL_GPT2, SMALL_LLAMA, graph_of, recipe_of
+from tests.unit.model.factory import LLAMA_8B, SMALL_GPT2, SMALL_LLAMA, graph_of, recipe_of
 
 GOOD = Strategy(
     tensor=2,
@@ -47,7 +47,6 @@ BROKEN_STRATEGIES: dict[str, Strategy] = {
     "SW3108": change(zero_stage=3),
     "SW3109": change(schedule="dualpipev", micro_batch_size=4, gradient_accumulation_steps=2),
     "SW3110": change(schedule="dualpipev", pipeline=1, data=4, gradient_accumulation_steps=4),
-    "SW3111": change(offload="optimizer"),
     "SW3114": change(zero_stage=0, pipeline=1, tensor=1, data=8, gradient_accumulation_steps=2),
 }
 
@@ -69,7 +68,30 @@ def test_several_at_once() -> None:
         "SW3102",
         "SW3108",
         "SW3111",
+        "SW3127",
     }
+
+
+def test_offload_needs_something_that_is_cut() -> None:
+    """The optimizer's states from stage 1, the parameters from stage 3 (SW3111)."""
+    recipe = recipe_of(cluster={"host_memory_gib": 1000})
+    flat = change(pipeline=1, data=4, gradient_accumulation_steps=4)
+    assert codes(recipe, change(offload="optimizer")) == {}
+    for offload, needed in (("optimizer", 1), ("parameters", 3)):
+        for stage in (1, 2, 3):
+            layout = dataclasses.replace(flat, offload=offload, zero_stage=stage)
+            assert codes(recipe, layout) == ({} if stage >= needed else {"SW3111": "error"})
+    single = recipe_of(cluster={"host_memory_gib": 1000}, training={"precision": "fp32"})
+    assert codes(single, dataclasses.replace(flat, offload="optimizer", zero_stage=0)) == {"SW3111": "error"}
+
+
+def test_offload_fits_in_host_memory() -> None:
+    """16 bytes a parameter over the nodes; a warning where the recipe does not say what there is (SW3127)."""
+    layout = change(pipeline=1, data=4, gradient_accumulation_steps=4, zero_stage=3, offload="optimizer")
+    total = 16 * graph_of(LLAMA_8B).total_parameters / 2**30
+    for gib, expected in ((None, "warning"), (total / 0.89, None), (total / 0.91, "error")):
+        recipe = recipe_of(LLAMA_8B, cluster={"host_memory_gib": gib})
+        assert codes(recipe, layout, LLAMA_8B).get("SW3127") == expected
 
 
 ONE_NODE_OF_3: dict[str, object] = {"nodes": 2, "gpus_per_node": 6}

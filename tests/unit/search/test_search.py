@@ -127,7 +127,7 @@ def test_objective_memory() -> None:
         ({"pipeline": 2, "zero_stage": 0}, "SW3107", "zero_stage"),
         ({"pipeline": 8}, "SW3106", "pipeline"),
         ({"schedule": "dualpipev", "pipeline": 1}, "SW3110", "schedule"),
-        ({"offload": "optimizer"}, "SW3111", "offload"),
+        ({"offload": "parameters", "zero_stage": 2}, "SW3111", "zero_stage"),
         ({"expert": 2}, "SW3115", "expert"),
     ],
 )

@@ -1,0 +1,87 @@
+"""`plan --pin ROW`: one row of the table becomes the `parallelism` section of a recipe, comments and order kept."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwright.ir.recipe import Recipe
+    from shardwright.ir.strategy import Strategy
+
+WIDE = 4096  # columns: ruamel.yaml would fold the user's long lines
+
+
+def pins_of(strategy: Strategy) -> dict[str, str | int]:
+    """The keys of `parallelism` that leave this layout alone."""
+    return {
+        "tensor": strategy.tensor,
+        "pipeline": strategy.pipeline,
+        "data": strategy.data,
+        "zero_stage": strategy.zero_stage,
+        "micro_batch_size": strategy.micro_batch_size,
+        "activation_checkpointing": strategy.activation_checkpointing,
+        "schedule": strategy.schedule,
+        "offload": strategy.offload,
+    }
+
+
+def pin_recipe(text: str, target: Path, strategy: Strategy, recipe: Recipe) -> None:
+    """Writes `text`, a recipe that was read as `recipe`, with the pins in it; a file there is replaced whole."""
+    _write_atomically(target, pinned_text(text, strategy, recipe, as_json=target.suffix == ".json"))
+
+
+def pinned_text(text: str, strategy: Strategy, recipe: Recipe, *, as_json: bool = False) -> str:
+    """Pins stand in the file that was asked about, also where `auto` came from one that it extends."""
+    if as_json:
+        document = json.loads(text)
+        _pin(document, strategy, recipe)
+        return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+    from ruamel.yaml import YAML
+
+    yaml = YAML(typ="rt")
+    yaml.preserve_quotes = True
+    yaml.width = WIDE
+    document = yaml.load(text)
+    _pin(document, strategy, recipe)
+    out = io.StringIO()
+    yaml.dump(document, out)
+    return out.getvalue()
+
+
+def _pin(document: dict[str, Any], strategy: Strategy, recipe: Recipe) -> None:
+    _section(document, "parallelism").update(pins_of(strategy))
+    training: Any = recipe.document["training"]
+    if training["days_at_most"] is not None:  # the deadline has chosen the number of nodes
+        _section(document, "cluster")["nodes"] = strategy.world_size // recipe.cluster.gpus_per_node
+        _section(document, "training")["days_at_most"] = None
+
+
+def _section(document: dict[str, Any], name: str) -> Any:
+    if not isinstance(document.get(name), dict):
+        document[name] = {}
+    return document[name]
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    """Its permissions stay; what a link points to is written, not the link."""
+    path = path.resolve()
+    mode = path.stat().st_mode & 0o7777 if path.exists() else 0o666 & ~_umask()
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            file.write(text)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+    os.chmod(file.name, mode)
+    os.replace(file.name, path)
+
+
+def _umask() -> int:
+    before = os.umask(0)
+    os.umask(before)
+    return before

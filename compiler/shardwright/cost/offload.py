@@ -1,0 +1,28 @@
+"""Seconds that offloaded states add to a step: the link to the host, and Adam on its memory (arXiv 2101.06840)."""
+
+from __future__ import annotations
+
+from shardwright.cost.layout import Layout
+
+# Per updated parameter: master, two moments read and written, gradient read, half-precision copy written.
+HOST_ADAM_BYTES = 6 * 4 + 4 + 2
+# A micro-batch of `offload: parameters` fetches its share twice, for the forward and for the backward pass.
+FETCHES = 2
+
+
+def host_step_seconds(layout: Layout, rank: int) -> float:
+    """The update of this rank's share on the CPU (the node's GPUs share its memory), and the way back to the GPU."""
+    s, c = layout.strategy, layout.constants
+    updated = layout.numel(rank) / s.data
+    adam = HOST_ADAM_BYTES * updated * layout.cluster.gpus_per_node / c.host_bytes_per_second
+    back = 0.0 if s.offload == "parameters" else updated * layout.element_bytes / c.host_link_bytes_per_second
+    return adam + back
+
+
+def host_transfer_seconds(layout: Layout, rank: int, compute_seconds: float) -> float:
+    """Exposed, of one step: at each micro-batch gradients go to the host, and parameters come from it, behind the
+    compute as far as it reaches."""
+    s, c = layout.strategy, layout.constants
+    moved = (1 + (FETCHES if s.offload == "parameters" else 0)) * layout.numel(rank) / s.data * layout.element_bytes
+    each = moved / c.host_link_bytes_per_second
+    return s.gradient_accumulation_steps * (each - c.overlap * min(each, compute_seconds))

@@ -1,0 +1,52 @@
+"""The layout rules about states in host memory."""
+
+from __future__ import annotations
+
+from shardwright.diagnostics import Diagnostic
+from shardwright.rules.layout import Subject, found
+
+# In host memory, per parameter of the model: master weights, two moments and the gradient in float32 (arXiv
+# 2101.06840), and the parameters themselves in half precision.
+OFFLOADED_BYTES = {"optimizer": 16, "parameters": 18}
+HOST_SHARE = 0.9  # the rest is the system's, the data loaders' and the file cache's
+
+
+def ignored(x: Subject) -> Diagnostic | None:
+    """Rules 23, 24, found by a probe: at a stage that has nothing to offload DeepSpeed accepts it and says nothing.
+    Rule 11 (the optimizer's states in a pipeline, DeepSpeed#3866) no longer holds: tests/parity proves them."""
+    s = x.strategy
+    needed = {"none": 0, "optimizer": 1, "parameters": 3}[s.offload]
+    if s.zero_stage >= needed:
+        return None
+    return found(
+        "SW3111",
+        "parallelism.zero_stage",
+        f"offload {s.offload} with zero_stage {s.zero_stage}: nothing would be offloaded",
+        f"Use zero_stage: {needed}{' or more' if needed < 3 else ''}, or offload: none.",
+        tuple(range(needed, 4)),
+    )
+
+
+def host_memory(x: Subject) -> Diagnostic | None:
+    """Rule 35: a node that runs out of memory kills its ranks with signal 9 and no message."""
+    if x.strategy.offload == "none":
+        return None
+    needed = OFFLOADED_BYTES[x.strategy.offload] * x.graph.total_parameters / x.cluster.nodes
+    has = x.cluster.host_memory_bytes
+    if has is None:
+        return found(
+            "SW3127",
+            "parallelism.offload",
+            f"offload {x.strategy.offload} keeps {needed / 2**30:.0f} GiB in each node's memory",
+            "Give cluster.host_memory_gib, and the compiler checks that it is there.",
+            severity="warning",
+        )
+    if needed <= HOST_SHARE * has:
+        return None
+    return found(
+        "SW3127",
+        "parallelism.offload",
+        f"offload {x.strategy.offload} keeps {needed / 2**30:.0f} GiB in each node's memory, which has "
+        f"{has / 2**30:.0f} GiB",
+        "The system would kill the ranks with signal 9. Use more nodes (each then keeps less), or offload: none.",
+    )

@@ -1,0 +1,116 @@
+"""What a ranking says beyond its first row: the Pareto front, why each other region lost, and what binds the winner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwright.cost.estimate import is_roomy
+from shardwright.ir.estimate import Estimate, Time
+from shardwright.ir.recipe import Recipe
+from shardwright.ir.strategy import Strategy
+
+# The parts of a step, as `Time` names them, in words.
+PARTS = {
+    "compute_seconds": "computation",
+    "tensor_comm_seconds": "tensor-parallel collectives",
+    "pipeline_comm_seconds": "sends between stages",
+    "data_comm_seconds": "data-parallel collectives",
+    "optimizer_seconds": "the optimizer",
+    "bubble_seconds": "the pipeline's idle time",
+}
+BINDS_FROM = 0.005  # a layout beyond memory that is faster by less does not say that memory binds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostRegion:
+    """The feasible layouts of one (tensor, pipeline, ZeRO stage) that is not the winner's.
+
+    slower: the best one's step over the winner's, less 1. because: the part of the step that costs it most.
+    """
+
+    tensor: int
+    pipeline: int
+    zero_stage: int
+    layouts: int
+    best: Strategy
+    step_seconds: float
+    peak_bytes: int
+    slower: float
+    because: str
+
+
+def pareto_front(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:
+    """Those that no other one beats in both step time and peak memory, the fastest first."""
+    front: list[Estimate] = []
+    for estimate in sorted(estimates, key=lambda e: (e.time.step_seconds, e.memory.peak_bytes)):
+        if not front or estimate.memory.peak_bytes < front[-1].memory.peak_bytes:
+            front.append(estimate)
+    return tuple(front)
+
+
+def lost_regions(recipe: Recipe, ranked: Sequence[Estimate]) -> tuple[LostRegion, ...]:
+    """`ranked`: best first. The nearest region first."""
+    if not ranked:
+        return ()
+    winner = ranked[0]
+    regions: dict[tuple[int, int, int], list[Estimate]] = {}
+    for estimate in ranked:
+        s = estimate.strategy
+        regions.setdefault((s.tensor, s.pipeline, s.zero_stage), []).append(estimate)
+    others = list(regions.values())[1:]
+    return tuple(
+        LostRegion(
+            tensor=members[0].strategy.tensor,
+            pipeline=members[0].strategy.pipeline,
+            zero_stage=members[0].strategy.zero_stage,
+            layouts=len(members),
+            best=members[0].strategy,
+            step_seconds=members[0].time.step_seconds,
+            peak_bytes=members[0].memory.peak_bytes,
+            slower=members[0].time.step_seconds / winner.time.step_seconds - 1,
+            because=_because(recipe, members[0], winner),
+        )
+        for members in others
+    )
+
+
+def _because(recipe: Recipe, estimate: Estimate, winner: Estimate) -> str:
+    if recipe.objective == "memory" and estimate.memory.peak_bytes > winner.memory.peak_bytes:
+        return f"{_gib(estimate)} GiB against {_gib(winner)}"
+    if is_roomy(recipe, winner) and not is_roomy(recipe, estimate):
+        return f"{_gib(estimate)} of {estimate.memory.capacity_bytes / 2**30:.0f} GiB: within the prediction's error"
+    part = max(PARTS, key=lambda name: _seconds(estimate.time, name) - _seconds(winner.time, name))
+    theirs, ours = _seconds(estimate.time, part), _seconds(winner.time, part)
+    return f"{PARTS[part]}: {theirs:.3g} s against {ours:.3g} s" if theirs > ours else "equal in step time"
+
+
+def binding_constraint(winner: Estimate, beyond_memory: Estimate | None) -> str:
+    """One sentence: memory, where a layout that does not fit would be faster; else the largest part of the step."""
+    step = winner.time.step_seconds
+    if beyond_memory is not None and beyond_memory.time.step_seconds < step * (1 - BINDS_FROM):
+        faster = 1 - beyond_memory.time.step_seconds / step
+        return (
+            f"memory: {layout_words(beyond_memory.strategy)} would take {faster:.0%} less time, "
+            f"but needs {_gib(beyond_memory)} of {winner.memory.capacity_bytes / 2**30:.0f} GiB"
+        )
+    part = max(PARTS, key=lambda name: _seconds(winner.time, name))
+    return f"{PARTS[part]}: {_seconds(winner.time, part) / step:.0%} of the step; more memory would not make it faster"
+
+
+def layout_words(s: Strategy) -> str:
+    """Recipe key names, the keys that `--pin` writes."""
+    return (
+        f"tensor={s.tensor} pipeline={s.pipeline} data={s.data} zero_stage={s.zero_stage} "
+        f"micro_batch_size={s.micro_batch_size} activation_checkpointing={s.activation_checkpointing} "
+        f"schedule={s.schedule}" + ("" if s.offload == "none" else f" offload={s.offload}")
+    )
+
+
+def _seconds(time: Time, part: str) -> float:
+    value: float = getattr(time, part)
+    return value
+
+
+def _gib(estimate: Estimate) -> str:
+    return f"{estimate.memory.peak_bytes / 2**30:.1f}"

@@ -1,0 +1,138 @@
+"""Random legal recipes: every figure is finite and in reason, and what physics orders is ordered."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardwright.cluster.resolve import catalogue, resolve_cluster
+from shardwright.cost.estimate import estimate_strategy
+from shardwright.diagnostics import Refusal
+from shardwright.ir.cluster import Cluster
+from shardwright.ir.estimate import Estimate
+from shardwright.ir.json_value import JsonValue
+from shardwright.ir.model_graph import ModelGraph
+from shardwright.ir.recipe import Recipe
+from shardwright.ir.strategy import Strategy
+from shardwright.rules.registry import check_layout
+from tests.unit.model.factory import LLAMA_8B, LLAMA_70B, SMALL_GPT2, SMALL_LLAMA, graph_of, recipe_of
+
+MODELS: dict[str, dict[str, JsonValue]] = {
+    "small-llama": SMALL_LLAMA,
+    "small-gpt2": SMALL_GPT2,
+    "8b": LLAMA_8B,
+    "70b": LLAMA_70B,
+    "mixtral": {**SMALL_LLAMA, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
+    "gemma2": {**SMALL_LLAMA, "model_type": "gemma2", "head_dim": 16, "sliding_window": 64},
+}
+SLACK = 1 + 1e-9
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[Recipe, ModelGraph, Cluster, Strategy]:
+    """A layout that divides its world and its batch; the rules may forbid it all the same."""
+    config = MODELS[draw(st.sampled_from(sorted(MODELS)))]
+    tensor, pipeline, data = (
+        draw(st.sampled_from(sizes)) for sizes in ((1, 2, 4, 8), (1, 2, 3, 4, 8, 16), (1, 2, 3, 16, 256))
+    )
+    gpus = draw(
+        st.sampled_from([n for n in (1, 2, 4, 8) if n >= tensor and tensor * pipeline * data % n == 0] or [tensor])
+    )
+    micro, accumulation = draw(st.sampled_from((1, 2, 3, 8))), draw(st.sampled_from((1, 2, 7, 32)))
+    gpu = draw(st.sampled_from(sorted(catalogue()["gpus"])))
+    recipe = recipe_of(
+        config,
+        cluster={
+            "nodes": tensor * pipeline * data // gpus,
+            "gpus_per_node": gpus,
+            "gpu": gpu,
+            "host_memory_gib": draw(st.sampled_from((None, 64.0, 2000.0))),
+            "price_per_gpu_hour": draw(st.sampled_from((None, 0.0, 2.5))),
+        },
+        training={
+            "sequence_length": draw(st.sampled_from((16, 128, 2048, 8192))),
+            "global_batch_size": micro * accumulation * data,
+            "precision": draw(st.sampled_from(("bf16", "fp16", "fp32"))),
+        },
+        assume={
+            "kernels": draw(st.sampled_from(("auto", "hf", "megatron", "compiled"))),
+            "mfu": draw(st.sampled_from((None, None, 0.4))),
+            "ignore_memory": draw(st.booleans()),
+        },
+        target=draw(st.sampled_from(("deepspeed", "deepspeed", "megatron"))),
+    )
+    strategy = Strategy(
+        tensor=tensor,
+        pipeline=pipeline,
+        data=data,
+        zero_stage=draw(st.sampled_from((0, 1, 2, 3))),
+        micro_batch_size=micro,
+        gradient_accumulation_steps=accumulation,
+        activation_checkpointing=draw(st.sampled_from(("none", "selective", "full"))),
+        schedule=draw(st.sampled_from(("1f1b", "dualpipev"))),
+        offload=draw(st.sampled_from(("none", "none", "optimizer", "parameters"))),
+    )
+    return recipe, graph_of(config), resolve_cluster(recipe.cluster), strategy
+
+
+def in_reason(estimate: Estimate, recipe: Recipe, cluster: Cluster, *, legal: bool) -> None:
+    memory, time, training = estimate.memory, estimate.time, estimate.training
+    for part in (memory, time, training, *memory.stages):
+        for name, value in dataclasses.asdict(part).items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                assert math.isfinite(value) and value >= (-1e-9 if name == "bubble_fraction" else 0), (name, value)
+    parts = ("compute", "tensor_comm", "pipeline_comm", "data_comm", "optimizer", "bubble")
+    assert math.isclose(sum(getattr(time, f"{p}_seconds") for p in parts), time.step_seconds, rel_tol=1e-6)
+    assert time.step_seconds > 0 and time.compute_seconds > 0
+    assert -1e-9 <= time.bubble_fraction < 1
+    assert time.mfu <= 1 and time.model_tflops_per_gpu <= time.hardware_tflops_per_gpu * SLACK
+    assert memory.peak_bytes == max(stage.peak_bytes for stage in memory.stages)
+    assert len(memory.stages) == estimate.strategy.pipeline
+    for stage in memory.stages:
+        own = (stage.parameters_bytes, stage.gradients_bytes, stage.optimizer_bytes, stage.activations_bytes)
+        assert sum(own) + stage.workspace_bytes == stage.peak_bytes
+    if not recipe.assume.ignore_memory:
+        assert memory.fits == (memory.peak_bytes <= memory.capacity_bytes) or memory.peak_bytes <= memory.capacity_bytes
+    if legal:
+        assert estimate.feasible == memory.fits
+
+
+def check(case: tuple[Recipe, ModelGraph, Cluster, Strategy]) -> None:
+    recipe, graph, cluster, strategy = case
+    broken = [d.code for d in check_layout(recipe, graph, cluster, strategy) if d.severity == "error"]
+    try:
+        plain = estimate_strategy(recipe, graph, cluster, strategy)
+    except Refusal as refusal:
+        assert {d.code for d in refusal.diagnostics} & {"SW3101", "SW3102"}
+        return
+    in_reason(plain, recipe, cluster, legal=not broken)
+    gpu = cluster.gpu
+    larger = dataclasses.replace(cluster, gpu=dataclasses.replace(gpu, memory_gib=gpu.memory_gib * 1.5))
+    assert estimate_strategy(recipe, graph, larger, strategy).memory.fits or not plain.memory.fits
+    for link in ("intra_node_bytes_per_second", "inter_node_bytes_per_second"):
+        faster = dataclasses.replace(cluster, **{link: 2 * getattr(cluster, link)})
+        assert estimate_strategy(recipe, graph, faster, strategy).time.step_seconds <= plain.time.step_seconds * SLACK
+    swifter = dataclasses.replace(gpu, hbm_bytes_per_second=2 * gpu.hbm_bytes_per_second)
+    found = estimate_strategy(recipe, graph, dataclasses.replace(cluster, gpu=swifter), strategy)
+    assert found.time.step_seconds <= plain.time.step_seconds * SLACK
+    assert estimate_strategy(recipe, graph, cluster, strategy) == plain
+
+
+SETTINGS = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "derandomize": True}
+
+
+@settings(max_examples=300, **SETTINGS)  # type: ignore[arg-type]
+@given(layouts())
+def test_random_layouts_are_in_reason(case: tuple[Recipe, ModelGraph, Cluster, Strategy]) -> None:
+    check(case)
+
+
+@pytest.mark.prove
+@settings(max_examples=10_000, **SETTINGS)  # type: ignore[arg-type]
+@given(layouts())
+def test_ten_thousand_random_layouts_are_in_reason(case: tuple[Recipe, ModelGraph, Cluster, Strategy]) -> None:
+    check(case)
