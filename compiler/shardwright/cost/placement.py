@@ -18,6 +18,7 @@ from shardwright.cost.layout import Block, Layout
 from shardwright.cost.memory import rank_memory, usable_bytes
 from shardwright.cost.passes import FORWARD_SHARE, passes
 from shardwright.cost.shapes import model_shapes
+from shardwright.cost.timing import once_a_step_seconds
 from shardwright.diagnostics import Refusal
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.cut import boundaries_of_blocks
@@ -150,7 +151,7 @@ def _row(layout: Layout, blocks: tuple[int, ...], least_slowest: tuple[int, ...]
     starts = (0, *itertools.accumulate(blocks))
     forward = [found.forward_compute[i] + found.forward_comm[i] for i in starts]
     backward = [found.backward_compute[i] + found.backward_comm[i] for i in starts]
-    m = s.gradient_accumulation_steps
+    m, after = s.gradient_accumulation_steps, once_a_step_seconds(layout)
     stages_a_rank = s.stages // s.pipeline
     return Row(
         schedule=s.schedule,
@@ -164,6 +165,7 @@ def _row(layout: Layout, blocks: tuple[int, ...], least_slowest: tuple[int, ...]
             found.per_rank_seconds * (1 - FORWARD_SHARE) / stages_a_rank,
         ),
         send_seconds=found.send_seconds,
+        after_seconds=tuple(after * layout.shapes.numel[i] for i in starts),
         least_slowest=least_slowest,
     )
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from shardwright.cost.collectives import gather_seconds, group_of, ring_start_seconds, send_seconds
 from shardwright.cost.compute import ELEMENT_BYTES, peak_flops
 from shardwright.cost.layout import Layout
-from shardwright.cost.offload import host_step_seconds, host_transfer_seconds
+from shardwright.cost.offload import host_transfer_seconds, host_update_seconds
 from shardwright.cost.passes import FORWARD_SHARE, Passes, passes
 from shardwright.ir.estimate import Time
 from shardwright.ir.strategy import Strategy
@@ -181,6 +181,18 @@ def _data_comm_seconds(layout: Layout, rank: int, stage: StageSeconds) -> float:
     return tied + m * (exposed(moved, 1.0) + 3 * layers * ring_start_seconds(c, group))
 
 
+def once_a_step_seconds(layout: Layout) -> float:
+    """Per parameter of a pipeline rank at ZeRO 0 or 1 (what pipelines run): its gradient's collectives and its update,
+    without the starts of rings. A share of what `_data_comm_seconds` and `_optimizer_seconds` say of a rank."""
+    s, c, cluster = layout.strategy, layout.constants, layout.cluster
+    gradient = ELEMENT_BYTES[layout.accumulation_dtype]
+    moved = 2 * gradient if s.zero_stage == 0 else gradient + layout.element_bytes
+    seconds = gather_seconds(cluster, c, group_of(cluster, s.data, s.tensor), moved, 0)
+    if s.zero_stage > 0 and layout.recipe.target == "deepspeed" and not cluster.gpu.is_cpu:
+        seconds /= c.zero_reduction_efficiency
+    return seconds + _update_seconds(layout, 1)
+
+
 def _tied_seconds(layout: Layout) -> float:
     """The first and the last stage add up the gradients of a tensor that both hold."""
     s = layout.strategy
@@ -192,9 +204,13 @@ def _tied_seconds(layout: Layout) -> float:
 
 
 def _optimizer_seconds(layout: Layout, rank: int) -> float:
+    return _update_seconds(layout, layout.numel(rank))
+
+
+def _update_seconds(layout: Layout, numel: float) -> float:
     if layout.strategy.offload != "none":
-        return host_step_seconds(layout, rank)
-    updated = layout.numel(rank) / (layout.strategy.data if layout.strategy.zero_stage >= 1 else 1)
+        return host_update_seconds(layout, numel)
+    updated = numel / (layout.strategy.data if layout.strategy.zero_stage >= 1 else 1)
     return _traffic_seconds(layout, layout.constants.optimizer_traffic_bytes * updated)
 
 

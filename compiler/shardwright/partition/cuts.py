@@ -25,16 +25,18 @@ Cuts = NDArray[np.int64]
 
 TRY_ALL = 400
 ALL_PAIRS = 16
-DESCENTS = 3
-DESCENTS_DUALPIPEV = 1  # over more than 8 stages: it has no closed form
 TILTS = (0.0, 0.1, 0.3)
-# Arrays of this many cuts times stages squared take hardly longer than one cut; a descent may use so many of them.
+# Arrays of this many cuts times stages squared (1F1B's closed form) or times stages (DualPipeV's levels) take hardly
+# longer than one cut.
 AT_ONCE = 4000
-ARRAYS_MOST = 8
+AT_ONCE_DUALPIPEV = 1000
+# Descents, each from another start, and arrays in each; fewer for DualPipeV over many stages, slow to simulate.
+DESCENTS, ARRAYS = 3, 8
+MANY_STAGES, DESCENTS_OVER_MANY, ARRAYS_OVER_MANY = 6, 1, 3
 # Steps closer than this share are equal: what floating-point noise decides would not be a choice.
 EQUAL = 1e-9
 # A descent goes on for this share of the step.
-WORTH = 1e-4
+WORTH = 3e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +44,9 @@ class Row:
     """Blocks in order, and the schedule that runs them. Seconds are of one micro-batch.
 
     forward_seconds, backward_seconds: prefix sums over the blocks (length blocks + 1); per_stage_seconds: what a stage
-    takes beyond its blocks, forward and backward; send_seconds: one message. least_slowest: a cut whose slowest rank
-    takes as little as it can, the first start of the descent.
+    takes beyond its blocks, forward and backward; send_seconds: one message. after_seconds: prefix sums too, of what a
+    rank does once, when all micro-batches are through; the ranks do it at the same time. least_slowest: a cut whose
+    slowest rank takes as little as it can, the first start of the descent.
     """
 
     schedule: str
@@ -53,6 +56,7 @@ class Row:
     backward_seconds: tuple[float, ...]
     per_stage_seconds: tuple[float, float]
     send_seconds: float
+    after_seconds: tuple[float, ...]
     least_slowest: tuple[int, ...]
 
     @property
@@ -88,10 +92,10 @@ def _search(
         return best.best
     starts = np.array(list(dict.fromkeys([*known, *_starts(row)])))
     steps = step_seconds(row, starts)
-    tried, most = 0, DESCENTS if row.schedule == "1f1b" or row.stages <= 8 else DESCENTS_DUALPIPEV
+    tried = 0
     for index in np.argsort(np.round(steps / steps.max(), 9), kind="stable"):
         cut = _plain(starts[index])
-        if tried == most or not allows(cut):
+        if tried == (DESCENTS_OVER_MANY if _is_slow(row) else DESCENTS) or not allows(cut):
             continue
         tried += 1
         descent = _Descent(row, allows, cut, float(steps[index]))
@@ -100,6 +104,10 @@ def _search(
         if descent.step_seconds < best.step_seconds * (1 - EQUAL):
             best = descent
     return best.best
+
+
+def _is_slow(row: Row) -> bool:
+    return row.schedule == "dualpipev" and row.stages > MANY_STAGES
 
 
 class _Descent:
@@ -113,7 +121,7 @@ class _Descent:
         step_seconds: float = math.inf,
     ) -> None:
         self.row, self.allows, self.best, self.step_seconds = row, allows, best, step_seconds
-        self._arrays = ARRAYS_MOST
+        self._arrays = ARRAYS_OVER_MANY if _is_slow(row) else ARRAYS
 
     def better(self, cuts: Cuts, limit_seconds: float, *, first: bool = False) -> bool:
         """Whether an allowed one of the cuts takes less than the limit; the fastest of them (first: of the first array
@@ -121,6 +129,8 @@ class _Descent:
         bounds = _lower_bounds(self.row, cuts)
         order = np.argsort(np.round(bounds / bounds.max(initial=1e-300), 9), kind="stable")
         size = max(4, AT_ONCE // self.row.stages**2)
+        if self.row.schedule == "dualpipev":
+            size = max(16, AT_ONCE_DUALPIPEV // self.row.stages)
         found = False
         for at in range(0, len(cuts), size):
             chosen = order[at : at + size]
@@ -142,7 +152,16 @@ class _Descent:
 def step_seconds(row: Row, cuts: Cuts) -> Floats:
     """Simulated, one a cut."""
     forward, backward = _stage_seconds(row, cuts)
-    return steps_seconds(row.schedule, row.micro_batches, forward, backward, row.send_seconds)
+    schedule = steps_seconds(row.schedule, row.micro_batches, forward, backward, row.send_seconds)
+    return schedule + _after_seconds(row, cuts)
+
+
+def _after_seconds(row: Row, cuts: Cuts) -> Floats:
+    after = np.diff(np.array(row.after_seconds)[cuts], axis=1)
+    if row.schedule == "dualpipev":
+        after = after[:, : row.stages // 2] + after[:, : row.stages // 2 - 1 : -1]
+    longest: Floats = after.max(axis=1)
+    return longest
 
 
 def _starts(row: Row) -> list[tuple[int, ...]]:
@@ -211,11 +230,11 @@ def _lower_bounds(row: Row, cuts: Cuts) -> Floats:
         front = both[:, :ranks]
         loads = front + both[:, : ranks - 1 : -1]
         bounds: Floats = (np.cumsum(front, axis=1) - front + m * loads).max(axis=1)
-        return bounds
+        return bounds + _after_seconds(row, cuts)
     total = both.sum(axis=1, keepdims=True)
     ahead = np.minimum(row.stages - np.arange(row.stages), m)
     own = np.cumsum(both, axis=1) - both + m * both
     start = total + (m - ahead) * forward + (m - 1) * backward
     end = total + (m - 1) * forward + (m - ahead) * backward
     waiting: Floats = np.maximum(own, np.maximum(start, end)).max(axis=1)
-    return waiting
+    return waiting + _after_seconds(row, cuts)

@@ -72,11 +72,15 @@ def _run(levels: Levels, left: Floats, right: Floats, stay: Floats) -> Floats:
     padded[:, 0] = padded[:, -1] = -np.inf
     own, before, behind = padded[:, 1:-1], padded[:, :-2], padded[:, 2:]
 
+    reached, other = np.empty((partitions, ranks)), np.empty((partitions, ranks))
+
     def run(start: int, stop: int) -> None:
         for level in range(start, stop):
-            reached = np.maximum(own + stay[level], before + left[level])
-            np.maximum(reached, behind + right[level], out=reached)
-            own[:] = reached
+            np.add(own, stay[level], out=reached)
+            np.add(before, left[level], out=other)
+            np.maximum(reached, other, out=reached)
+            np.add(behind, right[level], out=other)
+            np.maximum(reached, other, out=own)
 
     first, after = levels.repeat_at, levels.repeat_at + levels.round_levels
     run(0, first)

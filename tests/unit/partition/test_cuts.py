@@ -15,8 +15,17 @@ from shardwright.partition.stages import cut_evenly, cut_mirrored
 from shardwright.schedule.events import simulate
 
 
-def row(schedule: str, m: int, stages: int, seconds: list[float], *, ratio: float = 2.0, send: float = 0.0) -> Row:
-    """Blocks of these forward seconds; backward is `ratio` times as long."""
+def row(
+    schedule: str,
+    m: int,
+    stages: int,
+    seconds: list[float],
+    *,
+    ratio: float = 2.0,
+    send: float = 0.0,
+    after: float = 0.0,
+) -> Row:
+    """Blocks of these forward seconds; backward is `ratio` times as long, and each takes `after` once a step."""
     forward = (0.0, *itertools.accumulate(seconds))
     whole = tuple(max(1, round(x * 1e6)) for x in seconds)
     return Row(
@@ -27,6 +36,7 @@ def row(schedule: str, m: int, stages: int, seconds: list[float], *, ratio: floa
         backward_seconds=tuple(ratio * x for x in forward),
         per_stage_seconds=(0.0, 0.0),
         send_seconds=send,
+        after_seconds=tuple(after * x for x in range(len(forward))),
         least_slowest=(cut_mirrored if schedule == "dualpipev" else cut_evenly)(whole, stages),
     )
 
@@ -37,7 +47,10 @@ def simulated(r: Row, cut: tuple[int, ...]) -> float:
         [sums[b] - sums[a] for a, b in itertools.pairwise(cut)] for sums in (r.forward_seconds, r.backward_seconds)
     )
     ranks = r.stages // (2 if r.schedule == "dualpipev" else 1)
-    return simulate(r.schedule, r.micro_batches, forward, backward, [r.send_seconds] * (ranks - 1)).seconds
+    after = [r.after_seconds[b] - r.after_seconds[a] for a, b in itertools.pairwise(cut)]
+    if r.schedule == "dualpipev":
+        after = [a + b for a, b in zip(after[:ranks], reversed(after), strict=False)]
+    return simulate(r.schedule, r.micro_batches, forward, backward, [r.send_seconds] * (ranks - 1)).seconds + max(after)
 
 
 def every_cut(blocks: int, stages: int) -> list[tuple[int, ...]]:
@@ -60,6 +73,7 @@ def rows(draw: st.DrawFn) -> Row:
         draw(st.one_of(free, model)),
         ratio=draw(st.floats(1, 3)),
         send=draw(st.sampled_from([0.0, 0.1])),
+        after=draw(st.sampled_from([0.0, 0.5])),
     )
 
 
