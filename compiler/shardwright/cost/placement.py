@@ -18,7 +18,7 @@ from shardwright.cost.layout import Block, Layout
 from shardwright.cost.memory import rank_memory, usable_bytes
 from shardwright.cost.passes import FORWARD_SHARE, passes
 from shardwright.cost.shapes import model_shapes
-from shardwright.cost.timing import once_a_step_seconds
+from shardwright.cost.timing import MOST_SIMULATED_RANKS, once_a_step_seconds
 from shardwright.diagnostics import Refusal
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.cut import boundaries_of_blocks
@@ -77,6 +77,8 @@ def _boundaries(layout: Layout) -> tuple[int, ...]:
 
 
 def _best_cut(layout: Layout, blocks: tuple[int, ...], plain: tuple[int, ...]) -> tuple[int, ...]:
+    if layout.strategy.schedule == "dualpipev" and layout.strategy.pipeline > MOST_SIMULATED_RANKS:
+        return plain
     row = _row(layout, blocks, plain)
     if layout.recipe.assume.ignore_memory:
         return fastest_cut(row)
@@ -86,12 +88,15 @@ def _best_cut(layout: Layout, blocks: tuple[int, ...], plain: tuple[int, ...]) -
         # What predictions fall short by stays free, where that is possible.
         limits.insert(0, min(limits[0], int(layout.cluster.capacity_bytes * (1 - default_constants().memory_headroom))))
     for limit_bytes in limits:
-        start = room.fullest_first(row.stages, limit_bytes)
-        if layout.strategy.schedule == "1f1b" and start is None:
-            continue
-        best = fastest_cut(row)
-        if room.fits(best, limit_bytes):
-            return best
+        if room.fits(plain, limit_bytes):
+            best = fastest_cut(row)
+            if room.fits(best, limit_bytes):
+                return best
+            start = plain
+        else:
+            start = room.fullest_first(row.stages, limit_bytes)
+            if start is None and layout.strategy.schedule == "1f1b":
+                continue
         found = fastest_cut_that(row, functools.partial(room.fits, limit_bytes=limit_bytes), start)
         if found is not None:
             return found

@@ -19,6 +19,8 @@ from shardwright.schedule.step import step_seconds
 
 # Forward + backward FLOPs, in forwards; recomputation adds its share on top.
 FORWARDS_PER_STEP = 3
+# DualPipeV over more ranks is bounded by its slowest one: reading so many instruction streams takes half a second.
+MOST_SIMULATED_RANKS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +38,14 @@ class StageSeconds:
 
 def _schedule_seconds(layout: Layout, found: Passes, stages: list[StageSeconds]) -> float:
     """From the first forward pass to the last backward pass: the simulation, or closed forms where they are exact (one
-    stage, even stages), where no engine of DeepSpeed's runs it (interleaving), or where nothing can (too few
-    micro-batches or layers; a rule says so)."""
+    stage, 1F1B), and the bound by the slowest rank where no engine of DeepSpeed's runs it (interleaving), nothing can
+    (too few micro-batches; a rule says so), or DualPipeV has too many ranks."""
     s, m = layout.strategy, layout.strategy.gradient_accumulation_steps
     totals = [stage.total for stage in stages]
     if s.pipeline == 1:
         return m * totals[0]
-    runs = s.schedule == "1f1b" or m >= 2 * s.pipeline
-    if s.virtual_stages > 1 or not runs:
+    simulated = s.schedule == "1f1b" or (m >= 2 * s.pipeline and s.pipeline <= MOST_SIMULATED_RANKS)
+    if s.virtual_stages > 1 or not simulated:
         return m * max(totals) + (sum(totals) - max(totals)) / bubble_divisor(s)
     # DualPipeV's second stages in order: from the last rank back to the first.
     blocks = [ranks[0] for ranks in layout.ranks] + [ranks[1] for ranks in reversed(layout.ranks) if len(ranks) > 1]

@@ -26,13 +26,13 @@ Cuts = NDArray[np.int64]
 TRY_ALL = 400
 ALL_PAIRS = 16
 TILTS = (0.0, 0.1, 0.3)
-# Arrays of this many cuts times stages squared (1F1B's closed form) or times stages (DualPipeV's levels) take hardly
-# longer than one cut.
+# Arrays of this many cuts times stages squared (the closed form) or times stages (levels) take hardly longer than one.
 AT_ONCE = 4000
-AT_ONCE_DUALPIPEV = 1000
-# Descents, each from another start, and arrays in each; fewer for DualPipeV over many stages, slow to simulate.
-DESCENTS, ARRAYS = 3, 8
-MANY_STAGES, DESCENTS_OVER_MANY, ARRAYS_OVER_MANY = 6, 1, 3
+AT_ONCE_LEVELS = 1000
+# Up to so many stages: descents, each from another start, and arrays in each. A search asks for hundreds of partitions,
+# and many stages leave little to gain beyond the starts.
+EFFORT = ((6, 3, 8), (8, 2, 6), (16, 2, 4), (math.inf, 1, 2))
+EFFORT_WITHOUT_CLOSED_FORM = ((6, 3, 8), (math.inf, 1, 2))
 # Steps closer than this share are equal: what floating-point noise decides would not be a choice.
 EQUAL = 1e-9
 # A descent goes on for this share of the step.
@@ -86,19 +86,19 @@ def _every(cut: tuple[int, ...]) -> bool:
 def _search(
     row: Row, allows: Callable[[tuple[int, ...]], bool], known: tuple[tuple[int, ...], ...]
 ) -> tuple[int, ...] | None:
-    best = _Descent(row, allows)
+    best = _Descent(row, allows, 0)
     if math.comb(row.blocks - 1, row.stages - 1) <= TRY_ALL:
         best.better(_all_cuts(row.blocks, row.stages), math.inf)
         return best.best
     starts = np.array(list(dict.fromkeys([*known, *_starts(row)])))
     steps = step_seconds(row, starts)
-    tried = 0
+    tried, (descents, arrays) = 0, _effort(row)
     for index in np.argsort(np.round(steps / steps.max(), 9), kind="stable"):
         cut = _plain(starts[index])
-        if tried == (DESCENTS_OVER_MANY if _is_slow(row) else DESCENTS) or not allows(cut):
+        if tried == descents or not allows(cut):
             continue
         tried += 1
-        descent = _Descent(row, allows, cut, float(steps[index]))
+        descent = _Descent(row, allows, arrays, cut, float(steps[index]))
         while descent.better(_neighbours(cut), descent.step_seconds * (1 - WORTH), first=True):
             cut = descent.best or cut
         if descent.step_seconds < best.step_seconds * (1 - EQUAL):
@@ -106,8 +106,10 @@ def _search(
     return best.best
 
 
-def _is_slow(row: Row) -> bool:
-    return row.schedule == "dualpipev" and row.stages > MANY_STAGES
+def _effort(row: Row) -> tuple[int, int]:
+    has_form = row.schedule == "1f1b" and row.micro_batches >= row.stages
+    table = EFFORT if has_form else EFFORT_WITHOUT_CLOSED_FORM
+    return next((descents, arrays) for most, descents, arrays in table if row.stages <= most)
 
 
 class _Descent:
@@ -117,11 +119,12 @@ class _Descent:
         self,
         row: Row,
         allows: Callable[[tuple[int, ...]], bool],
+        arrays: int,
         best: tuple[int, ...] | None = None,
         step_seconds: float = math.inf,
     ) -> None:
         self.row, self.allows, self.best, self.step_seconds = row, allows, best, step_seconds
-        self._arrays = ARRAYS_OVER_MANY if _is_slow(row) else ARRAYS
+        self._arrays = arrays
 
     def better(self, cuts: Cuts, limit_seconds: float, *, first: bool = False) -> bool:
         """Whether an allowed one of the cuts takes less than the limit; the fastest of them (first: of the first array
@@ -129,8 +132,8 @@ class _Descent:
         bounds = _lower_bounds(self.row, cuts)
         order = np.argsort(np.round(bounds / bounds.max(initial=1e-300), 9), kind="stable")
         size = max(4, AT_ONCE // self.row.stages**2)
-        if self.row.schedule == "dualpipev":
-            size = max(16, AT_ONCE_DUALPIPEV // self.row.stages)
+        if self.row.schedule == "dualpipev" or self.row.micro_batches < self.row.stages:
+            size = max(16, AT_ONCE_LEVELS // self.row.stages)
         found = False
         for at in range(0, len(cuts), size):
             chosen = order[at : at + size]
@@ -203,10 +206,10 @@ def _all_cuts(blocks: int, stages: int) -> Cuts:
 @functools.lru_cache(maxsize=256)
 def _moves(stages: int) -> Cuts:
     """One block from one stage to another; every boundary between them moves along. Where there are many stages, only
-    to and from the first and the last, and to those 1, 2, 4, 8... away."""
+    to the neighbours, and to and from the first and the last."""
     moves = []
     for a, b in itertools.combinations(range(stages), 2):
-        if stages <= ALL_PAIRS or a == 0 or b == stages - 1 or (b - a) & (b - a - 1) == 0:
+        if stages <= ALL_PAIRS or a == 0 or b == stages - 1 or b - a == 1:
             move = [int(a < i <= b) for i in range(stages + 1)]
             moves += [move, [-x for x in move]]
     return np.array(moves, dtype=np.int64).reshape(-1, stages + 1)
