@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := build/demo
 
-.PHONY: help setup demo test test-hosts prove proof lint golden graphs snapshot lint-docs build calibrate bench-cost
+.PHONY: help setup demo test test-hosts prove proof lint golden graphs snapshot lint-docs build calibrate bench-cost bench-schedule
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -48,6 +48,9 @@ calibrate: setup ## fit the cost model's constants to the published rows; writes
 
 bench-cost: setup ## the cost model against published runs, left out of the fit; writes benchmarks/cost.json
 	$(BIN)/python -m tests.calibration.bench
+
+bench-schedule: setup ## DeepSpeed's pipeline engines with sleeping stages against the simulation; writes benchmarks/schedule.json
+	$(BIN)/python -m tests.schedule.bench
 
 lint: setup ## ruff, mypy --strict, import directions
 	$(BIN)/ruff check .

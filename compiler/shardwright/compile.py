@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from shardwright.cluster.resolve import resolve_cluster
+from shardwright.cost.placement import partition_stages
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.estimate import Estimate
@@ -24,7 +25,6 @@ from shardwright.lower.lower import json_bytes, lower
 from shardwright.model.build import build_model_graph
 from shardwright.model.own_code import locate_own_code
 from shardwright.model.popular.snapshot import locate_weights, tokenizer_folder
-from shardwright.partition.stages import partition_stages
 from shardwright.partition.tensor import tensor_parallel_map
 from shardwright.plan.build import MODEL_DIRECTORY, build_plan, installed_versions
 from shardwright.plan.plan import Plan
@@ -107,7 +107,7 @@ def _partition(c: Compilation) -> Compilation:
     strategy = made(c.estimate).strategy
     return replace(
         c,
-        partition=partition_stages(c.recipe, made(c.graph), strategy),
+        partition=partition_stages(c.recipe, made(c.graph), made(c.cluster), strategy),
         tensor_map=tensor_parallel_map(made(c.graph), strategy.tensor),
     )
 

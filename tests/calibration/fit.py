@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from shardwright.cost.constants import Constants, constant_entries
-from shardwright.cost.layout import make_layout
 from shardwright.cost.memory import live_bytes
+from shardwright.cost.placement import make_layout
 from tests.calibration import score
 from tests.calibration.cases import Case, estimate
 

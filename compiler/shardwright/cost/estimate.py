@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 from shardwright.cost.constants import Constants, default_constants
-from shardwright.cost.layout import Layout, make_layout
+from shardwright.cost.layout import Layout
 from shardwright.cost.memory import estimate_memory
+from shardwright.cost.placement import make_layout
 from shardwright.cost.timing import estimate_time
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.cluster import Cluster

@@ -17,21 +17,26 @@ ALL_CHANNELS_BYTES_PER_SECOND = 300e9
 
 def estimate_memory(layout: Layout) -> Memory:
     """Bytes as nvidia-smi would show them, per pipeline rank; `fits` honours memory_headroom and ignore_memory."""
-    capacity = layout.cluster.capacity_bytes
-    driver = 0.0 if layout.cluster.gpu.is_cpu else layout.constants.driver_share
-    usable = int(capacity * (1 - max(driver, layout.recipe.parallelism.memory_headroom or 0.0)))
-    stages = tuple(_rank_memory(layout, rank, usable) for rank in range(layout.strategy.pipeline))
+    usable = usable_bytes(layout)
+    stages = tuple(rank_memory(layout, rank, usable) for rank in range(layout.strategy.pipeline))
     peak = max(stage.peak_bytes for stage in stages)
     fits = peak <= usable or layout.recipe.assume.ignore_memory
-    return Memory(peak_bytes=peak, capacity_bytes=capacity, fits=fits, stages=stages)
+    return Memory(peak_bytes=peak, capacity_bytes=layout.cluster.capacity_bytes, fits=fits, stages=stages)
+
+
+def usable_bytes(layout: Layout) -> int:
+    """What the driver and a pinned memory_headroom leave of a device."""
+    driver = 0.0 if layout.cluster.gpu.is_cpu else layout.constants.driver_share
+    headroom = layout.recipe.parallelism.memory_headroom or 0.0
+    return int(layout.cluster.capacity_bytes * (1 - max(driver, headroom)))
 
 
 def live_bytes(layout: Layout) -> int:
     """The fullest rank's, without what the allocator keeps beside it: what decides whether a layout fits."""
-    return max(_rank_memory(layout, rank, 0).peak_bytes for rank in range(layout.strategy.pipeline))
+    return max(rank_memory(layout, rank, 0).peak_bytes for rank in range(layout.strategy.pipeline))
 
 
-def _rank_memory(layout: Layout, rank: int, usable: int) -> StageMemory:
+def rank_memory(layout: Layout, rank: int, usable: int) -> StageMemory:
     s = layout.strategy
     numel, element = layout.numel(rank), layout.element_bytes
     parameters = numel * element / (s.data if s.zero_stage >= 3 else 1)

@@ -10,10 +10,11 @@ HOST_ADAM_BYTES = 6 * 4 + 4 + 2
 FETCHES = 2
 
 
-def host_step_seconds(layout: Layout, rank: int) -> float:
-    """The update of this rank's share on the CPU (the node's GPUs share its memory), and the way back to the GPU."""
+def host_update_seconds(layout: Layout, numel: float) -> float:
+    """The update of a rank's share of so many parameters on the CPU (the node's GPUs share its memory), and the way
+    back to the GPU."""
     s, c = layout.strategy, layout.constants
-    updated = layout.numel(rank) / s.data
+    updated = numel / s.data
     adam = HOST_ADAM_BYTES * updated * layout.cluster.gpus_per_node / c.host_bytes_per_second
     back = 0.0 if s.offload == "parameters" else updated * layout.element_bytes / c.host_link_bytes_per_second
     return adam + back

@@ -1,7 +1,7 @@
 """Time of one optimizer step.
 
-Compute: each layer's kernels (compute.py). Collectives: rings (collectives.py). Pipeline: makespan = (m - 1) x slowest
-+ one micro-batch through every stage, which is (m + p - 1) x stage where stages are even (arXiv 2104.04473).
+Compute: each layer's kernels (compute.py). Collectives: rings (collectives.py). Pipeline: DeepSpeed's own instruction
+streams, simulated (schedule/), which is (m + p - 1) x stage where stages are even (arXiv 2104.04473).
 """
 
 from __future__ import annotations
@@ -9,16 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwright.cost.activations import keeps_products
-from shardwright.cost.collectives import all_reduce_seconds, gather_seconds, group_of, ring_start_seconds, send_seconds
-from shardwright.cost.compute import ELEMENT_BYTES, LayerSeconds, layer_seconds, peak_flops, stops_early
+from shardwright.cost.collectives import gather_seconds, group_of, ring_start_seconds, send_seconds
+from shardwright.cost.compute import ELEMENT_BYTES, peak_flops
 from shardwright.cost.layout import Layout
-from shardwright.cost.offload import host_step_seconds, host_transfer_seconds
+from shardwright.cost.offload import host_transfer_seconds, host_update_seconds
+from shardwright.cost.passes import FORWARD_SHARE, Passes, passes
 from shardwright.cost.shapes import dropped_products, model_shapes
 from shardwright.ir.estimate import Time
 from shardwright.ir.strategy import Strategy
+from shardwright.schedule.step import step_seconds
 
 # Forward + backward FLOPs, in forwards; recomputation adds its share on top.
 FORWARDS_PER_STEP = 3
+# DualPipeV over more ranks is bounded by its slowest one: reading so many instruction streams takes half a second.
+MOST_SIMULATED_RANKS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,32 +38,57 @@ class StageSeconds:
         return self.compute + self.tensor_comm + self.pipeline_comm
 
 
-def bubble_divisor(strategy: Strategy) -> float:
-    """How much shorter fill and drain are than 1F1B's p - 1 forwards and backwards.
+def _schedule_seconds(layout: Layout, found: Passes, stages: list[StageSeconds]) -> float:
+    """From the first forward pass to the last backward pass: the simulation, or closed forms where they are exact (one
+    stage, 1F1B), and the bound by the slowest rank where no engine of DeepSpeed's runs it (interleaving), nothing can
+    (too few micro-batches; a rule says so), or DualPipeV has too many ranks."""
+    s, m = layout.strategy, layout.strategy.gradient_accumulation_steps
+    totals = [stage.total for stage in stages]
+    if s.pipeline == 1:
+        return m * totals[0]
+    simulated = s.schedule == "1f1b" or (m >= 2 * s.pipeline and s.pipeline <= MOST_SIMULATED_RANKS)
+    if s.virtual_stages > 1 or not simulated:
+        return m * max(totals) + (sum(totals) - max(totals)) / bubble_divisor(s)
+    # DualPipeV's second stages in order: from the last rank back to the first.
+    blocks = [ranks[0] for ranks in layout.ranks] + [ranks[1] for ranks in reversed(layout.ranks) if len(ranks) > 1]
+    extra = found.per_rank_seconds * s.pipeline / len(blocks)
 
-    Interleaving by v divides them by v (arXiv 2104.04473). DeepSpeed's DualPipeV, simulated from its own instruction
-    streams with backward = 2 x forward, idles 2(p - 1) - 1/2 forwards instead of 3(p - 1).
+    def over(compute: tuple[float, ...], comm: tuple[float, ...], fixed: float) -> tuple[float, ...]:
+        return tuple(compute[b.stop] - compute[b.start] + comm[b.stop] - comm[b.start] + fixed for b in blocks)
+
+    forward = over(found.forward_compute, found.forward_comm, extra * FORWARD_SHARE)
+    backward = over(found.backward_compute, found.backward_comm, extra * (1 - FORWARD_SHARE))
+    return step_seconds(s.schedule, m, forward, backward, found.send_seconds)
+
+
+def bubble_divisor(s: Strategy) -> float:
+    """How much shorter fill and drain are than 1F1B's p - 1 forwards and backwards, where stages are even.
+
+    Interleaving by v divides them by v (arXiv 2104.04473). DeepSpeed's DualPipeV, simulated with backward = 2 x
+    forward, idles 5/2 p - 3 forwards instead of 3 (p - 1).
     """
-    if strategy.schedule == "dualpipev" and strategy.pipeline > 1:
-        return 6 * (strategy.pipeline - 1) / (4 * strategy.pipeline - 5)
-    return strategy.virtual_stages
+    if s.schedule == "dualpipev":
+        return 6 * (s.pipeline - 1) / (5 * s.pipeline - 6)
+    return s.virtual_stages
 
 
 def estimate_time(layout: Layout) -> Time:
     """compute, comms, optimizer and bubble are those of the slowest pipeline rank and add up to the step."""
     s = layout.strategy
     m = s.gradient_accumulation_steps
-    per_layer = layer_seconds(layout.recipe, layout.graph, layout.cluster.gpu, s, layout.constants)
-    stages = [_stage_seconds(layout, rank, per_layer) for rank in range(s.pipeline)]
+    found = passes(layout)
+    stages = [_stage_seconds(layout, rank, found) for rank in range(s.pipeline)]
     slowest = max(range(s.pipeline), key=lambda rank: stages[rank].total)
     worst = stages[slowest]
-    bubble = (sum(stage.total for stage in stages) - worst.total) / bubble_divisor(s)
-    busy = m * worst.total
+    schedule = _schedule_seconds(layout, found, stages)
+    # DualPipeV's messages to both neighbours may overlap while it fills.
+    pipeline_comm = min(m * worst.pipeline_comm, schedule - m * (worst.compute + worst.tensor_comm))
+    bubble = max(0.0, schedule - m * (worst.compute + worst.tensor_comm) - pipeline_comm)
     data_comm = max(_data_comm_seconds(layout, rank, stages[rank]) for rank in range(s.pipeline))
     if s.offload != "none":  # another link, at the same time
         data_comm = max(data_comm, host_transfer_seconds(layout, slowest, worst.compute))
     optimizer = max(_optimizer_seconds(layout, rank) for rank in range(s.pipeline))
-    step = busy + bubble + data_comm + optimizer
+    step = schedule + data_comm + optimizer
     mean_busy = m * sum(stage.total for stage in stages) / s.pipeline
     world = s.world_size
     tokens = layout.recipe.training.global_batch_size * layout.recipe.training.sequence_length
@@ -70,11 +99,11 @@ def estimate_time(layout: Layout) -> Time:
         step_seconds=step,
         compute_seconds=m * worst.compute,
         tensor_comm_seconds=m * worst.tensor_comm,
-        pipeline_comm_seconds=m * worst.pipeline_comm,
+        pipeline_comm_seconds=pipeline_comm,
         data_comm_seconds=data_comm,
         optimizer_seconds=optimizer,
         bubble_seconds=bubble,
-        bubble_fraction=1 - mean_busy / (busy + bubble),
+        bubble_fraction=max(0.0, 1 - mean_busy / schedule),
         tokens_per_second_per_gpu=tokens / step / world,
         model_tflops_per_gpu=model_flops / step / world / 1e12,
         hardware_tflops_per_gpu=hardware_flops / step / world / 1e12,
@@ -112,66 +141,20 @@ def recomputed_flops_per_token(layout: Layout) -> int:
             return 0
 
 
-def _stage_seconds(layout: Layout, rank: int, per_layer: LayerSeconds) -> StageSeconds:
-    s, c, cluster = layout.strategy, layout.constants, layout.cluster
-    blocks = layout.ranks[rank]
-    compute = 0.0
-    for part in (per_layer.forward, per_layer.backward, per_layer.again):
-        compute += sum(part[block.stop] - part[block.start] for block in blocks)
-    if layout.recipe.assume.mfu is None:
-        compute += _accumulation_seconds(layout, rank)
-        compute += 0.0 if cluster.gpu.is_cpu else c.micro_batch_seconds
-    message = layout.tokens * layout.graph.hidden_size * layout.element_bytes
-    tensor_comm = _tensor_comm_seconds(layout, rank) if s.tensor > 1 else 0.0
-    pipeline_comm = 0.0
-    if s.pipeline > 1:
-        # An activation and a gradient cross each boundary; the neighbour is data x tensor ranks away. DeepSpeed
-        # (pipe_partitioned) and Megatron (scatter-gather, arXiv 2104.04473) send a share from each tensor rank and
-        # gather it there; DualPipeV sends the whole.
-        crossings = {"dualpipev": 2}.get(s.schedule, s.virtual_stages)
-        share = 1 if s.schedule == "dualpipev" else s.tensor
-        each = send_seconds(cluster, c, s.tensor * s.data, message / share)
-        if share > 1 and not s.sequence_parallel:
-            each += gather_seconds(cluster, c, group_of(cluster, s.tensor, 1), message)
-        pipeline_comm = 2 * crossings * each
-    return StageSeconds(compute=compute, tensor_comm=tensor_comm, pipeline_comm=pipeline_comm)
+def _stage_seconds(layout: Layout, rank: int, found: Passes) -> StageSeconds:
+    s, blocks = layout.strategy, layout.ranks[rank]
 
+    def over(sums: tuple[float, ...]) -> float:
+        return sum(sums[block.stop] - sums[block.start] for block in blocks)
 
-def _tensor_comm_seconds(layout: Layout, rank: int) -> float:
-    """Per decoder layer, forward and backward: an all-reduce for each half whose features are cut (arXiv 1909.08053),
-    those that recomputation repeats (the attention module has one, Megatron's "selective" none), and the gathers of
-    the linears whose output is whole."""
-    s, c, cluster, shapes = layout.strategy, layout.constants, layout.cluster, layout.shapes
-    blocks, group = layout.ranks[rank], group_of(cluster, s.tensor, 1)
-    message = layout.tokens * layout.element_bytes
-    attention, feed_forward = shapes.attention_degree > 1, shapes.feed_forward_degree > 1
-    again_attention, again_feed_forward = {"none": (0, 0), "selective": (1, 0), "full": (1, 1)}[
-        s.activation_checkpointing
-    ]
-    if s.activation_checkpointing == "selective" and layout.is_megatron:
-        again_attention = 0
-    elif stops_early(layout.graph, layout.recipe.assume.kernels):  # the last product's reduction is left out with it
-        again_attention, again_feed_forward = {"none": (0, 0), "selective": (0, 0), "full": (1, 0)}[
-            s.activation_checkpointing
-        ]
-    per_decoder = (2 + again_attention) * attention + (2 + again_feed_forward) * feed_forward
-    reduces = sum(per_decoder * layout.decoder_layers(block) for block in blocks)
-    reduces += layout.has_head(rank) + (blocks[0].start == 0)
-    gathers = 2 * sum(shapes.gathered_products[b.stop] - shapes.gathered_products[b.start] for b in blocks)
-    gathered = sum(shapes.gathered_features[b.stop] - shapes.gathered_features[b.start] for b in blocks) * message
-    host = 0.0 if layout.is_megatron or cluster.gpu.is_cpu else c.collective_host_seconds
-    seconds = reduces * all_reduce_seconds(cluster, c, group, message * layout.graph.hidden_size)
-    return seconds + gather_seconds(cluster, c, group, gathered, gathers) + (reduces + gathers) * host
-
-
-def _accumulation_seconds(layout: Layout, rank: int) -> float:
-    """Each micro-batch's gradient is read and added to the accumulated one, in its own type.
-
-    Megatron's product adds it itself (gradient_accumulation_fusion)."""
-    if layout.is_megatron:
-        return 0.0
-    moved = layout.element_bytes + 2 * ELEMENT_BYTES[layout.accumulation_dtype]
-    return _traffic_seconds(layout, moved * layout.numel(rank))
+    # An activation and a gradient, in or out, over each boundary of the rank.
+    boundaries = 0 if s.pipeline == 1 else (rank > 0) + (rank < s.pipeline - 1)
+    messages = 2 * s.virtual_stages if s.virtual_stages > 1 and s.pipeline > 1 else 2 * boundaries
+    return StageSeconds(
+        compute=over(found.forward_compute) + over(found.backward_compute) + found.per_rank_seconds,
+        tensor_comm=over(found.forward_comm) + over(found.backward_comm),
+        pipeline_comm=messages * found.send_seconds,
+    )
 
 
 def _data_comm_seconds(layout: Layout, rank: int, stage: StageSeconds) -> float:
@@ -207,10 +190,22 @@ def _data_comm_seconds(layout: Layout, rank: int, stage: StageSeconds) -> float:
     if s.zero_stage == 2:
         return tied + m * exposed(reduce, behind) + gather
     layers = sum(block.stop - block.start for block in layout.ranks[rank])
-    passes = 2 * gather_seconds(cluster, c, group, numel * element, 0)
-    passes += gather_seconds(cluster, c, group, numel * gradient, 0)
+    moved = 2 * gather_seconds(cluster, c, group, numel * element, 0)
+    moved += gather_seconds(cluster, c, group, numel * gradient, 0)
     # The ring's steps do not hide: at each of them the ranks wait for one another.
-    return tied + m * (exposed(passes, 1.0) + 3 * layers * ring_start_seconds(c, group))
+    return tied + m * (exposed(moved, 1.0) + 3 * layers * ring_start_seconds(c, group))
+
+
+def once_a_step_seconds(layout: Layout) -> float:
+    """Per parameter of a pipeline rank at ZeRO 0 or 1 (what pipelines run): its gradient's collectives and its update,
+    without the starts of rings. A share of what `_data_comm_seconds` and `_optimizer_seconds` say of a rank."""
+    s, c, cluster = layout.strategy, layout.constants, layout.cluster
+    gradient = ELEMENT_BYTES[layout.accumulation_dtype]
+    moved = 2 * gradient if s.zero_stage == 0 else gradient + layout.element_bytes
+    seconds = gather_seconds(cluster, c, group_of(cluster, s.data, s.tensor), moved, 0)
+    if s.zero_stage > 0 and layout.recipe.target == "deepspeed" and not cluster.gpu.is_cpu:
+        seconds /= c.zero_reduction_efficiency
+    return seconds + _update_seconds(layout, 1)
 
 
 def _tied_seconds(layout: Layout) -> float:
@@ -224,9 +219,13 @@ def _tied_seconds(layout: Layout) -> float:
 
 
 def _optimizer_seconds(layout: Layout, rank: int) -> float:
+    return _update_seconds(layout, layout.numel(rank))
+
+
+def _update_seconds(layout: Layout, numel: float) -> float:
     if layout.strategy.offload != "none":
-        return host_step_seconds(layout, rank)
-    updated = layout.numel(rank) / (layout.strategy.data if layout.strategy.zero_stage >= 1 else 1)
+        return host_update_seconds(layout, numel)
+    updated = numel / (layout.strategy.data if layout.strategy.zero_stage >= 1 else 1)
     return _traffic_seconds(layout, layout.constants.optimizer_traffic_bytes * updated)
 
 

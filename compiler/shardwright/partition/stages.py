@@ -1,7 +1,8 @@
-"""Stage 5a: layers -> pipeline stages, so that the slowest pipeline rank does the least work.
+"""Contiguous stages whose slowest pipeline rank does the least work: where the search for the fastest cut starts.
 
 DeepSpeed's own `partition_method: parameters` charges the embedding lookup as compute (measured: up to 25 %
-slower); here a layer costs its forward FLOPs, the head included and the lookup nearly free.
+slower); here a layer costs its forward FLOPs, the head included and the lookup nearly free. That minimum alone does not
+make the step the shortest: `cuts` goes on from here with the schedule simulated.
 """
 
 from __future__ import annotations
@@ -10,11 +11,8 @@ import bisect
 import functools
 import itertools
 
-from shardwright.diagnostics import Diagnostic, Refusal
-from shardwright.ir.cut import boundaries_of_blocks
+from shardwright.diagnostics import Diagnostic
 from shardwright.ir.model_graph import ModelGraph
-from shardwright.ir.partition import StagePartition
-from shardwright.ir.recipe import Recipe
 from shardwright.ir.strategy import Strategy
 
 
@@ -26,28 +24,15 @@ def layer_costs(graph: ModelGraph, sequence_length: int) -> tuple[int, ...]:
     )
 
 
-def partition_stages(recipe: Recipe, graph: ModelGraph, strategy: Strategy) -> StagePartition:
-    """Explicit boundaries over graph.layers; every stage holds at least one layer, and layers that share parameters or
-    state are on one. Error: SW3106, too few layers."""
-    if most_stages(graph) < strategy.stages:
-        raise Refusal(too_few_layers(graph, strategy))
-    boundaries = cut_layers(graph, recipe.training.sequence_length, strategy.stages, strategy.schedule)
-    partition = StagePartition(boundaries=boundaries, schedule=strategy.schedule)
-    partition.verify(len(graph.layers))
-    return partition
-
-
 def most_stages(graph: ModelGraph) -> int:
     return len(graph.cut.blocks(graph.decoder_layers))
 
 
-def cut_layers(graph: ModelGraph, sequence_length: int, stages: int, schedule: str) -> tuple[int, ...]:
-    """Boundaries over graph.layers, none inside a block that has to stay together; there are enough blocks."""
-    blocks = graph.cut.blocks(graph.decoder_layers)
+def least_slowest_cut(graph: ModelGraph, sequence_length: int, stages: int, schedule: str) -> tuple[int, ...]:
+    """Boundaries, counted in the blocks that have to stay together; there are enough of them."""
     costs = iter(layer_costs(graph, sequence_length))
-    of_blocks = tuple(sum(itertools.islice(costs, size)) for size in blocks)
-    cut = cut_mirrored if schedule == "dualpipev" else cut_evenly
-    return boundaries_of_blocks(cut(of_blocks, stages), blocks)
+    of_blocks = tuple(sum(itertools.islice(costs, size)) for size in graph.cut.blocks(graph.decoder_layers))
+    return (cut_mirrored if schedule == "dualpipev" else cut_evenly)(of_blocks, stages)
 
 
 def too_few_layers(graph: ModelGraph, strategy: Strategy) -> Diagnostic:

@@ -113,12 +113,14 @@ def check(case: tuple[Recipe, ModelGraph, Cluster, Strategy]) -> None:
     gpu = cluster.gpu
     larger = dataclasses.replace(cluster, gpu=dataclasses.replace(gpu, memory_gib=gpu.memory_gib * 1.5))
     assert estimate_strategy(recipe, graph, larger, strategy).memory.fits or not plain.memory.fits
+    # Of many layers the partition is found by a descent: not always the very best one.
+    slack = SLACK if strategy.pipeline == 1 else 1.01
     for link in ("intra_node_bytes_per_second", "inter_node_bytes_per_second"):
         faster = dataclasses.replace(cluster, **{link: 2 * getattr(cluster, link)})
-        assert estimate_strategy(recipe, graph, faster, strategy).time.step_seconds <= plain.time.step_seconds * SLACK
+        assert estimate_strategy(recipe, graph, faster, strategy).time.step_seconds <= plain.time.step_seconds * slack
     swifter = dataclasses.replace(gpu, hbm_bytes_per_second=2 * gpu.hbm_bytes_per_second)
     found = estimate_strategy(recipe, graph, dataclasses.replace(cluster, gpu=swifter), strategy)
-    assert found.time.step_seconds <= plain.time.step_seconds * SLACK
+    assert found.time.step_seconds <= plain.time.step_seconds * slack
     assert estimate_strategy(recipe, graph, cluster, strategy) == plain
 
 

@@ -1,19 +1,14 @@
-"""Stage 5a against brute force, and on real models."""
+"""The least slowest rank against brute force, and the blocks that stay together."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.diagnostics import Refusal
 from shardwright.ir.cut import Cut, boundaries_of_blocks, merged, sharing
-from shardwright.ir.strategy import Strategy
-from shardwright.partition.stages import cut_evenly, cut_mirrored, layer_costs, partition_stages
-from tests.unit.model.factory import LLAMA_8B, LLAMA_70B, SMALL_LLAMA, graph_of, recipe_of
+from shardwright.partition.stages import cut_evenly, cut_mirrored
 
 
 def loads(costs: tuple[int, ...], boundaries: tuple[int, ...]) -> list[int]:
@@ -48,70 +43,6 @@ def test_cut_mirrored_is_as_good_as_any_cut(costs: tuple[int, ...], data: st.Dat
     found = cut_mirrored(costs, stages)
     assert found in all_cuts(len(costs), stages)
     assert mirrored(loads(costs, found)) == min(mirrored(loads(costs, b)) for b in all_cuts(len(costs), stages))
-
-
-def layout(pipeline: int, schedule: str = "1f1b") -> Strategy:
-    return Strategy(
-        tensor=1,
-        pipeline=pipeline,
-        data=1,
-        zero_stage=1,
-        micro_batch_size=1,
-        gradient_accumulation_steps=16,
-        activation_checkpointing="none",
-        schedule=schedule,
-        offload="none",
-    )
-
-
-def test_the_head_is_charged_and_the_lookup_is_not() -> None:
-    """Llama-3.1-8B over 8: the head costs as much as 2.4 decoder layers, so the last stage gets fewer of them."""
-    recipe = recipe_of(LLAMA_8B, training={"sequence_length": 8192})
-    graph = graph_of(LLAMA_8B)
-    partition = partition_stages(recipe, graph, layout(8))
-    costs = layer_costs(graph, 8192)
-    sizes = [b - a for a, b in itertools.pairwise(partition.boundaries)]
-    assert costs[0] == 1
-    assert sizes[-1] < max(sizes)
-    equal = (0, 5, 9, 13, 17, 21, 25, 29, 34)  # four decoder layers each, embedding and head added at the ends
-    assert max(loads(costs, partition.boundaries)) < max(loads(costs, equal))
-
-
-def test_dualpipev_cuts_twice_as_many_stages() -> None:
-    graph = graph_of(LLAMA_70B)
-    partition = partition_stages(recipe_of(LLAMA_70B), graph, layout(4, "dualpipev"))
-    assert partition.stages == 8
-    assert partition.stages_of_pipeline_rank(0) == (0, 7)
-    costs = layer_costs(graph, 128)
-    even = sum(costs) / 4
-    assert mirrored(loads(costs, partition.boundaries)) < 1.05 * even
-
-
-@pytest.mark.parametrize(("pipeline", "schedule"), [(7, "1f1b"), (4, "dualpipev")])
-def test_fewer_layers_than_stages(pipeline: int, schedule: str) -> None:
-    with pytest.raises(Refusal) as caught:
-        partition_stages(recipe_of(), graph_of(SMALL_LLAMA), layout(pipeline, schedule))
-    (found,) = caught.value.diagnostics
-    assert (found.code, found.key) == ("SW3106", ("parallelism", "pipeline"))
-    assert found.valid == (("6",) if schedule == "1f1b" else ("3",))
-    partition_stages(recipe_of(), graph_of(SMALL_LLAMA), layout(int(found.valid[0]), schedule))
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
-def test_layers_that_share_stay_on_one_stage(schedule: str) -> None:
-    recipe, graph = recipe_of(SMALL_LLAMA), graph_of(SMALL_LLAMA)
-    shared = dataclasses.replace(graph, cut=dataclasses.replace(graph.cut, together=((1, 2),)))
-    degrees = {"1f1b": (2, 3, 4, 5), "dualpipev": (1, 2)}[schedule]
-    for pipeline in degrees:
-        strategy = layout(pipeline, schedule)
-        boundaries = partition_stages(recipe, shared, strategy).boundaries
-        assert len(boundaries) == strategy.stages + 1
-        assert 3 not in boundaries, "layers[2] and layers[3] are decoder layers 1 and 2"
-    with pytest.raises(Refusal) as refusal:
-        partition_stages(recipe, shared, layout(degrees[-1] + 1, schedule))
-    found = refusal.value.diagnostics[0]
-    assert (found.code, found.valid) == ("SW3106", (str(degrees[-1]),))
-    assert "Decoder layers 1 to 2 share parameters or state" in (found.help or "")
 
 
 @given(ranges=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=5))

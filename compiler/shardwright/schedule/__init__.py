@@ -1,0 +1,1 @@
+"""Pipeline schedules: DeepSpeed's instruction streams, and how long a step takes under them.."""

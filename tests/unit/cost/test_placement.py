@@ -1,0 +1,145 @@
+"""Where layers are placed: real models against DeepSpeed's own methods, blocks that stay together, memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from deepspeed.runtime.utils import partition_balanced, partition_uniform
+
+from shardwright.cluster.resolve import resolve_cluster
+from shardwright.cost.constants import default_constants
+from shardwright.cost.estimate import price
+from shardwright.cost.layout import Layout
+from shardwright.cost.passes import passes
+from shardwright.cost.placement import make_layout, partition_stages
+from shardwright.diagnostics import Refusal
+from shardwright.ir.model_graph import ModelGraph
+from shardwright.ir.recipe import Recipe
+from shardwright.ir.strategy import Strategy
+from shardwright.schedule.step import step_seconds
+from tests.unit.model.factory import LLAMA_8B, LLAMA_70B, SMALL_LLAMA, graph_of, recipe_of
+
+
+def strategy(pipeline: int, schedule: str = "1f1b", *, m: int = 16, checkpointing: str = "none") -> Strategy:
+    return Strategy(
+        tensor=1,
+        pipeline=pipeline,
+        data=1,
+        zero_stage=1,
+        micro_batch_size=1,
+        gradient_accumulation_steps=m,
+        activation_checkpointing=checkpointing,
+        schedule=schedule,
+        offload="none",
+    )
+
+
+def boundaries(recipe: Recipe, graph: ModelGraph, s: Strategy) -> tuple[int, ...]:
+    return partition_stages(recipe, graph, resolve_cluster(recipe.cluster), s).boundaries
+
+
+def of_layout(layout: Layout) -> tuple[int, ...]:
+    starts = {block.start for blocks in layout.ranks for block in blocks}
+    return (*sorted(starts), len(layout.graph.layers))
+
+
+def step(layout: Layout, cut: tuple[int, ...]) -> float:
+    s, found = layout.strategy, passes(layout)
+    forward, backward = (
+        tuple(a[stop] - a[start] + b[stop] - b[start] for start, stop in itertools.pairwise(cut))
+        for a, b in (
+            (found.forward_compute, found.forward_comm),
+            (found.backward_compute, found.backward_comm),
+        )
+    )
+    return step_seconds(s.schedule, s.gradient_accumulation_steps, forward, backward, found.send_seconds)
+
+
+def deepspeeds(graph: ModelGraph, stages: int) -> dict[str, tuple[int, ...]]:
+    """What DeepSpeed's partition_method would do, by its own functions (pipe/module.py, _partition_layers)."""
+    parameters = [layer.numel for layer in graph.layers]
+    decoders = [int(layer.kind == "decoder") for layer in graph.layers]
+    return {
+        "parameters": tuple(map(int, partition_balanced(parameters, stages))),
+        "uniform": tuple(map(int, partition_uniform(len(parameters), stages))),
+        "type:decoder": tuple(map(int, partition_balanced(decoders, stages))),
+    }
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
+@pytest.mark.parametrize("pipeline", [2, 4, 8])
+@pytest.mark.parametrize("config", [LLAMA_8B, LLAMA_70B], ids=["8b", "70b"])
+def test_never_slower_than_deepspeeds_methods(config: dict[str, object], pipeline: int, schedule: str) -> None:
+    graph = graph_of(config)  # type: ignore[arg-type]
+    for m in (2 * pipeline, 8 * pipeline):
+        # Memory ignored, as DeepSpeed's methods do.
+        recipe = recipe_of(config, training={"sequence_length": 4096}, assume={"ignore_memory": True})  # type: ignore[arg-type]
+        s = strategy(pipeline, schedule, m=m)
+        layout = make_layout(recipe, graph, resolve_cluster(recipe.cluster), s, default_constants())
+        ours = step(layout, of_layout(layout))
+        for method, cut in deepspeeds(graph, s.stages).items():
+            assert ours <= step(layout, cut) * (1 + 1e-4), (method, m)
+
+
+def test_search_and_compile_place_the_same() -> None:
+    recipe, graph = recipe_of(LLAMA_8B, training={"sequence_length": 4096}), graph_of(LLAMA_8B)
+    cluster = resolve_cluster(recipe.cluster)
+    for s in (strategy(4), strategy(8), strategy(4, "dualpipev")):
+        layout = make_layout(recipe, graph, cluster, s, default_constants())
+        assert boundaries(recipe, graph, s) == of_layout(layout)
+
+
+def test_the_head_is_charged_and_the_lookup_is_not() -> None:
+    """Llama-3.1-8B over 8: the head costs as much as 2.4 decoder layers, so the last stage gets fewer of them."""
+    recipe, graph = recipe_of(LLAMA_8B, training={"sequence_length": 8192}), graph_of(LLAMA_8B)
+    sizes = [b - a for a, b in itertools.pairwise(boundaries(recipe, graph, strategy(8, checkpointing="full")))]
+    decoders = [sizes[0] - 1, *sizes[1:-1], sizes[-1] - 1]
+    assert decoders[-1] == min(decoders) < max(decoders)
+
+
+def test_a_partition_that_fits_comes_before_a_faster_one_that_does_not() -> None:
+    """The fastest puts more layers in front, where the most micro-batches are in flight."""
+    graph, s = graph_of(LLAMA_8B), strategy(8, m=16)
+    changes = {"training": {"sequence_length": 8192}}
+    free = recipe_of(LLAMA_8B, **changes, assume={"ignore_memory": True})  # type: ignore[arg-type]
+    cluster = resolve_cluster(free.cluster)
+    fastest = price(free, graph, cluster, s, ())
+    capacity = cluster.capacity_bytes
+    # Just below what the fastest partition needs on its fullest rank, the allocator's slack left out.
+    live = max(m.peak_bytes for m in fastest.memory.stages) / (1 + default_constants().fragmentation)
+    pinned = recipe_of(LLAMA_8B, **changes, parallelism={"memory_headroom": 1 - 0.98 * live / capacity})  # type: ignore[arg-type]
+    tight = price(pinned, graph, cluster, s, ())
+    assert tight.memory.fits
+    assert tight.time.step_seconds > fastest.time.step_seconds
+    assert boundaries(pinned, graph, s) != boundaries(free, graph, s)
+    hopeless = recipe_of(LLAMA_8B, **changes, parallelism={"memory_headroom": 0.95})  # type: ignore[arg-type]
+    assert not price(hopeless, graph, cluster, s, ()).memory.fits
+
+
+@pytest.mark.parametrize(("pipeline", "schedule"), [(7, "1f1b"), (4, "dualpipev")])
+def test_fewer_layers_than_stages(pipeline: int, schedule: str) -> None:
+    with pytest.raises(Refusal) as caught:
+        boundaries(recipe_of(), graph_of(SMALL_LLAMA), strategy(pipeline, schedule))
+    (found,) = caught.value.diagnostics
+    assert (found.code, found.key) == ("SW3106", ("parallelism", "pipeline"))
+    assert found.valid == (("6",) if schedule == "1f1b" else ("3",))
+    boundaries(recipe_of(), graph_of(SMALL_LLAMA), strategy(int(found.valid[0]), schedule))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
+def test_layers_that_share_stay_on_one_stage(schedule: str) -> None:
+    recipe, graph = recipe_of(SMALL_LLAMA), graph_of(SMALL_LLAMA)
+    shared = dataclasses.replace(graph, cut=dataclasses.replace(graph.cut, together=((1, 2),)))
+    degrees = {"1f1b": (2, 3, 4, 5), "dualpipev": (1, 2)}[schedule]
+    for pipeline in degrees:
+        s = strategy(pipeline, schedule)
+        found = boundaries(recipe, shared, s)
+        assert len(found) == s.stages + 1
+        assert 3 not in found, "layers[2] and layers[3] are decoder layers 1 and 2"
+    with pytest.raises(Refusal) as refusal:
+        boundaries(recipe, shared, strategy(degrees[-1] + 1, schedule))
+    diagnostic = refusal.value.diagnostics[0]
+    assert (diagnostic.code, diagnostic.valid) == ("SW3106", (str(degrees[-1]),))
+    assert "Decoder layers 1 to 2 share parameters or state" in (diagnostic.help or "")
