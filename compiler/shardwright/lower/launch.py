@@ -34,11 +34,11 @@ SCRIPTS: frozenset[str] = frozenset(path for files in TEMPLATES.values() for pat
 def launch_files(plan: Plan) -> dict[str, bytes]:
     """Path in the compiled folder -> content. No host's name: those are bound when the run starts."""
     files = {
-        path: _render(f"launch/{template}", plan, path) for path, template in TEMPLATES[plan.launch.launcher].items()
+        path: render(f"launch/{template}", plan, path) for path, template in TEMPLATES[plan.launch.launcher].items()
     }
-    files["train.py"] = _render("launch/train.py.j2", plan, "train.py")
+    files["train.py"] = render("launch/train.py.j2", plan, "train.py")
     if plan.launch.hostfile is not None:  # one that the recipe names replaces it
-        files[plan.launch.hostfile] = _render("launch/hostfile.j2", plan, plan.launch.hostfile)
+        files[plan.launch.hostfile] = render("launch/hostfile.j2", plan, plan.launch.hostfile)
     return {name: text.encode("utf-8") for name, text in files.items()}
 
 
@@ -93,7 +93,7 @@ def kubernetes_name(name: str) -> str:
     return (text if text[:1].isalpha() else f"run-{text}").rstrip("-")[:52].rstrip("-")
 
 
-def _render(template: str, plan: Plan, path: str) -> str:
+def render(template: str, plan: Plan, path: str) -> str:
     environment = Environment(
         loader=FileSystemLoader(templates_dir()),
         undefined=StrictUndefined,

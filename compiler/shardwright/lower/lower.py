@@ -7,8 +7,9 @@ import json
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
+from shardwright.lower.accelerate import CONFIG, PLAIN, TRAINER, has_accelerate, plain_config, trainer_config
 from shardwright.lower.ds_config import checked, ds_config
-from shardwright.lower.launch import SCRIPTS, launch_files
+from shardwright.lower.launch import SCRIPTS, launch_files, render
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import plan_to_json
 
@@ -26,6 +27,17 @@ def lower(plan: Plan, recipe: Recipe, graph: ModelGraph) -> dict[str, bytes]:
         "recipe.resolved.json": json_bytes(recipe.document),
         plan.model.config_file: json_bytes(graph.config),
         **launch_files(plan),
+        **_accelerate(plan),
+    }
+
+
+def _accelerate(plan: Plan) -> dict[str, bytes]:
+    if not has_accelerate(plan):
+        return {}
+    return {
+        CONFIG: render("accelerate/config.yaml.j2", plan, CONFIG).encode("utf-8"),
+        PLAIN: json_bytes(plain_config(plan)),
+        TRAINER: json_bytes(trainer_config(plan)),
     }
 
 

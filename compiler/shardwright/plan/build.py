@@ -42,7 +42,7 @@ TOKENIZER_DIRECTORY = "tokenizer"
 HOSTFILE = "launch/hostfile"
 SETUP_SCRIPT = "launch/setup.sh"
 RUN_DIRECTORY = "run"
-FOLDER_ROOTS: tuple[str, ...] = ("launch", MODEL_DIRECTORY, TOKENIZER_DIRECTORY)
+FOLDER_ROOTS: tuple[str, ...] = ("accelerate", "launch", MODEL_DIRECTORY, TOKENIZER_DIRECTORY)
 ARTIFACT_ROOTS: tuple[str, ...] = (
     ".shardwright",
     "plan.json",
