@@ -36,9 +36,9 @@ def live_bytes(layout: Layout) -> int:
     return max(rank_memory(layout, rank, 0).peak_bytes for rank in range(layout.strategy.pipeline))
 
 
-def rank_memory(layout: Layout, rank: int, usable: int) -> StageMemory:
-    s = layout.strategy
-    numel, element = layout.numel(rank), layout.element_bytes
+def states_bytes(layout: Layout, numel: float) -> tuple[float, float, float]:
+    """Parameters, gradients and optimizer states of a rank that holds so many parameters."""
+    s, element = layout.strategy, layout.element_bytes
     parameters = numel * element / (s.data if s.zero_stage >= 3 else 1)
     gradients = numel * _gradient_bytes(layout) / (s.data if s.zero_stage >= 2 else 1)
     # Two float32 moments, and a float32 master copy (which ZeRO keeps for float32 parameters too).
@@ -49,6 +49,11 @@ def rank_memory(layout: Layout, rank: int, usable: int) -> StageMemory:
         gradients = numel * element if s.zero_stage == 1 else 0.0
     if s.offload == "parameters":
         parameters = 0.0
+    return parameters, gradients, optimizer
+
+
+def rank_memory(layout: Layout, rank: int, usable: int) -> StageMemory:
+    parameters, gradients, optimizer = states_bytes(layout, layout.numel(rank))
     activations = sum(_kept_bytes(layout, block) * block.in_flight for block in layout.ranks[rank])
     # Two phases that never meet: the last backward pass, and the optimizer's step, when no activation is left.
     backward, step = activations + _working_bytes(layout, rank), _step_bytes(layout, rank)

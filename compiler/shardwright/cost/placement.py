@@ -15,7 +15,7 @@ from shardwright.cost.activations import activations
 from shardwright.cost.compute import ELEMENT_BYTES
 from shardwright.cost.constants import Constants, default_constants
 from shardwright.cost.layout import Block, Layout
-from shardwright.cost.memory import rank_memory, usable_bytes
+from shardwright.cost.memory import rank_memory, states_bytes, usable_bytes
 from shardwright.cost.passes import FORWARD_SHARE, passes
 from shardwright.cost.shapes import model_shapes
 from shardwright.cost.timing import MOST_SIMULATED_RANKS, once_a_step_seconds
@@ -87,6 +87,10 @@ def _best_cut(layout: Layout, blocks: tuple[int, ...], plain: tuple[int, ...]) -
     if layout.recipe.parallelism.memory_headroom is None:
         # What predictions fall short by stays free, where that is possible.
         limits.insert(0, min(limits[0], int(layout.cluster.capacity_bytes * (1 - default_constants().memory_headroom))))
+    # What no cut can be below: the states alone, spread evenly.
+    least = sum(states_bytes(layout, layout.shapes.numel[-1] - layout.shapes.shared_numel)) / layout.strategy.pipeline
+    if least > limits[-1] or not room.fits_somehow(plain, limits[-1]):
+        return plain  # nothing fits: no cut is worth more
     for limit_bytes in limits:
         start: tuple[int, ...] | None = plain
         if room.fits(plain, limit_bytes):
@@ -95,12 +99,12 @@ def _best_cut(layout: Layout, blocks: tuple[int, ...], plain: tuple[int, ...]) -
                 return best
         else:
             start = room.fullest_first(row.stages, limit_bytes)
-            if start is None and layout.strategy.schedule == "1f1b":
+            if start is None and not room.holds_two:
                 continue
         found = fastest_cut_that(row, functools.partial(room.fits, limit_bytes=limit_bytes), start)
         if found is not None:
             return found
-    return plain  # nothing fits: no cut is worth more
+    return plain
 
 
 class _Room:
@@ -117,6 +121,18 @@ class _Room:
             held = [(r, cut[r], cut[r + 1], cut[last - 1 - r], cut[last - r]) for r in range(last // 2)]
             return all(self._peak_bytes(*h) <= limit_bytes for h in held)
         return all(self._peak_bytes(r, *b) <= limit_bytes for r, b in enumerate(itertools.pairwise(cut)))
+
+    @property
+    def holds_two(self) -> bool:
+        return self._layout.strategy.schedule == "dualpipev"
+
+    def fits_somehow(self, plain: tuple[int, ...], limit_bytes: int) -> bool:
+        """False where no cut has room; for DualPipeV, whose ranks hold two stages, that is not known beforehand."""
+        return (
+            self.holds_two
+            or self.fits(plain, limit_bytes)
+            or self.fullest_first(len(plain) - 1, limit_bytes) is not None
+        )
 
     def fullest_first(self, stages: int, limit_bytes: int) -> tuple[int, ...] | None:
         """Each stage takes as many blocks as it has room for: if that does not place all of them, no cut does, for a

@@ -110,8 +110,8 @@ def _least_slowest(costs: tuple[int, ...], stages: int) -> int:
 def cut_mirrored(costs: tuple[int, ...], stages: int) -> tuple[int, ...]:
     """DualPipeV: rank r holds stages r and stages-1-r; non-empty stages with the least slowest rank.
 
-    Bisection over the answer; for one answer, the outer ranks are placed from both ends inwards and every reachable
-    pair of edges (i, j) with layers [i, j) left over is kept.
+    Bisection over the answer, to a thousandth of it; for one answer, the outer ranks are placed from both ends inwards
+    and every reachable pair of edges (i, j) with layers [i, j) left over is kept.
     """
     sums = [0]
     for cost in costs:
@@ -119,14 +119,14 @@ def cut_mirrored(costs: tuple[int, ...], stages: int) -> tuple[int, ...]:
     even = cut_evenly(costs, stages)
     loads = [sums[stop] - sums[start] for start, stop in itertools.pairwise(even)]
     low, high = max(-(-sums[-1] * 2 // stages), *costs), max(map(sum, zip(loads, reversed(loads), strict=True)))
-    while low < high:
+    while high - low > high // 1024:
         middle = (low + high) // 2
         if _final_edges(_edges_inwards(sums, stages // 2, middle)[-1], sums, middle) is None:
             low = middle + 1
         else:
             high = middle
-    levels = _edges_inwards(sums, stages // 2, low)
-    final = _final_edges(levels[-1], sums, low)
+    levels = _edges_inwards(sums, stages // 2, high)
+    final = _final_edges(levels[-1], sums, high)
     assert final is not None, "the caller checked that there are at least as many layers as stages"
     i, j = final
     centre = min(range(i + 1, j), key=lambda m: (abs(2 * sums[m] - sums[i] - sums[j]), m))
@@ -138,7 +138,7 @@ def cut_mirrored(costs: tuple[int, ...], stages: int) -> tuple[int, ...]:
             for a, mask in level.items()
             if a < i
             for b in range(j + 1, len(sums))
-            if mask >> b & 1 and sums[i] - sums[a] + sums[b] - sums[j] <= low
+            if mask >> b & 1 and sums[i] - sums[a] + sums[b] - sums[j] <= high
         )
         i, j = a, b
         left.append(i)
