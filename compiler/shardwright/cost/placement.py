@@ -10,6 +10,7 @@ import bisect
 import dataclasses
 import functools
 import itertools
+import operator
 
 from shardwright.cost.activations import activations
 from shardwright.cost.compute import ELEMENT_BYTES
@@ -120,7 +121,23 @@ class _Room:
             last = len(cut) - 1
             held = [(r, cut[r], cut[r + 1], cut[last - 1 - r], cut[last - r]) for r in range(last // 2)]
             return all(self._peak_bytes(*h) <= limit_bytes for h in held)
-        return all(self._peak_bytes(r, *b) <= limit_bytes for r, b in enumerate(itertools.pairwise(cut)))
+        # Fewer micro-batches are in flight on later ranks, so one that holds no more than an earlier one has room.
+        seen: list[tuple[float, float, float]] = []
+        last = len(cut) - 2
+        for rank, (first, stop) in enumerate(itertools.pairwise(cut)):
+            holds = self._held(first, stop)
+            if rank < last and any(all(map(operator.le, holds, before)) for before in seen):
+                continue
+            if self._peak_bytes(rank, first, stop) > limit_bytes:
+                return False
+            seen.append(holds)
+        return True
+
+    def _held(self, first: int, stop: int) -> tuple[float, float, float]:
+        """Parameters and kept bytes of these blocks."""
+        a, b, kept = self._layers[first], self._layers[stop], self._layout.activations
+        numel = self._layout.shapes.numel
+        return numel[b] - numel[a], kept.whole[b] - kept.whole[a], kept.divided[b] - kept.divided[a]
 
     @property
     def holds_two(self) -> bool:
