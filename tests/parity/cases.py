@@ -55,6 +55,9 @@ CASES: dict[str, Case] = {
     "llama-tied-pp2-tp2": Case(model="llama-tied", pipeline=2, tensor=2),
     "llama-tied-tp2-dp2-zero3": Case(model="llama-tied", tensor=2, data=2, zero_stage=3),
     "qwen2-pp2-tp2": Case(model="qwen2", pipeline=2, tensor=2),
+    # transformers stacks a layer's experts in one parameter, which ZeRO-3 gathers whole: no leaf modules are needed.
+    "mixtral-dp2-zero3": Case(model="mixtral", data=2, zero_stage=3, micro=1),
+    "qwen3_moe-dp2-zero3": Case(model="qwen3_moe", data=2, zero_stage=3, micro=1),
     "gpt2-untied-pp2-tp2": Case(model="gpt2-untied", pipeline=2, tensor=2),
 }
 
@@ -64,6 +67,7 @@ SAMPLE = (
     "gpt2-pp2-tp2",
     "llama-tp2-dp2-zero3",
     "llama-dp2-zero2",
+    "mixtral-dp2-zero3",
     "gpt2-offload-parameters-tp2-dp2",
     "gpt2-dualpipev-pp2",
     "gpt2-selective-pp2-tp2",

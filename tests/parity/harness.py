@@ -46,6 +46,17 @@ MODELS = {
     "llama-tied": {**LLAMA, "tie_word_embeddings": True},
     "qwen2": {**LLAMA, "model_type": "qwen2"},
     "gpt2-untied": {**GPT2, "tie_word_embeddings": False},
+    # More experts than a rank's tokens choose in a step: each rank misses some, and others than its neighbour.
+    "mixtral": {**LLAMA, "model_type": "mixtral", "num_local_experts": 32, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        **LLAMA,
+        "model_type": "qwen3_moe",
+        "num_experts": 32,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+    },
     "gpt2-dropout": {**GPT2, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
 }
 STEPS, LENGTH, SEED, WARMUP = 8, 32, 11, 3
