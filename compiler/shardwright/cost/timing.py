@@ -22,7 +22,7 @@ from shardwright.schedule.step import step_seconds
 # Forward + backward FLOPs, in forwards; recomputation adds its share on top.
 FORWARDS_PER_STEP = 3
 # DualPipeV over more ranks is bounded by its slowest one: reading so many instruction streams takes half a second.
-MOST_SIMULATED_RANKS = 32
+MOST_SIMULATED_RANKS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
