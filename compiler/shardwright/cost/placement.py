@@ -72,7 +72,7 @@ def _boundaries(layout: Layout) -> tuple[int, ...]:
     if most_stages(graph) < s.stages:
         return _thin(len(graph.layers), s.stages)
     if layout.recipe.assume.kernels == "megatron" and graph.decoder_layers % s.stages == 0:
-        # Other people's run: Megatron gives each stage as many decoder layers (arXiv 2104.04473), whatever its ends hold.
+        # Megatron gives each stage as many decoder layers (arXiv 2104.04473), whatever its ends hold.
         each = graph.decoder_layers // s.stages
         return (0, *(1 + each * stage for stage in range(1, s.stages)), len(graph.layers))
     blocks = graph.cut.blocks(graph.decoder_layers)
