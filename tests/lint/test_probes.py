@@ -15,7 +15,7 @@ import pytest
 
 from shardwright.diagnostics.codes.ds_config import DS_CONFIG_CODES
 from shardwright.diagnostics.explain import texts
-from shardwright.lint.rules.keys import FILLED
+from shardwright.lint.rules.values import FILLED
 from tests.lint.probes import PROBES, Probe
 
 GOOD = sorted((Path(__file__).parent / "good").glob("*.json"))

@@ -116,8 +116,9 @@ def _lint(path: str, args: argparse.Namespace) -> _Result:
 
 
 def _fix(document: Document, args: argparse.Namespace) -> tuple[Document, tuple[Found, ...]]:
+    from shardwright.atomic import write_atomically
     from shardwright.diagnostics import Diagnostic, Location, Refusal
-    from shardwright.lint.fix import fixed, write_atomically
+    from shardwright.lint.fix import fixed
 
     changed, mended = fixed(document, args.audience, args.world_size)
     if mended:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from shardwright.atomic import write_atomically
 
 if TYPE_CHECKING:
     from shardwright.ir.recipe import Recipe
@@ -32,7 +32,7 @@ def pins_of(strategy: Strategy) -> dict[str, str | int]:
 
 def pin_recipe(text: str, target: Path, strategy: Strategy, recipe: Recipe) -> None:
     """Writes `text`, a recipe that was read as `recipe`, with the pins in it; a file there is replaced whole."""
-    _write_atomically(target, pinned_text(text, strategy, recipe, as_json=target.suffix == ".json"))
+    write_atomically(target, pinned_text(text, strategy, recipe, as_json=target.suffix == ".json"))
 
 
 def pinned_text(text: str, strategy: Strategy, recipe: Recipe, *, as_json: bool = False) -> str:
@@ -65,23 +65,3 @@ def _section(document: dict[str, Any], name: str) -> Any:
     if not isinstance(document.get(name), dict):
         document[name] = {}
     return document[name]
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    """Its permissions stay; what a link points to is written, not the link."""
-    path = path.resolve()
-    mode = path.stat().st_mode & 0o7777 if path.exists() else 0o666 & ~_umask()
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            file.write(text)
-        except BaseException:
-            os.unlink(file.name)
-            raise
-    os.chmod(file.name, mode)
-    os.replace(file.name, path)
-
-
-def _umask() -> int:
-    before = os.umask(0)
-    os.umask(before)
-    return before

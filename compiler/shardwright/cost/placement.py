@@ -121,7 +121,7 @@ class _Room:
         self._peaks: dict[tuple[int, ...], int] = {}
 
     def fits(self, cut: tuple[int, ...], limit_bytes: int) -> bool:
-        if self._layout.strategy.schedule == "dualpipev":
+        if self.holds_two:
             last = len(cut) - 1
             held = [(r, cut[r], cut[r + 1], cut[last - 1 - r], cut[last - r]) for r in range(last // 2)]
             return all(self._peak_bytes(*h) <= limit_bytes for h in held)
@@ -158,7 +158,7 @@ class _Room:
     def fullest_first(self, stages: int, limit_bytes: int) -> tuple[int, ...] | None:
         """Each stage takes as many blocks as it has room for: if that does not place all of them, no cut does, for a
         stage's memory grows with its blocks and falls with its number. None for DualPipeV, whose ranks hold two."""
-        if self._layout.strategy.schedule == "dualpipev":
+        if self.holds_two:
             return None
         cut = [0]
         for rank in range(stages):

@@ -49,12 +49,12 @@ def misfits(document: JsonObject, snapshot: Snapshot) -> tuple[Misfit, ...]:
 
 
 def _section(value: JsonObject, schema: JsonObject, path: Path) -> Iterator[Misfit]:
-    properties = cast("Mapping[str, JsonObject]", schema.get("properties", {}))
+    keys = properties(schema)
     checked = schema.get("checked") is True
-    if schema.get("open") or (not properties and not path):
+    if schema.get("open") or (not keys and not path):
         return
     for key, below in value.items():
-        known = properties.get(key)
+        known = keys.get(key)
         # Two names of one key: DeepSpeed's model takes either, and refuses both.
         twice = known is not None and known.get("same_as") in value
         if known is None or twice:
@@ -62,6 +62,11 @@ def _section(value: JsonObject, schema: JsonObject, path: Path) -> Iterator[Misf
                 yield Misfit(kind="unknown", path=(*path, key), value=below, schema=schema, checked=checked)
         else:
             yield from _value(below, known, (*path, key), checked)
+
+
+def properties(schema: JsonObject) -> Mapping[str, JsonObject]:
+    """The keys of a section and their schemas."""
+    return cast("Mapping[str, JsonObject]", schema.get("properties", {}))
 
 
 def is_note(key: str) -> bool:

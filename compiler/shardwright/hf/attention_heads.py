@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import nn
 from transformers import PretrainedConfig
+
+from shardwright.hf.sizes import size_of
 
 HEAD_ATTRIBUTES: dict[str, str] = {
     "num_heads": "heads",
@@ -26,20 +26,9 @@ HEAD_ATTRIBUTES: dict[str, str] = {
 def head_counts(module: nn.Module, config: PretrainedConfig) -> tuple[int, int]:
     """(query heads, key/value heads) of one attention module: its own attributes, else the configuration's."""
     names = {kind: [n for n, k in HEAD_ATTRIBUTES.items() if k == kind] for kind in HEAD_ATTRIBUTES.values()}
-    heads = _number(module, names["heads"]) or _number(config, names["heads"]) or 1
-    key_value_heads = _number(module, names["key_value_heads"])
-    groups = _number(module, names["groups"])
+    heads = size_of(module, *names["heads"]) or size_of(config, *names["heads"]) or 1
+    key_value_heads = size_of(module, *names["key_value_heads"])
+    groups = size_of(module, *names["groups"])
     if key_value_heads is None and groups:
         key_value_heads = heads // groups
-    return heads, key_value_heads or _number(config, names["key_value_heads"][:1]) or heads
-
-
-def _number(owner: nn.Module | PretrainedConfig, names: Iterable[str]) -> int | None:
-    for name in names:
-        try:
-            value = getattr(owner, name, None)
-        except Exception:  # transformers refuses to answer for an attribute that varies by layer
-            continue
-        if isinstance(value, int) and value:
-            return value
-    return None
+    return heads, key_value_heads or size_of(config, *names["key_value_heads"][:1]) or heads

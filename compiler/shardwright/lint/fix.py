@@ -8,13 +8,8 @@ feature that is switched off, a key without effect that DeepSpeed names. What ne
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import stat
-import tempfile
-from pathlib import Path
 
 from shardwright.diagnostics import KeyPath
 from shardwright.lint.document import Document, read_document
@@ -95,20 +90,3 @@ def _remove(document: Document, path: KeyPath) -> str:
         return text[:line_start] + text[rest.end() :]
     spaces = re.compile(r"[ \t]*").match(text, end)
     return text[:start] + text[spaces.end() if spaces else end :]
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """The old file or the new one is there at any moment. A link is followed; the file's rights stay."""
-    target = Path(os.path.realpath(path))
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(text.encode("utf-8"))
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, stat.S_IMODE(target.stat().st_mode))
-        os.replace(temporary, target)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise

@@ -7,7 +7,7 @@ from shardwright.ds_schema.check import misfits
 from shardwright.ds_schema.read import snapshot
 from shardwright.lint.document import Document
 from shardwright.lint.registry import RULES
-from shardwright.lint.rules.keys import FILLED
+from shardwright.lint.rules.values import FILLED
 from shardwright.lint.subject import Audience, Found, Subject, dotted
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from shardwright.lint.rules import batch, keys, optimizer, parallel, precision, zero
+from shardwright.lint.rules import batch, keys, optimizer, parallel, precision, values, zero
 from shardwright.lint.subject import Rule
 
 RULES: dict[str, Rule] = {
@@ -12,12 +12,12 @@ RULES: dict[str, Rule] = {
     "SW4112": keys.misspelt,
     "SW4113": keys.unknown_ignored,
     "SW4114": keys.misplaced,
-    "SW4115": keys.wrong_type,
-    "SW4116": keys.as_text,
-    "SW4117": keys.not_a_choice,
-    "SW4118": keys.out_of_range,
-    "SW4119": keys.auto_without_trainer,
-    "SW4120": keys.auto_not_filled,
+    "SW4115": values.wrong_type,
+    "SW4116": values.as_text,
+    "SW4117": values.not_a_choice,
+    "SW4118": values.out_of_range,
+    "SW4119": values.auto_without_trainer,
+    "SW4120": values.auto_not_filled,
     "SW4121": keys.removed,
     "SW4122": keys.deprecated,
     "SW4123": keys.deprecated_twice,

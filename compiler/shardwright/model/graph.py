@@ -14,10 +14,11 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from shardwright.diagnostics import Diagnostic, KeyPath, Refusal
 from shardwright.hf.probe import Probed
+from shardwright.hf.sizes import size_of
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.model_graph import ModelGraph, Parameter
 from shardwright.model.config import config_json, contradiction, resolve_config, text_config
-from shardwright.model.layers import Shapes, make_layer, size_of
+from shardwright.model.layers import Shapes, make_layer
 from shardwright.model.probed import probe_config, uncuttable
 from shardwright.model.tensor_styles import tensor_styles
 from shardwright.model.trace import trace_model

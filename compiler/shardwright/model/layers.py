@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
+from shardwright.hf.sizes import size_of
 from shardwright.ir.model_graph import Layer, Parameter
 from shardwright.model.trace import TracedLayer
 
@@ -59,18 +60,6 @@ def make_layer(
         attention_activation_elements_per_token=attention,
         attention_matrix_elements_per_token_per_position=(5 * shapes.heads + 1) // 2 if kind == "decoder" else 0,
     )
-
-
-def size_of(config: PretrainedConfig, *names: str) -> int | None:
-    """The first of these that the configuration has as one number; some types have one a layer, or none."""
-    for name in names:
-        try:
-            value = getattr(config, name, None)
-        except Exception:  # transformers refuses to answer for an attribute that varies by layer
-            continue
-        if isinstance(value, int) and value:
-            return value
-    return None
 
 
 def _counted_flops(

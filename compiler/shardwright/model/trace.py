@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from transformers import PretrainedConfig, PreTrainedModel
 
 from shardwright.hf.arguments import Arguments
+from shardwright.hf.sizes import size_of
 from shardwright.hf.skeleton import Skeleton, State
 from shardwright.ir.cut import Cut
 from shardwright.ir.model_graph import CHECKPOINTING, Kept
@@ -262,11 +263,8 @@ def _base_length(config: PretrainedConfig) -> int:
 
 
 def _size(config: PretrainedConfig, name: str) -> int:
-    try:
-        value = getattr(config, name, None)
-    except Exception:  # transformers refuses to answer for an attribute that varies by layer
-        return 0
-    return value if isinstance(value, int) and value > 0 else 0
+    """0 where there is none, or none above 0."""
+    return max(0, size_of(config, name) or 0)
 
 
 def _fit(base: int, short: int, long: int) -> tuple[int, int]:

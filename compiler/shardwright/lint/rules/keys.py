@@ -1,15 +1,14 @@
-"""Keys and values by themselves: unknown, misspelt, misplaced, of the wrong type, `auto`, removed, deprecated."""
+"""Keys by themselves: unknown, misspelt, misplaced, removed, deprecated."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from typing import cast
 
 from shardwright.diagnostics import KeyPath
-from shardwright.ds_schema.check import Misfit, is_note, text_value
+from shardwright.ds_schema.check import Misfit, is_note, properties
 from shardwright.ir.json_value import JsonObject
-from shardwright.lint.subject import Edit, Found, Subject, dotted, say
+from shardwright.lint.subject import Edit, Found, Subject, dotted
 
 NEAR = 0.8
 """difflib's ratio from which a key is taken for a misspelling."""
@@ -50,21 +49,6 @@ REMOVED: dict[str, str] = {
     "zero_optimization.mics_hierarchical_params_gather": "Remove the key.",
     "zero_optimization.zeropp_loco_param": "Remove the key; zero_quantized_gradients works without it.",
 }
-
-# What the Trainer (transformers/integrations/deepspeed.py) and Accelerate (accelerator.py, _prepare_deepspeed;
-# dataclasses.py, DeepSpeedPlugin) fill in. Accelerate refuses every other "auto".
-FILLED = frozenset(
-    {
-        *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
-        *(f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay")),
-        *(f"scheduler.params.warmup_{name}" for name in ("min_lr", "max_lr", "num_steps")),
-        *("scheduler.params.total_num_steps", "fp16.enabled", "bf16.enabled"),
-        *(f"zero_optimization.{name}" for name in ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage")),
-        "zero_optimization.stage3_param_persistence_threshold",
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-        *(f"zero_optimization.offload_{w}.{name}" for w in ("optimizer", "param") for name in ("device", "nvme_path")),
-    }
-)
 
 
 def unknown_refused(subject: Subject) -> Iterator[Found]:
@@ -126,107 +110,6 @@ def unknown_ignored(subject: Subject) -> Iterator[Found]:
                 help=help,
                 severity="warning",
                 at="key",
-            )
-
-
-def wrong_type(subject: Subject) -> Iterator[Found]:
-    for misfit in subject.misfits:
-        if misfit.kind == "type":
-            types = cast("list[str]", misfit.schema["type"])
-            if types == ["python"]:
-                expected, help = "a Python object", "A file cannot hold it: remove the key, or pass it in code."
-            else:
-                expected = " or ".join(_WORDS[name] for name in types if name != "null")
-                help = f"Give {expected}."
-            if isinstance(misfit.value, bool) and "object" in types and "enabled" in _properties(misfit.schema):
-                help = f'Write {{"enabled": {say(misfit.value)}}}.'
-            elif misfit.value is None:
-                help = "Remove the key; its default is taken then."
-            yield Found(
-                code="SW4115",
-                key=misfit.path,
-                message=f"{dotted(misfit.path)}: expected {expected}, got {say(misfit.value)}",
-                help=help,
-            )
-
-
-def as_text(subject: Subject) -> Iterator[Found]:
-    for misfit in subject.misfits:
-        if misfit.kind == "text":
-            value = text_value(str(misfit.value), cast("list[str]", misfit.schema["type"]))
-            if misfit.checked and not (isinstance(value, int) and "e" in str(misfit.value).lower()):
-                effect = "DeepSpeed converts it, other readers do not"
-                severity = "warning"
-            elif isinstance(value, bool):
-                effect, severity = "for DeepSpeed any text is true", "error"
-            else:
-                effect, severity = "DeepSpeed fails on the text", "error"
-            yield Found(
-                code="SW4116",
-                key=misfit.path,
-                message=f"{dotted(misfit.path)}: {say(misfit.value)} is text; {effect}",
-                help=f"Write {say(value)} without quotes.",
-                severity="warning" if severity == "warning" else "error",
-                fix=(Edit(kind="set", path=misfit.path, value=value),),
-            )
-
-
-def not_a_choice(subject: Subject) -> Iterator[Found]:
-    for misfit in subject.misfits:
-        if misfit.kind == "choice":
-            choices = [str(choice) for choice in cast("list[str]", misfit.schema["enum"])]
-            close = difflib.get_close_matches(str(misfit.value).lower(), choices, n=1, cutoff=0.6)
-            yield Found(
-                code="SW4117",
-                key=misfit.path,
-                message=f"{dotted(misfit.path)}: {say(misfit.value)} is not one of {', '.join(choices)}",
-                help=f"Did you mean `{close[0]}`?" if close else f"Write one of {', '.join(choices)}.",
-            )
-
-
-def out_of_range(subject: Subject) -> Iterator[Found]:
-    for misfit in subject.misfits:
-        if misfit.kind == "range":
-            limits = [f"{words} {misfit.schema[word]}" for word, words in _LIMITS.items() if word in misfit.schema]
-            yield Found(
-                code="SW4118",
-                key=misfit.path,
-                message=f"{dotted(misfit.path)}: {say(misfit.value)} is out of range",
-                help=f"Give a number {' and '.join(limits)}.",
-            )
-
-
-def auto_without_trainer(subject: Subject) -> Iterator[Found]:
-    autos = [misfit for misfit in subject.misfits if misfit.kind == "auto"]
-    if subject.audience == "deepspeed":
-        for misfit in autos:
-            effect = "takes its default in place of it" if misfit.checked else "fails on the text"
-            yield Found(
-                code="SW4119",
-                key=misfit.path,
-                message=f'{dotted(misfit.path)}: only the HF Trainer fills in "auto"; DeepSpeed itself {effect}',
-                help="Write the value; or pass the file to the Trainer or Accelerate (`lint --for trainer`).",
-            )
-    elif autos and not subject.declared:
-        yield Found(
-            code="SW4119",
-            key=autos[0].path,
-            message='linted as a file for the HF Trainer or Accelerate, for it holds "auto"',
-            help="Say `--for trainer`, or `--for deepspeed` where a script of your own passes it to DeepSpeed.",
-            severity="warning",
-        )
-
-
-def auto_not_filled(subject: Subject) -> Iterator[Found]:
-    for misfit in subject.misfits:
-        if misfit.kind == "auto" and subject.audience == "trainer" and dotted(misfit.path) not in FILLED:
-            yield Found(
-                code="SW4120",
-                key=misfit.path,
-                message=f'{dotted(misfit.path)}: neither the Trainer nor Accelerate fills in "auto" here',
-                help="Write the value, or remove the key for its default.",
-                # DeepSpeed's own models take the default; it is Accelerate that refuses.
-                severity="warning" if misfit.checked and not subject.declared else "error",
             )
 
 
@@ -297,39 +180,18 @@ def switched_off(subject: Subject) -> Iterator[Found]:
             )
 
 
-_WORDS: dict[str, str] = {
-    "integer": "an integer",
-    "number": "a number",
-    "boolean": "true or false",
-    "string": "text",
-    "array": "a list",
-    "object": "an object",
-    "null": "null",
-}
-_LIMITS: dict[str, str] = {
-    "minimum": "of at least",
-    "exclusiveMinimum": "above",
-    "maximum": "of at most",
-    "exclusiveMaximum": "below",
-}
-
-
 def _unknown(subject: Subject) -> Iterator[Misfit]:
     for misfit in subject.misfits:
         if misfit.kind == "unknown" and dotted(misfit.path) not in subject.snapshot.removed:
             yield misfit
 
 
-def _properties(schema: JsonObject) -> Mapping[str, JsonObject]:
-    return cast("Mapping[str, JsonObject]", schema.get("properties", {}))
-
-
 def _meant(subject: Subject, misfit: Misfit) -> tuple[str, str]:
     """(the key of the same section that was meant, or ""; help)."""
-    known = [name for name, schema in _properties(misfit.schema).items() if "deprecated" not in schema]
+    known = [name for name, schema in properties(misfit.schema).items() if "deprecated" not in schema]
     given = subject.section(*map(str, misfit.path[:-1]))
     key = str(misfit.path[-1])
-    other = _properties(misfit.schema).get(key, {}).get("same_as")
+    other = properties(misfit.schema).get(key, {}).get("same_as")
     if other is not None:
         return "", f"It is another name of `{other}`, which is given too: keep one."
     close = [n for n in difflib.get_close_matches(key.lower(), known, n=3, cutoff=NEAR) if n not in given]
@@ -365,7 +227,7 @@ def _home(subject: Subject, misfit: Misfit) -> KeyPath | None:
         )
         if key in values:
             return (misfit.path[0], "params", key)
-    section = _properties(subject.snapshot.schema).get(key, {})
+    section = properties(subject.snapshot.schema).get(key, {})
     if len(misfit.path) > 1 and "properties" in section:
         return (key,)
     homes = [path for path in _paths(subject.snapshot.schema, ()) if path[-1] == key and path[0] not in _RARE]
@@ -377,7 +239,7 @@ _RARE = frozenset({"autotuning", "expert_parallel", "data_efficiency", "comet", 
 
 
 def _paths(schema: JsonObject, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    for name, below in _properties(schema).items():
+    for name, below in properties(schema).items():
         if "deprecated" not in below and "same_as" not in below:
             yield (*path, name)
             yield from _paths(below, (*path, name))
@@ -401,8 +263,8 @@ def _deprecated(subject: Subject) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def _siblings(subject: Subject, path: tuple[str, ...]) -> Mapping[str, JsonObject]:
-    top = _properties(subject.snapshot.schema)
-    return top if len(path) == 1 else _properties(top[path[0]])
+    top = properties(subject.snapshot.schema)
+    return top if len(path) == 1 else properties(top[path[0]])
 
 
 def _official(subject: Subject, path: tuple[str, ...], new: str) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, cast
+from typing import Literal
 
+from shardwright.ds_schema.check import properties
 from shardwright.ir.json_value import JsonObject
 from shardwright.lint.rules.precision import dtype, precision
 from shardwright.lint.subject import Edit, Found, Subject
@@ -20,12 +21,12 @@ _BELOW_3 = ("round_robin_gradients", "parameter_alignment")
 
 def stage_3_keys(subject: Subject) -> Iterator[Found]:
     zero = subject.section(ZERO)
-    properties = cast("dict[str, JsonObject]", _zero_schema(subject)["properties"])
+    known = properties(_zero_schema(subject))
     idle = [
         key
         for key, value in zero.items()
-        if (key.startswith("stage3_") or key in _STAGE_3 or "same_as" in properties.get(key, {}))
-        and key in properties
+        if (key.startswith("stage3_") or key in _STAGE_3 or "same_as" in known.get(key, {}))
+        and key in known
         and value is not False
         and value != "auto"
     ]
@@ -295,4 +296,4 @@ def unmanaged_accumulation(subject: Subject) -> Iterator[Found]:
 
 
 def _zero_schema(subject: Subject) -> JsonObject:
-    return cast("dict[str, JsonObject]", subject.snapshot.schema["properties"])[ZERO]
+    return properties(subject.snapshot.schema)[ZERO]
