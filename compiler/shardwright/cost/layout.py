@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardwright.cost.activations import Activations
 from shardwright.cost.compute import runs_megatron
@@ -14,8 +15,7 @@ from shardwright.ir.recipe import Recipe
 from shardwright.ir.strategy import Strategy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class Block(NamedTuple):  # a search makes tens of thousands; a frozen dataclass takes four times as long
     """Contiguous layers [start, stop) on one pipeline rank; DualPipeV gives a rank two."""
 
     start: int
@@ -45,8 +45,9 @@ class Layout:
         """b x S: tokens of one micro-batch."""
         return self.strategy.micro_batch_size * self.recipe.training.sequence_length
 
-    def has_head(self, rank: int) -> bool:
-        return any(block.start < block.stop == len(self.graph.layers) for block in self.ranks[rank])
+    def has_head(self, blocks: tuple[Block, ...]) -> bool:
+        layers = len(self.graph.layers)
+        return any(block.start < block.stop == layers for block in blocks)
 
     def decoder_layers(self, block: Block) -> int:
         """Of the block: all its layers but the embedding and the head."""
@@ -54,9 +55,12 @@ class Layout:
         return max(0, block.stop - block.start - ends)
 
     def numel(self, rank: int) -> int:
-        """Parameters of one rank of this pipeline rank; a tied tensor that is on it twice counts once."""
-        blocks = self.ranks[rank]
+        """Parameters of one rank of this pipeline rank."""
+        return self.numel_of(self.ranks[rank])
+
+    def numel_of(self, blocks: tuple[Block, ...]) -> int:
+        """Parameters of a rank with these blocks; a tied tensor that is on it twice counts once."""
         numel = self.shapes.numel
-        total = sum(numel[b.stop] - numel[b.start] for b in blocks)
-        both = blocks[0].start == 0 and self.has_head(rank)
+        total = sum([numel[b.stop] - numel[b.start] for b in blocks])
+        both = blocks[0].start == 0 and self.has_head(blocks)
         return total - (self.shapes.shared_numel if both else 0)

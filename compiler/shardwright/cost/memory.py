@@ -17,8 +17,8 @@ ALL_CHANNELS_BYTES_PER_SECOND = 300e9
 
 def estimate_memory(layout: Layout) -> Memory:
     """Bytes as nvidia-smi would show them, per pipeline rank; `fits` honours memory_headroom and ignore_memory."""
-    usable = usable_bytes(layout)
-    stages = tuple(rank_memory(layout, rank, usable) for rank in range(layout.strategy.pipeline))
+    usable, ranks = usable_bytes(layout), RankMemory(layout)
+    stages = tuple(ranks.of(rank, blocks, usable) for rank, blocks in enumerate(layout.ranks))
     peak = max(stage.peak_bytes for stage in stages)
     fits = peak <= usable or layout.recipe.assume.ignore_memory
     return Memory(peak_bytes=peak, capacity_bytes=layout.cluster.capacity_bytes, fits=fits, stages=stages)
@@ -33,7 +33,8 @@ def usable_bytes(layout: Layout) -> int:
 
 def live_bytes(layout: Layout) -> int:
     """The fullest rank's, without what the allocator keeps beside it: what decides whether a layout fits."""
-    return max(rank_memory(layout, rank, 0).peak_bytes for rank in range(layout.strategy.pipeline))
+    ranks = RankMemory(layout)
+    return max(ranks.of(rank, blocks, 0).peak_bytes for rank, blocks in enumerate(layout.ranks))
 
 
 def states_bytes(layout: Layout, numel: float) -> tuple[float, float, float]:
@@ -52,27 +53,50 @@ def states_bytes(layout: Layout, numel: float) -> tuple[float, float, float]:
     return parameters, gradients, optimizer
 
 
-def rank_memory(layout: Layout, rank: int, usable: int) -> StageMemory:
-    parameters, gradients, optimizer = states_bytes(layout, layout.numel(rank))
-    activations = sum(_kept_bytes(layout, block) * block.in_flight for block in layout.ranks[rank])
-    # Two phases that never meet: the last backward pass, and the optimizer's step, when no activation is left.
-    backward, step = activations + _working_bytes(layout, rank), _step_bytes(layout, rank)
-    workspace = max(backward, step) - activations + _framework_bytes(layout)
-    parts = [round(x) for x in (parameters, gradients, optimizer, activations, workspace)]
-    live = sum(parts)
-    # The allocator keeps freed blocks for later, those of the other phase too (a step's buffers are too large for the
-    # holes that activations leave), and gives them back when the device is nearly full.
-    slack = round(layout.constants.fragmentation * live + min(backward, step))
-    parts[4] += max(0, min(slack, usable - live))
-    return StageMemory(
-        stage=rank,
-        parameters_bytes=parts[0],
-        gradients_bytes=parts[1],
-        optimizer_bytes=parts[2],
-        activations_bytes=parts[3],
-        workspace_bytes=parts[4],
-        peak_bytes=sum(parts),
-    )
+class RankMemory:
+    """What a pipeline rank holds, by the blocks on it. What no partition changes is worked out once a layout: a
+    partition is found by asking about thousands of blocks."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._framework = _framework_bytes(layout)
+        self._working = {head: _working_bytes(layout, head) for head in (False, True)}
+
+    def of(self, rank: int, blocks: tuple[Block, ...], usable: int) -> StageMemory:
+        """usable: bytes that the allocator may fill with freed blocks."""
+        parameters, gradients, optimizer, kept, workspace = self._parts(blocks, usable)
+        return StageMemory(
+            stage=rank,
+            parameters_bytes=parameters,
+            gradients_bytes=gradients,
+            optimizer_bytes=optimizer,
+            activations_bytes=kept,
+            workspace_bytes=workspace,
+            peak_bytes=parameters + gradients + optimizer + kept + workspace,
+        )
+
+    def peak_bytes(self, blocks: tuple[Block, ...], usable: int) -> int:
+        return sum(self._parts(blocks, usable))
+
+    def _parts(self, blocks: tuple[Block, ...], usable: int) -> tuple[int, int, int, int, int]:
+        """Parameters, gradients, optimizer states, activations, workspace."""
+        layout = self._layout
+        numel = layout.numel_of(blocks)
+        states = states_bytes(layout, numel)
+        activations = sum(_kept_bytes(layout, block) * block.in_flight for block in blocks)
+        bucket = _bucket_bytes(layout, numel)
+        # Two phases that never meet: the last backward pass, and the optimizer's step, when no activation is left.
+        backward = activations + self._working[layout.has_head(blocks)]
+        if layout.strategy.pipeline == 1:
+            backward += bucket
+        step = bucket + _copied_bytes(layout, numel)
+        parameters, gradients, optimizer = round(states[0]), round(states[1]), round(states[2])
+        kept, workspace = round(activations), round(max(backward, step) - activations + self._framework)
+        live = parameters + gradients + optimizer + kept + workspace
+        # The allocator keeps freed blocks for later, those of the other phase too (a step's buffers are too large for
+        # the holes that activations leave), and gives them back when the device is nearly full.
+        slack = round(layout.constants.fragmentation * live + min(backward, step))
+        return parameters, gradients, optimizer, kept, workspace + max(0, min(slack, usable - live))
 
 
 def _framework_bytes(layout: Layout) -> float:
@@ -110,9 +134,9 @@ def _kept_bytes(layout: Layout, block: Block) -> float:
     return total
 
 
-def _working_bytes(layout: Layout, rank: int) -> float:
+def _working_bytes(layout: Layout, with_head: bool) -> float:
     """Short-lived: the layer in its backward pass, or the loss over the vocabulary, whichever is more (they never
-    meet), beside masks, communication buckets and gathered layers."""
+    meet), beside masks and gathered layers. What a rank's number of parameters decides is not in it."""
     s, c, found = layout.strategy, layout.constants, layout.activations
 
     def held(share: Share) -> float:
@@ -120,15 +144,13 @@ def _working_bytes(layout: Layout, rank: int) -> float:
 
     layer = held(found.recomputed) + c.backward_share * held(found.largest)
     loss = 0.0
-    if layout.has_head(rank):
+    if with_head:
         kernels = layout.recipe.assume.kernels
         logits = c.logit_bytes("auto" if own_modules(layout.graph, kernels) else kernels) * layout.shapes.head_width
         kept = _kept_logits_bytes(layout)
         layer += kept
         loss = layout.tokens * logits + held(found.head) + max(0.0, kept - _logits_bytes(layout))
     total = max(layer, loss) + held(found.context)
-    if s.pipeline == 1:
-        total += _bucket_bytes(layout, rank)
     if s.zero_stage >= 3 and s.data > 1:
         # The layer in use and the one fetched ahead, as far as DeepSpeed lets them live together.
         layers, widest = 2 * layout.shapes.largest_layer, layout.shapes.largest_product
@@ -150,18 +172,18 @@ def _kept_logits_bytes(layout: Layout) -> float:
     return min(2, s.gradient_accumulation_steps) * _logits_bytes(layout)
 
 
-def _bucket_bytes(layout: Layout, rank: int) -> float:
-    """ZeRO's communication bucket. A pipeline makes it when the last backward pass is done (DeepSpeed
-    stage_1_and_2.py, reduce_gradients)."""
+def _bucket_bytes(layout: Layout, numel: int) -> float:
+    """ZeRO's communication bucket, in the backward pass and in the step. A pipeline makes it when the last backward
+    pass is done (DeepSpeed stage_1_and_2.py, reduce_gradients)."""
     s = layout.strategy
     if s.zero_stage == 0 or s.data == 1:
         return 0.0
-    return min(layout.constants.bucket_elements, layout.numel(rank)) * layout.element_bytes
+    return min(layout.constants.bucket_elements, numel) * layout.element_bytes
 
 
-def _step_bytes(layout: Layout, rank: int) -> float:
-    """Short-lived in the optimizer's step: the bucket, and a float32 copy of this rank's share of the gradients where
-    they are accumulated in less (DeepSpeed stage_1_and_2.py, step)."""
+def _copied_bytes(layout: Layout, numel: int) -> float:
+    """A float32 copy, in the optimizer's step, of a rank's share of the gradients where they are accumulated in less
+    (DeepSpeed stage_1_and_2.py, step)."""
     s = layout.strategy
     copied = ELEMENT_BYTES[layout.accumulation_dtype] < 4 and 1 <= s.zero_stage <= 2 and s.offload == "none"
-    return _bucket_bytes(layout, rank) + (4 * layout.numel(rank) / s.data if copied else 0.0)
+    return 4 * numel / s.data if copied else 0.0

@@ -16,7 +16,7 @@ from shardwright.cost.activations import activations
 from shardwright.cost.compute import ELEMENT_BYTES
 from shardwright.cost.constants import Constants, default_constants
 from shardwright.cost.layout import Block, Layout
-from shardwright.cost.memory import rank_memory, states_bytes, usable_bytes
+from shardwright.cost.memory import RankMemory, states_bytes, usable_bytes
 from shardwright.cost.passes import FORWARD_SHARE, passes
 from shardwright.cost.shapes import model_shapes
 from shardwright.cost.timing import MOST_SIMULATED_RANKS, once_a_step_seconds
@@ -117,6 +117,8 @@ class _Room:
 
     def __init__(self, layout: Layout, blocks: tuple[int, ...]) -> None:
         self._layout, self._usable = layout, usable_bytes(layout)
+        self._memory = RankMemory(layout)
+        self._in_flight = [_in_flight(layout.strategy, rank) for rank in range(layout.strategy.pipeline)]
         self._layers = (0, *itertools.accumulate(blocks))
         self._peaks: dict[tuple[int, ...], int] = {}
 
@@ -160,15 +162,21 @@ class _Room:
         stage's memory grows with its blocks and falls with its number. None for DualPipeV, whose ranks hold two."""
         if self.holds_two:
             return None
-        cut = [0]
+        cut, held = [0], 1
         for rank in range(stages):
-            first = cut[-1] + 1
-            last = len(self._layers) - stages + rank  # one block for each stage that follows
-            more = range(first, last + 1)
-            fitting = bisect.bisect_right(more, limit_bytes, key=lambda stop: self._peak_bytes(rank, cut[-1], stop))
-            if not fitting:
-                return None
-            cut.append(more[fitting - 1])
+            start, last = cut[-1], len(self._layers) - stages + rank  # one block for each stage that follows
+            # Later stages have room for as many blocks or a few more, but for the last, which has the head.
+            stop = min(start + held, last)
+            if rank == 0 or self._peak_bytes(rank, start, stop) > limit_bytes:
+                more = range(start + 1, last + 1)
+                fitting = bisect.bisect_right(more, limit_bytes, key=lambda b: self._peak_bytes(rank, start, b))
+                if not fitting:
+                    return None
+                stop = more[fitting - 1]
+            while stop < last and self._peak_bytes(rank, start, stop + 1) <= limit_bytes:
+                stop += 1
+            held = stop - start
+            cut.append(stop)
         return tuple(cut) if cut[-1] == len(self._layers) - 1 else None
 
     def _peak_bytes(self, rank: int, *bounds: int) -> int:
@@ -176,15 +184,9 @@ class _Room:
         key = (rank, *bounds)
         peak = self._peaks.get(key)
         if peak is None:
-            s = self._layout.strategy
             layers = [self._layers[b] for b in bounds]
-            flights = _in_flight(s, rank)
-            held = tuple(
-                Block(start=start, stop=stop, in_flight=flight)
-                for start, stop, flight in zip(layers[::2], layers[1::2], flights, strict=True)
-            )
-            placed = dataclasses.replace(self._layout, ranks=(held,) * s.pipeline)
-            peak = self._peaks[key] = rank_memory(placed, rank, self._usable).peak_bytes
+            held = tuple(map(Block, layers[::2], layers[1::2], self._in_flight[rank]))
+            peak = self._peaks[key] = self._memory.peak_bytes(held, self._usable)
         return peak
 
 

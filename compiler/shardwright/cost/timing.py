@@ -6,7 +6,7 @@ streams, simulated (schedule/), which is (m + p - 1) x stage where stages are ev
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardwright.cost.activations import keeps_products
 from shardwright.cost.collectives import gather_seconds, group_of, ring_start_seconds, send_seconds
@@ -25,8 +25,7 @@ FORWARDS_PER_STEP = 3
 MOST_SIMULATED_RANKS = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageSeconds:
+class StageSeconds(NamedTuple):
     """One micro-batch, forward and backward, on one pipeline rank."""
 
     compute: float

@@ -140,7 +140,7 @@ class ModelGraph:
 
     @property
     def decoder_layers(self) -> int:
-        return sum(layer.kind == "decoder" for layer in self.layers)
+        return len(self.layers) - 2  # all but the embedding and the head; see verify
 
     @property
     def total_parameters(self) -> int:

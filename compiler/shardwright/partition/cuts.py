@@ -31,8 +31,8 @@ AT_ONCE = 4000
 AT_ONCE_LEVELS = 1000
 # Up to so many stages: descents, each from another start, and arrays in each. A search asks for hundreds of partitions,
 # and many stages leave little to gain beyond the starts.
-EFFORT = ((6, 3, 8), (8, 2, 6), (16, 2, 4), (math.inf, 1, 2))
-EFFORT_WITHOUT_CLOSED_FORM = ((6, 3, 8), (math.inf, 1, 2))
+EFFORT = ((6, 3, 8), (8, 2, 6), (16, 2, 4), (32, 1, 2), (math.inf, 1, 1))
+EFFORT_WITHOUT_CLOSED_FORM = ((6, 3, 8), (16, 1, 2), (math.inf, 1, 1))
 # Steps closer than this share are equal: what floating-point noise decides would not be a choice.
 EQUAL = 1e-9
 # A descent goes on for this share of the step.

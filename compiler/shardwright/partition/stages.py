@@ -12,6 +12,7 @@ import functools
 import itertools
 
 from shardwright.diagnostics import Diagnostic
+from shardwright.ir.cut import Cut
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.strategy import Strategy
 
@@ -28,10 +29,18 @@ def most_stages(graph: ModelGraph) -> int:
     return len(graph.cut.blocks(graph.decoder_layers))
 
 
+# A search asks for hundreds of cuts of one model.
+_BLOCK_COSTS: dict[tuple[str, Cut, int], tuple[int, ...]] = {}
+
+
 def least_slowest_cut(graph: ModelGraph, sequence_length: int, stages: int, schedule: str) -> tuple[int, ...]:
     """Boundaries, counted in the blocks that have to stay together; there are enough of them."""
-    costs = iter(layer_costs(graph, sequence_length))
-    of_blocks = tuple(sum(itertools.islice(costs, size)) for size in graph.cut.blocks(graph.decoder_layers))
+    key = (graph.config_hash, graph.cut, sequence_length)
+    of_blocks = _BLOCK_COSTS.get(key)
+    if of_blocks is None:
+        costs = iter(layer_costs(graph, sequence_length))
+        blocks = graph.cut.blocks(graph.decoder_layers)
+        of_blocks = _BLOCK_COSTS[key] = tuple(sum(itertools.islice(costs, size)) for size in blocks)
     return (cut_mirrored if schedule == "dualpipev" else cut_evenly)(of_blocks, stages)
 
 
@@ -153,16 +162,17 @@ def _edges_inwards(sums: list[int], ranks: int, limit: int) -> list[dict[int, in
     for rank in range(ranks - 1):
         inside = ranks - rank - 1  # ranks still to place: two layers each at least, `limit` each at most
         following: dict[int, int] = {}
+        farthest = [bisect.bisect_right(sums, at + inside * limit) - 1 for at in sums]
         for i, mask in levels[-1].items():
             for j in range(i + 2 * inside + 2, layers + 1):
                 if not mask >> j & 1:
                     continue
                 for a in range(i + 1, j - 2 * inside):
                     rest = limit - (sums[a] - sums[i])
-                    low = max(a + 2 * inside, bisect.bisect_left(sums, sums[j] - rest))
-                    high = min(j - 1, bisect.bisect_right(sums, sums[a] + inside * limit) - 1)
                     if rest <= 0:
                         break
+                    low = max(a + 2 * inside, bisect.bisect_left(sums, sums[j] - rest, a, j))
+                    high = min(j - 1, farthest[a])
                     if low <= high:
                         following[a] = following.get(a, 0) | (1 << (high + 1)) - (1 << low)
         levels.append(following)

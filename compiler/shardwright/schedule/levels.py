@@ -52,47 +52,54 @@ def makespans(
         ranks = stages // 2
         halves = (slice(None, ranks), slice(None, ranks - 1, -1))
         kinds = [x[:, half] for half in halves for x in (forward_seconds, backward_seconds)]
-        levels = dualpipev_levels(ranks, micro_batches)
     else:
         ranks = stages
         kinds = [forward_seconds, backward_seconds]
-        levels = one_forward_one_backward_levels(ranks, micro_batches)
-    seconds = np.stack(kinds, axis=2)  # (partitions, ranks, kinds)
-    work = np.einsum("lrk,nrk->lnr", levels.work, seconds)
-    left = np.where(levels.left > 0, levels.left * send_seconds, -np.inf)[:, None, :] + work
-    right = np.where(levels.right > 0, levels.right * send_seconds, -np.inf)[:, None, :] + work
-    messages = np.maximum(levels.left, levels.right) * send_seconds
-    return _run(levels, left, right, messages[:, None, :] + work)
+    levels, messages, never = _levels(schedule, ranks, micro_batches)
+    seconds = np.stack([kind.T for kind in kinds], axis=1)  # (ranks, kinds, partitions)
+    work = np.matmul(levels.work.transpose(1, 0, 2), seconds).transpose(1, 0, 2)  # (levels, ranks, partitions)
+    added = np.empty((len(work), 3, *work.shape[1:]))
+    np.add(work[:, None], (messages * send_seconds + never)[..., None], out=added)
+    return _run(levels, added)
 
 
-def _run(levels: Levels, left: Floats, right: Floats, stay: Floats) -> Floats:
-    """left, right, stay (level, partition, rank): added to the left neighbour's, the right one's and the own time."""
-    partitions, ranks = stay.shape[1:]
-    padded = np.zeros((partitions, ranks + 2))
-    padded[:, 0] = padded[:, -1] = -np.inf
-    own, before, behind = padded[:, 1:-1], padded[:, :-2], padded[:, 2:]
+@functools.lru_cache(maxsize=512)
+def _levels(schedule: str, ranks: int, micro_batches: int) -> tuple[Levels, Floats, Floats]:
+    """The levels, and (level, from, rank): messages behind the left neighbour, the rank itself, the right neighbour;
+    and -inf where a rank does not wait for that one, else 0."""
+    make = dualpipev_levels if schedule == "dualpipev" else one_forward_one_backward_levels
+    levels = make(ranks, micro_batches)
+    messages = np.stack([levels.left, np.maximum(levels.left, levels.right), levels.right], axis=1)
+    never = np.where(messages > 0, 0.0, -np.inf)
+    never[:, 1] = 0.0
+    return levels, messages, never
 
-    reached, other = np.empty((partitions, ranks)), np.empty((partitions, ranks))
+
+def _run(levels: Levels, added: Floats) -> Floats:
+    """added (level, from, rank, partition): to the left neighbour's, the own and the right neighbour's time."""
+    ranks, partitions = added.shape[2:]
+    padded = np.full((ranks + 2, partitions), -np.inf)
+    own = padded[1:-1]
+    own[:] = 0.0
+    around = np.lib.stride_tricks.sliding_window_view(padded, ranks, axis=0).transpose(0, 2, 1)
+    reached = np.empty(around.shape)
 
     def run(start: int, stop: int) -> None:
         for level in range(start, stop):
-            np.add(own, stay[level], out=reached)
-            np.add(before, left[level], out=other)
-            np.maximum(reached, other, out=reached)
-            np.add(behind, right[level], out=other)
-            np.maximum(reached, other, out=own)
+            np.add(around, added[level], out=reached)
+            np.maximum.reduce(reached, axis=0, out=own)
 
     first, after = levels.repeat_at, levels.repeat_at + levels.round_levels
     run(0, first)
     for done in range(levels.repeats):
         start = own.copy()
         run(first, after)
-        added = own - start
-        if np.ptp(added, axis=1).max() <= SAME * own.max():
-            own += added.mean(axis=1, keepdims=True) * (levels.repeats - done - 1)
+        grown = own - start
+        if np.ptp(grown, axis=0).max() <= SAME * own.max():
+            own += grown.mean(axis=0) * (levels.repeats - done - 1)
             break
-    run(after, len(stay))
-    result: Floats = own.max(axis=1)
+    run(after, len(added))
+    result: Floats = own.max(axis=0)
     return result
 
 
