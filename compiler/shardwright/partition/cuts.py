@@ -160,7 +160,7 @@ def step_seconds(row: Row, cuts: Cuts) -> Floats:
 
 
 def _after_seconds(row: Row, cuts: Cuts) -> Floats:
-    after = np.diff(np.array(row.after_seconds)[cuts], axis=1)
+    after = _over(row.after_seconds, cuts)
     if row.schedule == "dualpipev":
         after = after[:, : row.stages // 2] + after[:, : row.stages // 2 - 1 : -1]
     longest: Floats = after.max(axis=1)
@@ -194,7 +194,7 @@ def _plain(cut: NDArray[np.int64]) -> tuple[int, ...]:
 
 def _neighbours(cut: tuple[int, ...]) -> Cuts:
     cuts: Cuts = np.array(cut) + _moves(len(cut) - 1)
-    return cuts[(np.diff(cuts, axis=1) > 0).all(axis=1)]
+    return cuts[(cuts[:, 1:] > cuts[:, :-1]).all(axis=1)]
 
 
 @functools.lru_cache(maxsize=256)
@@ -216,9 +216,16 @@ def _moves(stages: int) -> Cuts:
 
 
 def _stage_seconds(row: Row, cuts: Cuts) -> tuple[Floats, Floats]:
-    forward = np.diff(np.array(row.forward_seconds)[cuts], axis=1) + row.per_stage_seconds[0]
-    backward = np.diff(np.array(row.backward_seconds)[cuts], axis=1) + row.per_stage_seconds[1]
+    forward = _over(row.forward_seconds, cuts) + row.per_stage_seconds[0]
+    backward = _over(row.backward_seconds, cuts) + row.per_stage_seconds[1]
     return forward, backward
+
+
+def _over(sums: tuple[float, ...], cuts: Cuts) -> Floats:
+    """Each stage's part of the prefix sums; np.diff takes three times as long on arrays this small."""
+    at = np.array(sums)[cuts]
+    result: Floats = at[:, 1:] - at[:, :-1]
+    return result
 
 
 def _lower_bounds(row: Row, cuts: Cuts) -> Floats:

@@ -84,10 +84,12 @@ def _run(levels: Levels, added: Floats) -> Floats:
     around = np.lib.stride_tricks.sliding_window_view(padded, ranks, axis=0).transpose(0, 2, 1)
     reached = np.empty(around.shape)
 
+    add, largest = np.add, np.maximum.reduce
+
     def run(start: int, stop: int) -> None:
         for level in range(start, stop):
-            np.add(around, added[level], out=reached)
-            np.maximum.reduce(reached, axis=0, out=own)
+            add(around, added[level], reached)
+            largest(reached, 0, None, own)
 
     first, after = levels.repeat_at, levels.repeat_at + levels.round_levels
     run(0, first)
@@ -95,7 +97,7 @@ def _run(levels: Levels, added: Floats) -> Floats:
         start = own.copy()
         run(first, after)
         grown = own - start
-        if np.ptp(grown, axis=0).max() <= SAME * own.max():
+        if (grown.max(axis=0) - grown.min(axis=0)).max() <= SAME * own.max():
             own += grown.mean(axis=0) * (levels.repeats - done - 1)
             break
     run(after, len(added))
