@@ -89,7 +89,7 @@ def _run(levels: Levels, added: Floats) -> Floats:
     def run(start: int, stop: int) -> None:
         for level in range(start, stop):
             add(around, added[level], reached)
-            largest(reached, 0, None, own)
+            largest(reached, axis=0, out=own)
 
     first, after = levels.repeat_at, levels.repeat_at + levels.round_levels
     run(0, first)
