@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from shardwright.cli import main as cli
+from shardwright.cli.doctor import as_json, as_text, is_red
+from shardwright.runtime.links import measure
+from shardwright.runtime.meeting import Assumed, links
+from shardwright.runtime.remote import Probed
 from tests.parity.harness import must, shardwright
 
 
@@ -71,3 +77,47 @@ def test_without_ssh(
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
     assert cli.main(["doctor", str(two_nodes), "--hostfile", str(tmp_path / "hosts")]) == 1
     assert "error[SW5301]" in capsys.readouterr().err
+
+
+def test_a_slow_link_is_told_and_does_not_stop_a_run() -> None:
+    assumed = Assumed(intra_node_bytes_per_second=450e9, inter_node_bytes_per_second=50e9, is_cpu=False)
+    met = [
+        Probed(host=host, met={"links": {"to_next": to_next, "all_reduce": 30e9, "local": local}})
+        for host, to_next, local in (("a", 48e9, 400e9), ("b", 12.5e9, 100e9))
+    ]
+    check = links(met, assumed)
+    between, inside = check.problems
+    assert between.code == inside.code == "SW5312" and between.severity == "warning"
+    assert between.message == "b -> a: 100 Gb/s, the plan assumes 400"
+    assert "--set cluster.inter_node_gbits_per_second=100" in between.help
+    assert "--set cluster.intra_node_gbytes_per_second=100" in inside.help
+    assert "100 Gb/s between hosts (b -> a is the slowest), 400 planned" in check.told
+    assert not is_red(check) and "warn links" in as_text([check]) and json.loads(as_json([check]))["ok"]
+
+
+def test_what_is_not_measured_is_not_judged() -> None:
+    assumed = Assumed(intra_node_bytes_per_second=450e9, inter_node_bytes_per_second=50e9, is_cpu=False)
+    assert not links([Probed(host="a", met={"links": {"to_next": None, "local": None}})], assumed).problems
+    assert not links([Probed(host="a")], assumed).problems
+
+
+def ring(rank: int, world: int, port: int, folder: Path) -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", port, world, is_master=rank == 0)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    found = measure(rank, world, torch.device("cpu"), seconds=1.0)
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_rank_measures_its_link(world: int, tmp_path: Path) -> None:
+    with socket.socket() as s:
+        s.bind(("", 0))
+        port = s.getsockname()[1]
+    torch.multiprocessing.spawn(ring, (world, port, tmp_path), nprocs=world)
+    for rank in range(world):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found["local"] is None
+        # Loopback and two cores: between 10 Mb/s and 10 Tb/s.
+        assert 1e6 < found["to_next"] < 1e12 and 1e6 < found["all_reduce"] < 1e12, found

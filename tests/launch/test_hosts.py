@@ -202,7 +202,11 @@ def test_doctor_finds_each_fault_on_its_host_in_time(tmp_path: Path) -> None:
 
         code, told = _doctor(a, out, named)
         assert code == 0 and told["ok"], told
-        assert "over all hosts" in told["checks"][-1]["told"]
+        said = {check["name"]: check["told"] for check in told["checks"]}
+        assert said["all-reduce"] == "over all hosts"
+        assert re.match(r"[\d.]+ Gb/s between hosts \(\w -> \w is the slowest\); [\d.]+ Gb/s a host", said["links"]), (
+            said
+        )
 
         site, version = Path(deepspeed.__file__).parents[1], metadata.version("deepspeed")
         path = site / f"deepspeed-{version}.dist-info" / "METADATA"
@@ -214,7 +218,8 @@ def test_doctor_finds_each_fault_on_its_host_in_time(tmp_path: Path) -> None:
         found = _red((code, told))
         assert found[0].startswith("SW5301 c: ssh: connect to host c port 22: ")
         assert found[1:] == ["SW5302 b: deepspeed 0.19.9, the plan was made with 0.19.8"]
-        assert told["checks"][-1]["told"] == "over a, b only, the others are not able to"
+        said = {check["name"]: check["told"] for check in told["checks"]}
+        assert said["all-reduce"] == "over a, b only, the others are not able to"
 
 
 def test_doctor_finds_a_wrong_interface_name(tmp_path: Path) -> None:

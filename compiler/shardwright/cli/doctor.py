@@ -12,7 +12,7 @@ from shardwright.diagnostics import Diagnostic, Refusal
 
 if TYPE_CHECKING:
     from shardwright.plan.plan import Plan
-    from shardwright.runtime.doctor import Check
+    from shardwright.runtime.meeting import Check
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,17 +22,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from shardwright.cluster.resolve import resolve_cluster
+    from shardwright.recipe.load import load_recipe
     from shardwright.runtime.doctor import examine
-    from shardwright.runtime.journal import read_json
     from shardwright.runtime.launcher import load_plan
+    from shardwright.runtime.meeting import Assumed
 
     plan = load_plan(args.folder)
     hosts = read_hosts(plan, args.folder, args.hostfile)
-    cluster = read_json(args.folder / "recipe.resolved.json").get("cluster")
-    shared = not isinstance(cluster, dict) or bool(cluster.get("shared_filesystem", True))
-    checks = examine(plan, args.folder, hosts, local=plan.nodes == 1, shared=shared)
+    cluster = resolve_cluster(load_recipe(args.folder / "recipe.resolved.json").cluster)
+    assumed = Assumed(
+        intra_node_bytes_per_second=cluster.intra_node_bytes_per_second,
+        inter_node_bytes_per_second=cluster.inter_node_bytes_per_second,
+        is_cpu=cluster.gpu.is_cpu,
+    )
+    checks = examine(plan, args.folder, hosts, assumed, local=plan.nodes == 1, shared=cluster.shared_filesystem)
     print(as_json(checks) if args.json else as_text(checks))
-    return 1 if any(check.problems for check in checks) else 0
+    return 1 if any(is_red(check) for check in checks) else 0
 
 
 def read_hosts(plan: Plan, folder: Path, hostfile: Path | None) -> list[str]:
@@ -55,17 +61,23 @@ def read_hosts(plan: Plan, folder: Path, hostfile: Path | None) -> list[str]:
     return [host.name for host in hosts_of(str(path), text, plan.nodes, plan.gpus_per_node)]
 
 
+def is_red(check: Check) -> bool:
+    """Whether a run would fail; a warning (a slow link) is told and does not stop one."""
+    return any(problem.severity == "error" for problem in check.problems)
+
+
 def as_text(checks: Sequence[Check]) -> str:
     from shardwright.diagnostics.render import visible
 
     lines = []
     for check in checks:
-        if not check.problems:
+        if not is_red(check):
             lines.append(f"ok   {check.name:<13}{visible(check.told)}")
         for problem in check.problems:
-            lines.append(f"red  {check.name:<13}{problem.code} {visible(problem.message)}")
+            label = "red " if problem.severity == "error" else "warn"
+            lines.append(f"{label} {check.name:<13}{problem.code} {visible(problem.message)}")
             lines.append(f"     {'':<13}{visible(problem.help)}")
-    red = sum(len(check.problems) for check in checks)
+    red = sum(problem.severity == "error" for check in checks for problem in check.problems)
     lines.append("all is well: `shardwright run`" if not red else f"{red} found; nothing was started")
     return "\n".join(lines)
 
@@ -73,13 +85,16 @@ def as_text(checks: Sequence[Check]) -> str:
 def as_json(checks: Sequence[Check]) -> str:
     return json.dumps(
         {
-            "ok": not any(check.problems for check in checks),
+            "ok": not any(is_red(check) for check in checks),
             "checks": [
                 {
                     "name": check.name,
-                    "ok": not check.problems,
+                    "ok": not is_red(check),
                     "told": check.told,
-                    "problems": [{"code": p.code, "message": p.message, "help": p.help} for p in check.problems],
+                    "problems": [
+                        {"code": p.code, "severity": p.severity, "message": p.message, "help": p.help}
+                        for p in check.problems
+                    ],
                 }
                 for check in checks
             ],

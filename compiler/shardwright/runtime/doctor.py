@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.diagnostics import Refusal
 from shardwright.ir.json_value import JsonValue
 from shardwright.plan.plan import Plan
 from shardwright.runtime.checkpoint_index import checkpoint_root
+from shardwright.runtime.meeting import Assumed, Check, meet, red
 from shardwright.runtime.preconditions import TESTED
 from shardwright.runtime.probe import digest
 from shardwright.runtime.remote import LIMIT_SECONDS, Probe, Probed
@@ -31,15 +32,6 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """One line of the table. problems: () where all is well."""
-
-    name: str
-    told: str
-    problems: tuple[Diagnostic, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Examined:
     """What the checks look at. answers: of the hosts that answered, in the hostfile's order."""
 
@@ -50,13 +42,15 @@ class Examined:
     digest: str | None
 
 
-def examine(plan: Plan, folder: Path, hosts: Sequence[str], *, local: bool, shared: bool) -> tuple[Check, ...]:
+def examine(
+    plan: Plan, folder: Path, hosts: Sequence[str], assumed: Assumed, *, local: bool, shared: bool
+) -> tuple[Check, ...]:
     """Every check on every host, all at once. shared: the folder is meant to be on a shared file system.
 
     Raises Refusal where there is no ssh to reach the hosts with.
     """
     if not local and shutil.which("ssh") is None:
-        raise Refusal(_red("SW5301", "there is no `ssh` command here", "Install an ssh client (openssh-client)."))
+        raise Refusal(red("SW5301", "there is no `ssh` command here", "Install an ssh client (openssh-client)."))
     end = time.monotonic() + LIMIT_SECONDS
     mark = f".doctor-{secrets.token_hex(8)}"
     (folder / "run").mkdir(exist_ok=True)
@@ -78,7 +72,7 @@ def examine(plan: Plan, folder: Path, hosts: Sequence[str], *, local: bool, shar
         silent = [probe.result for probe in probes if not probe.result.facts]
         checks = [_reached(silent, len(probes), local=local), *(check(x) for check in CHECKS)]
         able = [p for p in answered if not _missing_interfaces(plan, p.result)]
-        checks.extend(_meeting(plan, able, whole=len(able) == len(probes), end=end))
+        checks.extend(meet(plan, able, assumed, whole=len(able) == len(probes), end=end))
         return tuple(checks)
     finally:
         (folder / "run" / mark).unlink(missing_ok=True)
@@ -107,7 +101,7 @@ def _request(plan: Plan, folder: Path, mark: str) -> dict[str, JsonValue]:
 
 def _reached(silent: Sequence[Probed], count: int, *, local: bool) -> Check:
     problems = tuple(
-        _red(
+        red(
             "SW5301",
             f"{probed.host}: {probed.problem}",
             "shardwright and its packages must be installed there, at the same path as here."
@@ -127,13 +121,13 @@ def _versions(x: Examined) -> Check:
         there = _mapping(probed.facts["versions"])
         for name, wanted in planned.items():
             if there[name] is None:
-                problems.append(_red("SW5302", f"{probed.host}: {name} is not installed", f"Install {name} {wanted}."))
+                problems.append(red("SW5302", f"{probed.host}: {name} is not installed", f"Install {name} {wanted}."))
             elif _differs(x, name, str(there[name]), wanted):
                 text = f"{probed.host}: {name} {there[name]}, the plan was made with {wanted}"
-                problems.append(_red("SW5302", text, f"Install {name} {wanted} on {probed.host}."))
+                problems.append(red("SW5302", text, f"Install {name} {wanted} on {probed.host}."))
         if str(probed.facts["python"]).split(".")[:2] != ours.split(".")[:2]:
             text = f"{probed.host}: Python {probed.facts['python']}, here it is {ours}"
-            problems.append(_red("SW5302", text, f"Use the same environment on {probed.host}."))
+            problems.append(red("SW5302", text, f"Use the same environment on {probed.host}."))
     told = ", ".join(f"{name} {version}" for name, version in planned.items())
     return Check(name="versions", told=f"Python {ours}, {told}", problems=tuple(problems))
 
@@ -157,20 +151,20 @@ def _folder(x: Examined) -> Check:
         path = x.folder.resolve()
         if found is None:
             text = f"{probed.host}: there is no compiled folder {str(path)!r}"
-            problems.append(_red("SW5303", text, "Mount the same file system there, or copy the folder to that path."))
+            problems.append(red("SW5303", text, "Mount the same file system there, or copy the folder to that path."))
         elif found != x.digest:
             text = f"{probed.host}: {str(path)!r} holds other files than here"
-            problems.append(_red("SW5303", text, "Copy the folder there anew: every rank reads its own host's."))
+            problems.append(red("SW5303", text, "Copy the folder there anew: every rank reads its own host's."))
         elif x.shared and not sees_mark:
             text = f"{probed.host}: {str(path)!r} is a copy, and cluster.shared_filesystem is true"
-            problems.append(_red("SW5303", text, "Mount the same folder there; checkpoints are read by every host."))
+            problems.append(red("SW5303", text, "Mount the same folder there; checkpoints are read by every host."))
     told = "the same everywhere" if len(x.answers) > 1 else "complete"
     return Check(name="folder", told=told, problems=tuple(problems))
 
 
 def _inputs(x: Examined) -> Check:
     problems = tuple(
-        _red("SW5311", f"{probed.host}: nothing at {path}", "Bring weights and data to the same path on every host.")
+        red("SW5311", f"{probed.host}: nothing at {path}", "Bring weights and data to the same path on every host.")
         for probed in x.answers
         for path in _texts(probed.facts["absent"])
     )
@@ -180,7 +174,7 @@ def _inputs(x: Examined) -> Check:
 def _devices(x: Examined) -> Check:
     what, slots = "cores" if x.plan.is_cpu else "GPUs", x.plan.gpus_per_node
     problems = tuple(
-        _red(
+        red(
             "SW5304",
             f"{probed.host}: {probed.facts['devices']} {what}, the plan needs {slots}",
             f"Take {probed.host} off the hostfile, or compile for fewer {what} a node.",
@@ -188,6 +182,15 @@ def _devices(x: Examined) -> Check:
         for probed in x.answers
         # Ranks on CPUs may share cores: slow, and no obstacle.
         if int(str(probed.facts["devices"])) < (1 if x.plan.is_cpu else slots)
+    )
+    problems += tuple(
+        red(
+            "SW5304",
+            f"{probed.host}: {text}",
+            "See who holds it with `nvidia-smi`, and end that process or take the host off the hostfile.",
+        )
+        for probed in x.answers
+        for text in _texts(probed.facts["busy"])
     )
     counts = sorted({int(str(probed.facts["devices"])) for probed in x.answers})
     return Check(name="devices", told=f"{' or '.join(map(str, counts))} {what} a host", problems=problems)
@@ -201,10 +204,10 @@ def _disk(x: Examined) -> Check:
         root = checkpoint_root(x.plan, x.folder)
         if not probed.facts["writable"]:
             text = f"{probed.host}: {str(root)!r} cannot be written"
-            problems.append(_red("SW5305", text, "Give the user who trains the right to write there."))
+            problems.append(red("SW5305", text, "Give the user who trains the right to write there."))
         elif free < needed:
             text = f"{probed.host}: {free / GIB:.1f} GiB free for checkpoints, one takes {needed / GIB:.1f}"
-            problems.append(_red("SW5305", text, "Make room, or put checkpoint.directory on a larger disk."))
+            problems.append(red("SW5305", text, "Make room, or put checkpoint.directory on a larger disk."))
     return Check(name="disk", told=f"room for a checkpoint of {needed / GIB:.1f} GiB", problems=tuple(problems))
 
 
@@ -217,7 +220,7 @@ def _checkpoint_bytes(plan: Plan) -> int:
 def _clocks(x: Examined) -> Check:
     skews = {probed.host: float(str(probed.facts["time"])) - probed.received for probed in x.answers}
     problems = tuple(
-        _red("SW5306", f"{host}: its clock is {skew:+.0f} s off this host's", f"Set the time of {host} (chrony, ntp).")
+        red("SW5306", f"{host}: its clock is {skew:+.0f} s off this host's", f"Set the time of {host} (chrony, ntp).")
         for host, skew in skews.items()
         if abs(skew) > MOST_SKEW_SECONDS
     )
@@ -227,7 +230,7 @@ def _clocks(x: Examined) -> Check:
 
 def _interfaces(x: Examined) -> Check:
     problems = tuple(
-        _red(
+        red(
             "SW5307",
             f"{probed.host}: {name}={value}, and its interfaces are {', '.join(_texts(probed.facts['interfaces']))}",
             f"Set launch.env.{name} to a name that every host has, or leave it out.",
@@ -263,7 +266,7 @@ def _memory(x: Examined) -> Check:
         return Check(name="host memory", told="nothing is offloaded")
     needed = x.plan.model.total_parameters * BYTES_PER_OPTIMIZER_ELEMENT // x.plan.nodes
     problems = tuple(
-        _red(
+        red(
             "SW5310",
             f"{probed.host}: {int(str(probed.facts['memory_bytes'])) / GIB:.0f} GiB of host memory, "
             f"offloaded states take {needed / GIB:.0f}",
@@ -276,52 +279,6 @@ def _memory(x: Examined) -> Check:
 
 
 CHECKS = (_versions, _folder, _inputs, _devices, _disk, _clocks, _interfaces, _memory)
-
-
-def _meeting(plan: Plan, probes: Sequence[Probe], *, whole: bool, end: float) -> list[Check]:
-    """The master's address and port from every host, then an all-reduce over all of them."""
-    if not probes:
-        return []
-    first = probes[0].result
-    found = "127.0.0.1" if plan.nodes == 1 else str(first.facts["address"] or first.host)
-    address = plan.launch.master_addr or found
-    port = first.facts["free_port"]
-    if port is None:
-        text = f"{first.host}: something listens on port {plan.launch.master_port} already"
-        return [Check(name="port", told="", problems=(_red("SW5308", text, "Choose another launch.master_port."),))]
-    seconds = max(2.0, end - time.monotonic() - 3.0)
-    for rank, probe in enumerate(probes):
-        probe.ask({"rank": rank, "world": len(probes), "address": address, "port": port, "seconds": seconds})
-    for probe in probes:
-        probe.wait("met", end)
-    met = [probe.result for probe in probes]
-    apart = [
-        _red(
-            "SW5308",
-            f"{probed.host}: cannot reach {first.host} at {address}:{port}: {probed.met['unreachable']}",
-            "Set launch.master_addr to an address of the first host that all reach, and open the ports between them.",
-        )
-        for probed in met
-        if "unreachable" in probed.met
-    ]
-    port_check = Check(name="rendezvous", told=f"{address}:{port} is free and all reach it", problems=tuple(apart))
-    wrong = [p for p in met if not apart and p.met.get("sum") != len(probes)]
-    among = "all hosts" if whole else ", ".join(p.result.host for p in probes) + " only, the others are not able to"
-    summed = tuple(
-        _red(
-            "SW5309",
-            f"{probed.host}: the all-reduce failed: {probed.met.get('error') or probed.problem}",
-            "Set launch.env.GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME on GPUs) to the card that the hosts share.",
-        )
-        for probed in wrong
-    )
-    if apart:
-        return [port_check]
-    return [port_check, Check(name="all-reduce", told=f"over {among}", problems=summed)]
-
-
-def _red(code: str, message: str, help_text: str) -> Diagnostic:
-    return Diagnostic(code=code, message=message, help=help_text)
 
 
 def _mapping(value: JsonValue) -> Mapping[str, JsonValue]:

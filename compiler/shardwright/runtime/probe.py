@@ -13,6 +13,7 @@ import os
 import platform
 import shutil
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterable
@@ -22,6 +23,9 @@ from pathlib import Path
 from shardwright.ir.json_value import JsonValue
 
 PACKAGES = ("torch", "deepspeed", "transformers", "shardwright")
+MEASURING_SECONDS = 3.0
+FREE_SHARE = 0.9
+"""Of a GPU's memory: what less is free of, somebody else holds."""
 WRITTEN_BY_RUNS = ("run", "checkpoints")
 MARK = "@shardwright-probe "
 """Before each answer: a host's own greeting may stand on the same output."""
@@ -61,6 +65,7 @@ def _facts(request: dict[str, JsonValue]) -> dict[str, JsonValue]:
         "interfaces": [name for _, name in socket.if_nameindex()],
         "address": _first_address(),
         "devices": _devices(cpu=bool(request["cpu"])),
+        "busy": [] if request["cpu"] else _busy(),
         "free_bytes": _free_bytes(checkpoints),
         "writable": _writable(checkpoints),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
@@ -108,6 +113,21 @@ def _devices(*, cpu: bool) -> int:
     return torch.cuda.device_count()
 
 
+def _busy() -> list[str]:
+    """GPUs that somebody holds memory of, as `nvidia-smi` tells; nothing where it is not there (AMD, say)."""
+    query = ["nvidia-smi", "--query-gpu=index,name,memory.used,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=5).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    rows = [[word.strip() for word in line.split(",")] for line in told.splitlines()]
+    return [
+        f"GPU {row[0]} ({row[1]}): {int(row[2]) / 1024:.1f} of {int(row[3]) / 1024:.1f} GiB are in use"
+        for row in rows
+        if len(row) == 4 and row[2].isdigit() and row[3].isdigit() and int(row[2]) > (1 - FREE_SHARE) * int(row[3])
+    ]
+
+
 def _nearest(path: Path) -> Path:
     return next(p for p in (path, *path.parents) if p.exists())
 
@@ -139,17 +159,23 @@ def _meet(meeting: dict[str, JsonValue]) -> dict[str, JsonValue]:
     from torch import distributed
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    from shardwright.runtime.links import measure
+
     rank, world = int(str(meeting["rank"])), int(str(meeting["world"]))
     address, port, limit = str(meeting["address"]), int(str(meeting["port"])), float(str(meeting["seconds"]))
+    end = time.monotonic() + limit
     if rank and (why := _cannot_connect(address, port, limit)):
         return {"unreachable": why}
     left = timedelta(seconds=limit)
     store = TCPStore(address, port, world, is_master=rank == 0, timeout=left, wait_for_workers=False)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=left)
-    total = torch.ones(1)
+    # One process a host, on its first GPU: the bandwidth of one GPU's share of the network.
+    device = torch.device("cpu" if meeting["cpu"] else "cuda:0")
+    backend = "gloo" if meeting["cpu"] else "nccl"
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=left)
+    total = torch.ones(1, device=device)
     distributed.all_reduce(total)
-    distributed.barrier()
-    return {"sum": int(total.item())}
+    links = measure(rank, world, device, min(MEASURING_SECONDS, max(0.0, end - time.monotonic() - 2)))
+    return {"sum": int(total.item()), "links": links}
 
 
 def _cannot_connect(address: str, port: int, limit: float) -> str | None:

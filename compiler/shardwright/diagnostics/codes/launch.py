@@ -26,4 +26,5 @@ LAUNCH_CODES: dict[str, str] = {
     "SW5309": "an all-reduce over the hosts fails",
     "SW5310": "a host has too little memory for what is offloaded",
     "SW5311": "a host lacks weights or data",
+    "SW5312": "a link is slower than the plan assumes",
 }
