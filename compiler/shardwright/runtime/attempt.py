@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from shardwright.plan.plan import Plan
-from shardwright.runtime.checkpoint_index import choose_checkpoint, set_aside
+from shardwright.runtime.checkpoint_index import checkpoint_root, choose_checkpoint, set_aside, step_of, tell
 from shardwright.runtime.journal import read_json, write_json
 
 
@@ -21,6 +21,8 @@ def begin_attempt(plan: Plan, folder: Path, checkpoint: Path | None, *, fresh: b
     attempt = int(str(read_json(run / "attempt.json").get("attempt", 0))) + 1
     if fresh:
         set_aside(plan, folder, attempt)
+    elif checkpoint is not None and checkpoint.parent == checkpoint_root(plan, folder).resolve():
+        set_aside(plan, folder, attempt, newer_than=step_of(checkpoint))
     for stale in ("status.json", "stop", "heartbeat"):
         (run / stale).unlink(missing_ok=True)
     for leftovers in ("errors", "ranks"):
@@ -43,7 +45,9 @@ def begin_on_ranks(plan: Plan, folder: Path, rank: int, resume: str) -> tuple[in
     told: list[tuple[int, str | None] | Refusal | None] = [None]
     if rank == 0:
         try:
-            checkpoint = choose_checkpoint(plan, folder, resume)
+            chosen = choose_checkpoint(plan, folder, resume)
+            tell(chosen)
+            checkpoint = chosen.path if chosen else None
             attempt = begin_attempt(plan, folder, checkpoint, fresh=resume == "never", ranks_live=True)
             told = [(attempt, str(checkpoint) if checkpoint else None)]
         except Refusal as refusal:

@@ -1,7 +1,9 @@
-"""Checkpoints: DeepSpeed's own state of every rank, published by one rename; `step-%08d` folders only."""
+"""Checkpoints: each rank's own fragments, published by one rename; `step-%08d` folders only."""
 
 from __future__ import annotations
 
+import base64
+import itertools
 import json
 import os
 import random
@@ -12,67 +14,296 @@ from typing import Any
 import numpy as np
 import torch
 from deepspeed import comm as dist
+from safetensors import SafetensorError
+from torch import nn
 
 from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.ir.partition import ParameterSplit
 from shardwright.plan.plan import Plan
-from shardwright.plan.serialize import plan_to_json
-from shardwright.runtime.checkpoint_index import STATE, checkpoint_root, published_steps
+from shardwright.plan.serialize import plan_to_json, read_plan
+from shardwright.runtime.checkpoint_index import checkpoint_root, published_steps, same_ranks
+from shardwright.runtime.checkpoint_manifest import (
+    CHECKSUMS,
+    MANIFEST,
+    MANIFEST_VERSION,
+    Fragment,
+    Manifest,
+    SavedFile,
+    SavedTensor,
+    checksum,
+    checksums_text,
+    write_manifest,
+)
+from shardwright.runtime.checkpoint_reader import CheckpointReader
+from shardwright.runtime.optimizer_state import (
+    LiveFragment,
+    live_fragments,
+    optimizer_step,
+    set_optimizer_step,
+    use_masters,
+)
+from shardwright.runtime.tensor_files import save_readable
+
+FILE_BYTES = 2 * 2**30
+"""A rank's file grows to about this: what is on the device is copied to the host a file at a time."""
+_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+Files = list[tuple[str, int, str]]
+"""(name, bytes, SHA-256) of each."""
+
+Written = tuple[int, str, tuple[int, ...], bool, tuple[str, ...], int, int, int]
+"""(shard, name, shard shape, trained, states, number of the rank's file, start, elements)."""
 
 
-def save_checkpoint(plan: Plan, folder: Path, engine: Any, step: int) -> None:
-    """Collective. Everything goes to a dot folder; global rank 0 renames it and prunes to `keep`."""
+def save_checkpoint(plan: Plan, folder: Path, trainer: Any, step: int) -> None:
+    """Collective. Everything goes to a dot folder and to the disk; global rank 0 renames it and prunes to `keep`.
+
+    Raises Refusal on every rank where one cannot write: SW6205. Published checkpoints are as they were.
+    """
     root = checkpoint_root(plan, folder)
     name, rank = f"step-{step:08d}", dist.get_rank()
     partial = root / f".{name}.partial"
+    _together(lambda: _begin(partial) if rank == 0 else None, partial)
+    told = _together(lambda: _write_rank(plan, trainer, partial, rank), partial)
+    _together(lambda: _finish(plan, folder, trainer, partial, step, told) if rank == 0 else None, partial)
     if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    engine.save_checkpoint(str(partial), tag=STATE, client_state={"step": step}, save_latest=False)
-    torch.save(_random_state(), partial / f"random-rank-{rank:05d}.pt")
-    if rank == 0:
-        for script in partial.glob("zero_*.py"):
-            script.unlink()  # DeepSpeed's converters: they fail on pipeline checkpoints, `shardwright export` does not
-        for part in ("model", "tokenizer"):
-            if (folder / part).is_dir():
-                shutil.copytree(folder / part, partial / part)
-        (partial / "plan.json").write_text(plan_to_json(plan), encoding="utf-8")
-        (partial / "step.json").write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
-    dist.barrier()
-    if rank == 0:
-        shutil.rmtree(root / name, ignore_errors=True)
         os.rename(partial, root / name)
+        _flush(root)
         for _, old in published_steps(root)[: -plan.checkpoint.keep] if plan.checkpoint.keep else []:
-            shutil.rmtree(old, ignore_errors=True)
+            remove_step(old)
     dist.barrier()
 
 
-def load_checkpoint(plan: Plan, engine: Any, checkpoint: Path) -> int:
-    """Collective. Returns the step that the checkpoint closed."""
-    rank = dist.get_rank()
-    path, client = engine.load_checkpoint(str(checkpoint), tag=STATE)
-    if path is None:
-        raise Refusal(
-            Diagnostic(
-                code="SW6201",
-                message=f"DeepSpeed found no state to load in {checkpoint}",
-                help="Resume from another step folder, or start again with --resume never.",
-            )
+def check_writable(plan: Plan, folder: Path) -> None:
+    """Collective. Before the first step is trained: a checkpoint that cannot be written would lose it."""
+    probe = checkpoint_root(plan, folder) / ".step-00000000.probe"
+
+    def write() -> None:
+        probe.mkdir(parents=True, exist_ok=True)
+        probe.rmdir()
+
+    _together(lambda: write() if dist.get_rank() == 0 else None, probe)
+
+
+def remove_step(path: Path) -> None:
+    """A half-deleted checkpoint must not look like one."""
+    hidden = path.with_name(f".{path.name}.removed")
+    shutil.rmtree(hidden, ignore_errors=True)
+    os.rename(path, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _together(work: Any, partial: Path) -> list[Any]:
+    """Runs `work` on every rank and tells each what all returned; where one failed, all raise Refusal: SW6205."""
+    try:
+        mine: tuple[Any, str | None] = (work(), None)
+    except (OSError, SafetensorError) as error:
+        mine = (None, (error.strerror if isinstance(error, OSError) else None) or str(error))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    torch.distributed.all_gather_object(everyone, mine)
+    failed = [(rank, error) for rank, (_, error) in enumerate(everyone) if error is not None]
+    if not failed:
+        return [value for value, _ in everyone]
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+    raise Refusal(
+        Diagnostic(
+            code="SW6205",
+            message=f"rank {failed[0][0]} cannot write the checkpoint {partial.name.split('.')[1]} in "
+            f"{str(partial.parent)!r}: {failed[0][1]}",
+            help="Make room or give permission there, then `run` again: it continues from the newest checkpoint, "
+            "which is unharmed. checkpoint.keep limits how many stay.",
         )
-    _set_random_state(torch.load(checkpoint / f"random-rank-{rank:05d}.pt", weights_only=False))
-    return int(client["step"])
+    )
+
+
+def _begin(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+
+def _write_rank(plan: Plan, trainer: Any, partial: Path, rank: int) -> tuple[list[Written], Files]:
+    """This rank's files. Returns what is in them, and which they are."""
+    mine = owned_fragments(plan, trainer, rank)
+    rooms = itertools.accumulate(sum(t.numel() * t.element_size() for t in f.states.values()) for _, f in mine)
+    written: list[Written] = []
+    files: Files = []
+    numbered = zip((room // FILE_BYTES for room in rooms), mine, strict=True)
+    for number, (_, group) in enumerate(itertools.groupby(numbered, key=lambda pair: pair[0])):
+        tensors = {}
+        for _, (shard, f) in group:
+            for state, values in f.states.items():
+                tensors[f"{state}/{f.name}"] = values.detach().cpu().clone()
+            numel = next(iter(f.states.values())).numel()
+            written.append((shard, f.name, f.shard_shape, "fp32" in f.states, tuple(f.states), number, f.start, numel))
+        path = partial / f"rank-{rank:05d}-{number:03d}.safetensors"
+        save_readable(tensors, path)
+        files.append(_flushed(path, partial))
+    path = partial / f"random-{rank:05d}.json"
+    path.write_text(json.dumps(_random_state()), encoding="utf-8")
+    files.append(_flushed(path, partial))
+    return written, files
+
+
+def owned_fragments(plan: Plan, trainer: Any, rank: int) -> list[tuple[int, LiveFragment]]:
+    """(shard, fragment) of what this rank writes: of copies of the same elements one rank writes its own."""
+    at = plan.ranks[rank]
+    splits = parameter_splits(plan)
+    mine = []
+    named = named_parameters(plan, trainer.engine.module)
+    for f in live_fragments(trainer.engine, named):
+        if getattr(named[f.name], "ds_pipe_replicated", False):
+            continue  # the copy of a tied parameter on another stage
+        split = splits.get(f.name)
+        cut = split is not None and split.dimension is not None
+        copies = split.copies if split is not None and cut else plan.strategy.tensor
+        if at.tensor % copies == 0 and (f.partitioned or at.data == 0):
+            mine.append((at.tensor // copies if cut else 0, f))
+    if at.data == at.tensor == 0:
+        for name, buffer in named_buffers(trainer.engine.module).items():
+            value = {"value": buffer.detach().reshape(-1)}
+            fragment = LiveFragment(
+                name=name, shard_shape=tuple(buffer.shape), start=0, states=value, partitioned=False
+            )
+            mine.append((0, fragment))
+    return mine
+
+
+def parameter_splits(plan: Plan) -> dict[str, ParameterSplit]:
+    return {p.name: p for module in plan.tensor_parallel.modules for p in module.parameters}
+
+
+def named_parameters(plan: Plan, module: nn.Module) -> dict[str, nn.Parameter]:
+    """Of this rank, by one name each: of tied parameters the name that the plan lists, on every stage."""
+    first = {alias: group[0] for group in plan.model.tied for alias in group}
+    return {first.get(name, name): parameter for name, parameter in module.named_parameters()}
+
+
+def named_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Persistent ones of this rank, by Hugging Face name."""
+    pieces = {path for path, _ in module.named_children()} if hasattr(module, "stage_id") else None
+    found = {}
+    for path, owner in module.named_modules():
+        for leaf, buffer in owner.named_buffers(recurse=False):
+            if leaf not in owner._non_persistent_buffers_set:
+                name = f"{path}.{leaf}" if path else leaf
+                found[name.split(".", 1)[1] if pieces is not None else name] = buffer
+    return found
+
+
+def _flushed(path: Path, partial: Path) -> tuple[str, int, str]:
+    """Written through to the disk; (name, bytes, SHA-256)."""
+    _flush(path)
+    return str(path.relative_to(partial)), path.stat().st_size, checksum(path)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _finish(plan: Plan, folder: Path, trainer: Any, partial: Path, step: int, told: list[Any]) -> None:
+    """What all ranks wrote, put together; the folder's own model, tokenizer and plan beside it; checksums of all."""
+    for part in ("model", "tokenizer"):
+        if (folder / part).is_dir():
+            shutil.copytree(folder / part, partial / part)
+    (partial / "plan.json").write_text(plan_to_json(plan), encoding="utf-8")
+    write_manifest(partial, _manifest(plan, trainer, step, told))
+    rest = [path for part in ("model", "tokenizer") for path in (partial / part).rglob("*") if path.is_file()]
+    own = [_flushed(path, partial) for path in (*rest, partial / "plan.json", partial / MANIFEST)]
+    sums = {name: digest for name, _, digest in (*own, *(file for _, files in told for file in files))}
+    (partial / CHECKSUMS).write_text(checksums_text(sums), encoding="utf-8")
+    _flush(partial / CHECKSUMS)
+    _flush(partial)
+
+
+def _manifest(plan: Plan, trainer: Any, step: int, told: list[tuple[list[Written], Files]]) -> Manifest:
+    splits = parameter_splits(plan)
+    files: list[SavedFile] = []
+    tensors: dict[str, SavedTensor] = {}
+    shards: dict[str, dict[int, list[Fragment]]] = {}
+    for written, names in told:
+        first = len(files)
+        files += [SavedFile(name=name, size_bytes=size) for name, size, _ in names]
+        for shard, name, shape, _, states, number, start, numel in written:
+            whole = shape[::-1] if name in trainer.transposed else shape
+            split = splits.get(name) or ParameterSplit(name=name, shape=whole, dimension=None, blocks=(), sizes=())
+            tensors[name] = SavedTensor(split=split, transposed=name in trainer.transposed, states=states, shards=())
+            found = shards.setdefault(name, {}).setdefault(shard, [])
+            found.append(Fragment(file=first + number, start=start, numel=numel))
+    for name, by_shard in shards.items():
+        tensors[name] = SavedTensor(
+            split=tensors[name].split,
+            transposed=tensors[name].transposed,
+            states=tensors[name].states,
+            shards=tuple(tuple(sorted(by_shard[s], key=lambda f: f.start)) for s in sorted(by_shard)),
+        )
+    scaler = getattr(trainer.engine.optimizer, "loss_scaler", None) if plan.training.precision == "fp16" else None
+    return Manifest(
+        version=MANIFEST_VERSION,
+        step=step,
+        optimizer_step=optimizer_step(trainer.engine),
+        loss_scale=None if scaler is None else {k: float(getattr(scaler, k)) for k in _SCALER if hasattr(scaler, k)},
+        tensors=tensors,
+        files=tuple(files),
+    )
+
+
+def load_checkpoint(plan: Plan, trainer: Any, checkpoint: Path) -> int:
+    """Collective. Of any layout. Returns the step that the checkpoint closed. Raises Refusal: SW6201."""
+    rank, engine = dist.get_rank(), trainer.engine
+    splits, at = parameter_splits(plan), plan.ranks[rank]
+    with CheckpointReader(checkpoint) as reader, torch.no_grad():
+        for f in live_fragments(engine, named_parameters(plan, engine.module)):
+            whole = f.shard_shape[::-1] if f.name in trainer.transposed else f.shard_shape
+            split = splits.get(f.name) or ParameterSplit(name=f.name, shape=whole, dimension=None, blocks=(), sizes=())
+            for state, values in f.states.items():
+                values.copy_(reader.fragment(f.name, state, split, at.tensor, f.start, values.numel()))
+        for name, buffer in named_buffers(engine.module).items():
+            buffer.copy_(reader.whole(name, "value"))
+        manifest = reader.manifest
+    set_optimizer_step(engine, manifest.optimizer_step)
+    use_masters(engine)
+    for attribute, value in (manifest.loss_scale or {}).items():
+        scaler = engine.optimizer.loss_scaler
+        setattr(scaler, attribute, type(getattr(scaler, attribute))(value))
+    engine.global_steps, engine.global_samples = manifest.step, manifest.step * plan.training.global_batch_size
+    if same_ranks(plan, read_plan(checkpoint)):
+        _set_random_state(json.loads((checkpoint / f"random-{rank:05d}.json").read_text(encoding="utf-8")))
+    else:
+        # The ranks of another layout hold other parts: new streams, none of which was drawn from before.
+        torch.manual_seed(torch.initial_seed() + (manifest.step + 1) * plan.strategy.world_size)
+    return manifest.step
 
 
 def _random_state() -> dict[str, Any]:
-    state = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    state: dict[str, Any] = {
+        "torch": _text(torch.get_rng_state()),
+        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached],
+        "python": random.getstate(),
+    }
     if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
+        state["cuda"] = _text(torch.cuda.get_rng_state())
     return state
 
 
+def _text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode("ascii")
+
+
+def _bytes(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
 def _set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    np.random.set_state(state["numpy"])
-    random.setstate(state["python"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
+    torch.set_rng_state(_bytes(state["torch"]))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), *rest))
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_bytes(state["cuda"]))

@@ -39,10 +39,12 @@ class StepResult:
 
 
 class Trainer(Protocol):
-    """engine: DeepSpeed's; grid: the process groups; data_rank and data_group of this process."""
+    """engine: DeepSpeed's; grid: the process groups. transposed: weights that are held the other way round than
+    Hugging Face has them, by name."""
 
     engine: Any
     grid: PipelineParallelGrid
+    transposed: frozenset[str]
 
     def step(self, micro_batches: list[MicroBatch], learning_rate: float) -> StepResult: ...
 
@@ -53,9 +55,10 @@ def build_trainer(plan: Plan, folder: Path) -> Trainer:
     set_autotp_mode(training=True)
     apply_fixes()
     model = build_model(plan, folder)
-    conv1d_to_linear(model)
+    transposed = conv1d_to_linear(model)
     config = json.loads((folder / "ds_config.json").read_text(encoding="utf-8"))
     trainer: Trainer = (PipelineTrainer if plan.strategy.pipeline > 1 else DataTrainer)(plan, model, config)
+    trainer.transposed = transposed
     random_is_cut = plan.model.dropout > 0 and plan.strategy.tensor > 1
     TENSOR_RANDOM.use(trainer.grid.get_slice_parallel_rank() if random_is_cut else None)
     return trainer
@@ -109,6 +112,8 @@ def _predicted_tokens(micro_batches: list[MicroBatch], group: dist.ProcessGroup,
 class PipelineTrainer:
     """PipelineModule x tensor-parallel layers x ZeRO-1, 1F1B or DualPipeV."""
 
+    transposed: frozenset[str]
+
     def __init__(self, plan: Plan, model: nn.Module, config: dict[str, Any]) -> None:
         self.plan = plan
         self.device = torch.device(get_accelerator().current_device_name())
@@ -133,6 +138,8 @@ class PipelineTrainer:
 
 class DataTrainer:
     """The Hugging Face model itself under DeepSpeedEngine: ZeRO 0 to 3, tensor-parallel layers, no pipeline."""
+
+    transposed: frozenset[str]
 
     def __init__(self, plan: Plan, model: nn.Module, config: dict[str, Any]) -> None:
         self.plan = plan

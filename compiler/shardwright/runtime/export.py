@@ -1,31 +1,44 @@
-"""A checkpoint of any layout -> a Hugging Face folder that from_pretrained loads. No process group, no GPU."""
+"""A checkpoint of any layout -> a Hugging Face folder that from_pretrained loads. No process group, no GPU, no DIR.
+
+Streams: the tensors of one decoder layer, and one output shard, are in memory at a time.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.own_code import OwnCode
-from shardwright.ir.partition import ParameterSplit
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
-from shardwright.runtime.checkpoint_index import STATE
-from shardwright.runtime.weights import load_config, transposed_weights
+from shardwright.runtime.checkpoint_manifest import damage
+from shardwright.runtime.checkpoint_reader import CheckpointReader
+from shardwright.runtime.tensor_files import save_readable
+from shardwright.runtime.weights import load_config
 
-Shards = list[dict[str, torch.Tensor]]
-"""Per tensor rank: Hugging Face name -> its shard, in the runtime's layout."""
+SHARD_BYTES = 5 * 10**9
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_GENERATION = "generation_config.json"
 
 
-def export_checkpoint(checkpoint: Path, output: Path) -> None:
-    """Writes model weights, config and tokenizer. Raises Refusal; leaves no half-written folder."""
+def export_checkpoint(checkpoint: Path, output: Path, precision: str | None = None) -> None:
+    """Writes model weights, configs and tokenizer. precision: of the weights, the training's where None.
+
+    Raises Refusal: SW6201, SW6401; leaves no half-written folder.
+    """
+    if why := damage(checkpoint, contents=False):
+        raise Refusal(_not_whole(checkpoint, why))
     plan = _read(checkpoint)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise Refusal(
@@ -37,27 +50,100 @@ def export_checkpoint(checkpoint: Path, output: Path) -> None:
         )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_config(plan, checkpoint))
-    state = join_shards(plan, read_shards(plan, checkpoint), transposed_weights(model))
-    model.load_state_dict(state, strict=False, assign=True)
-    model.tie_weights()
-    missing = [name for name, p in model.named_parameters() if p.is_meta]
-    if missing:
-        raise Refusal(_not_whole(checkpoint, f"it holds no {missing[0]} (and {len(missing) - 1} more)"))
-    model.config.dtype = next(iter(state.values())).dtype
-    temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=_parent(output)))
+    dtype = DTYPES[precision or plan.training.precision]
     try:
-        if plan.model.own_code is not None:
-            _bring_own_code(plan.model.own_code, model, checkpoint / "model", temporary)
-        model.save_pretrained(temporary)
-        if (checkpoint / "tokenizer").is_dir():
-            shutil.copytree(checkpoint / "tokenizer", temporary, dirs_exist_ok=True)
+        output.absolute().parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.absolute().parent))
+    except OSError as error:
+        raise _cannot_write(output, error.strerror or str(error)) from None
+    try:
+        with CheckpointReader(checkpoint) as reader:
+            _write_shards(_exported(plan, model, reader, dtype), temporary)
+        _write_configs(plan, model, dtype, checkpoint, temporary)
         if output.exists():
             output.rmdir()
         os.chmod(temporary, 0o755)
         os.rename(temporary, output)
-    except BaseException:
+    except (OSError, SafetensorError) as error:
+        raise _cannot_write(output, (error.strerror if isinstance(error, OSError) else "") or str(error)) from None
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
+
+
+def _exported(
+    plan: Plan, model: PreTrainedModel, reader: CheckpointReader, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) as save_pretrained writes them: tied aliases dropped, experts and others in their own format."""
+    wanted = dict(model.state_dict())
+    for name in model._keys_to_ignore_on_save or ():
+        wanted.pop(name, None)
+    wanted = remove_tied_weights_from_state_dict(wanted, model)
+    first = {alias: group[0] for group in plan.model.tied for alias in group}
+    trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for group in _groups(wanted, plan.model.cut.stack):
+        tensors = {}
+        for name in group:
+            stored = first.get(name, name)
+            if name not in trained and stored not in reader.manifest.tensors:
+                continue  # a buffer outside every pipeline layer: from_pretrained makes it
+            state = reader.saved(stored).states[0]
+            tensor = reader.whole(stored, state)
+            tensors[name] = tensor.to(dtype) if name in trained and tensor.is_floating_point() else tensor
+        yield from revert_weight_conversion(model, tensors).items()
+
+
+def _groups(names: dict[str, torch.Tensor], stack: str) -> Iterator[list[str]]:
+    """Names of one decoder layer together, as the model's own format may put its tensors together otherwise."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        inside = name.startswith(stack + ".")
+        groups.setdefault(name[len(stack) + 1 :].split(".")[0] if inside else "", []).append(name)
+    yield from groups.values()
+
+
+def _write_shards(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) -> None:
+    """model.safetensors, or numbered ones of about SHARD_BYTES with an index."""
+    shards: list[list[str]] = []
+    held: dict[str, torch.Tensor] = {}
+    total = size = 0
+    for name, tensor in tensors:
+        bytes_ = tensor.numel() * tensor.element_size()
+        if held and size + bytes_ > SHARD_BYTES:
+            _write(held, folder / f"{len(shards)}.safetensors")
+            shards.append(list(held))
+            held, size = {}, 0
+        held[name] = tensor.contiguous()
+        size, total = size + bytes_, total + bytes_
+    _write(held, folder / f"{len(shards)}.safetensors")
+    shards.append(list(held))
+    if len(shards) == 1:
+        os.rename(folder / "0.safetensors", folder / "model.safetensors")
+        return
+    files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    for number, file in enumerate(files):
+        os.rename(folder / f"{number}.safetensors", folder / file)
+    where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """One storage a tensor: a split of one fused tensor leaves views of it."""
+    save_readable({name: t.clone() if t._base is not None else t for name, t in tensors.items()}, path)
+
+
+def _write_configs(plan: Plan, model: PreTrainedModel, dtype: torch.dtype, checkpoint: Path, folder: Path) -> None:
+    model.config.dtype = str(dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    if plan.model.own_code is not None:
+        _bring_own_code(plan.model.own_code, model, checkpoint / "model", folder)
+    model.config.save_pretrained(folder)
+    if (checkpoint / "model" / _GENERATION).is_file():
+        shutil.copyfile(checkpoint / "model" / _GENERATION, folder / _GENERATION)
+    elif isinstance(model.generation_config, GenerationConfig):
+        model.generation_config.save_pretrained(folder)
+    if (checkpoint / "tokenizer").is_dir():
+        shutil.copytree(checkpoint / "tokenizer", folder, dirs_exist_ok=True)
 
 
 def _bring_own_code(code: OwnCode, model: PreTrainedModel, folder: Path, output: Path) -> None:
@@ -68,19 +154,14 @@ def _bring_own_code(code: OwnCode, model: PreTrainedModel, folder: Path, output:
         shutil.copyfile(folder / name, output / name)
 
 
-def _parent(output: Path) -> Path:
-    parent = output.absolute().parent
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Refusal(
-            Diagnostic(
-                code="SW6401",
-                message=f"cannot create {str(parent)!r}: {error.strerror}",
-                help="Give a writable folder.",
-            )
-        ) from None
-    return parent
+def _cannot_write(output: Path, why: str) -> Refusal:
+    return Refusal(
+        Diagnostic(
+            code="SW6401",
+            message=f"{str(output)!r} cannot be written: {why}",
+            help="Give a folder that you may write to, on a disk with room. The checkpoint is unharmed.",
+        )
+    )
 
 
 def _not_whole(checkpoint: Path, why: str) -> Diagnostic:
@@ -92,77 +173,7 @@ def _not_whole(checkpoint: Path, why: str) -> Diagnostic:
 
 
 def _read(checkpoint: Path) -> Plan:
-    if not (checkpoint / "plan.json").is_file():
-        raise Refusal(_not_whole(checkpoint, "there is no plan.json in it"))
     try:
         return read_plan(checkpoint)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise Refusal(_not_whole(checkpoint, f"its plan.json cannot be read ({str(error).splitlines()[0]})")) from None
-
-
-def read_shards(plan: Plan, checkpoint: Path) -> Shards:
-    """The three places where DeepSpeed leaves weights: layer files, whole-model files, ZeRO-3's flat partitions."""
-    ranks, state = range(plan.strategy.tensor), checkpoint / STATE
-    try:
-        if plan.strategy.pipeline > 1:
-            return [_from_layer_files(state, rank) for rank in ranks]
-        if plan.strategy.zero_stage < 3:
-            return [_load(state / f"mp_rank_{rank:02d}_model_states.pt")["module"] for rank in ranks]
-        return [_from_zero3(state, rank) for rank in ranks]
-    except FileNotFoundError as error:
-        raise Refusal(_not_whole(checkpoint, f"{error.filename or error} is missing")) from None
-
-
-def _load(path: Path) -> dict[str, dict[str, torch.Tensor]]:
-    return torch.load(path, map_location="cpu", weights_only=False, mmap=True)  # type: ignore[no-any-return]
-
-
-def _from_layer_files(folder: Path, rank: int) -> dict[str, torch.Tensor]:
-    weights: dict[str, torch.Tensor] = {}
-    files = sorted(folder.glob(f"layer_*-model_{rank:02d}-model_states.pt"))
-    if not files:
-        raise FileNotFoundError(2, "no layer file", f"layer_*-model_{rank:02d}-model_states.pt")
-    for file in files:
-        for name, tensor in torch.load(file, map_location="cpu", weights_only=False, mmap=True).items():
-            weights.setdefault(name, tensor)  # a tied parameter is in two files, the same in both
-    return weights
-
-
-def _from_zero3(folder: Path, rank: int) -> dict[str, torch.Tensor]:
-    """DeepSpeed's own merge of the data ranks' partitions, given one tensor rank's files at a time."""
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    ours = re.compile(rf".*mp_rank_{rank:02d}_(model|optim)_states\.pt")
-    files = [f for f in folder.iterdir() if ours.fullmatch(f.name)]
-    if not files:
-        raise FileNotFoundError(2, "no partition", f"*mp_rank_{rank:02d}_optim_states.pt")
-    with tempfile.TemporaryDirectory() as view:
-        (Path(view) / "step").mkdir()
-        for file in files:
-            os.symlink(file.resolve(), Path(view) / "step" / file.name)
-        return dict(get_fp32_state_dict_from_zero_checkpoint(view, tag="step"))
-
-
-def join_shards(plan: Plan, shards: Shards, transposed: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Per-rank shards -> whole tensors in Hugging Face's layout, by the plan's map. Tied aliases drop out."""
-    turned = frozenset(transposed)
-    state: dict[str, torch.Tensor] = {}
-    for module in plan.tensor_parallel.modules:
-        for split in module.parameters:
-            parts = [rank[split.name] for rank in shards if split.name in rank]
-            if parts:
-                state[split.name] = join(split, [p.t() if split.name in turned else p for p in parts])
-    return state
-
-
-def join(split: ParameterSplit, parts: list[torch.Tensor]) -> torch.Tensor:
-    """Each rank's pieces to their places along the cut dimension; a replicated parameter is its first copy."""
-    if split.dimension is None or len(parts) == 1:
-        return parts[0].contiguous()
-    whole = parts[0].new_empty(split.shape)
-    for rank in range(0, len(parts), split.copies):
-        pieces = split.pieces(rank)
-        held = parts[rank].split([length for _, length in pieces], dim=split.dimension)
-        for (start, length), part in zip(pieces, held, strict=True):
-            whole.narrow(split.dimension, start, length).copy_(part)
-    return whole

@@ -21,6 +21,8 @@ _SIGNALS = {
     -11: "segmentation fault (signal 11)",
     -15: "ended by signal 15: somebody, or a scheduler, told it to end",
 }
+DID_NOT_FINISH = ("SW6301", "SW6205")
+"""Causes that end a training run; other codes refuse to start one."""
 LOST = "gone without a word: killed, or its host lost power or network"
 
 
@@ -51,7 +53,7 @@ def report_failure(plan: Plan, folder: Path, attempt: int, launcher_code: int) -
     else:
         _print_error(code, cause, str(first["help"]))
     write_status(folder, "failed", attempt, rank=rank, **where, code=code, cause=cause)
-    return 3 if code == "SW6301" else 1
+    return 3 if code in DID_NOT_FINISH else 1
 
 
 def _report_silence(plan: Plan, folder: Path, attempt: int, log: str, launcher_code: int) -> int:

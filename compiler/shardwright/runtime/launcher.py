@@ -23,7 +23,7 @@ from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
 from shardwright.runtime.attempt import begin_attempt
-from shardwright.runtime.checkpoint_index import choose_checkpoint
+from shardwright.runtime.checkpoint_index import choose_checkpoint, step_of, tell
 from shardwright.runtime.events import parse_event
 from shardwright.runtime.failure import report_failure
 from shardwright.runtime.journal import PROGRESS, read_json, write_status
@@ -66,8 +66,10 @@ def run_folder(folder: Path, hostfile: Path | None, resume: str) -> int:
     if submits(plan):
         return submit(plan, folder, resume)
     with _lock(folder) as lock:
-        checkpoint = choose_checkpoint(plan, folder, resume)
-        if checkpoint and int(checkpoint.name.rsplit("-", 1)[1]) >= plan.training.steps:
+        chosen = choose_checkpoint(plan, folder, resume)
+        tell(chosen)
+        checkpoint = chosen.path if chosen else None
+        if checkpoint and step_of(checkpoint) >= plan.training.steps:
             print(f"already trained to its last step: {checkpoint} (`--resume never` starts again)")
             return 0
         attempt = begin_attempt(plan, folder, checkpoint, fresh=resume == "never")

@@ -67,11 +67,12 @@ def build_model(plan: Plan, folder: Path) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def conv1d_to_linear(model: nn.Module) -> None:
+def conv1d_to_linear(model: nn.Module) -> frozenset[str]:
     """Replaces GPT-2's Conv1D (weight: in x out) by Linear (out x in), so that one layout serves every engine.
 
-    DeepSpeed's tensor-parallel layers cut nn.Linear only. `hf_layout` undoes it on export.
+    DeepSpeed's tensor-parallel layers cut nn.Linear only. Returns the names of the weights that it turned round.
     """
+    turned = transposed_weights(model)
     for name, module in list(model.named_modules()):
         if isinstance(module, Conv1D):
             with torch.device("meta"):
@@ -79,6 +80,7 @@ def conv1d_to_linear(model: nn.Module) -> None:
             linear.weight = nn.Parameter(module.weight.detach().t().contiguous())
             linear.bias = module.bias
             model.set_submodule(name, linear)
+    return turned
 
 
 def transposed_weights(model: nn.Module) -> frozenset[str]:

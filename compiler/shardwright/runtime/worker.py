@@ -96,13 +96,14 @@ def _train(plan: Plan, folder: Path, rank: int, attempt: int, resume: object, wa
     from deepspeed import comm as dist
 
     from shardwright.runtime.batches import Batches
-    from shardwright.runtime.checkpoint import load_checkpoint, save_checkpoint
+    from shardwright.runtime.checkpoint import check_writable, load_checkpoint, save_checkpoint
     from shardwright.runtime.corpus import open_rows, prepare_rows
     from shardwright.runtime.dropout import seed_dropout
     from shardwright.runtime.engine import build_trainer
     from shardwright.runtime.live import live_record
     from shardwright.runtime.schedule import learning_rate
 
+    check_writable(plan, folder)
     cache = folder / "run" / "data"
     if int(os.environ["LOCAL_RANK"]) == 0:
         prepare_rows(plan, folder, cache)
@@ -113,7 +114,7 @@ def _train(plan: Plan, folder: Path, rank: int, attempt: int, resume: object, wa
     write_json(folder / "run" / "ranks" / f"rank-{rank:05d}.json", live_record(trainer.engine.module, rank))
     data_rank = trainer.grid.get_data_parallel_rank()
     seed_dropout(plan, rank)
-    done = load_checkpoint(plan, trainer.engine, Path(str(resume))) if resume else 0
+    done = load_checkpoint(plan, trainer, Path(str(resume))) if resume else 0
     metrics = Metrics(folder, attempt, done) if rank == 0 else None
 
     saved, every, tokens = (
@@ -132,14 +133,14 @@ def _train(plan: Plan, folder: Path, rank: int, attempt: int, resume: object, wa
         done = step
         if every and step % every == 0:
             watch.at(f"saving step {step}", step)
-            save_checkpoint(plan, folder, trainer.engine, step)
+            save_checkpoint(plan, folder, trainer, step)
             saved = step
         if step < plan.training.steps and stop.agreed():
             status = "preempted"
             break
     watch.at("saving its last step", done)
     if saved != done:
-        save_checkpoint(plan, folder, trainer.engine, done)
+        save_checkpoint(plan, folder, trainer, done)
     dist.barrier()
     if rank == 0:
         write_status(folder, status, attempt, step=done)

@@ -1,0 +1,95 @@
+"""Under the `deepspeed` launcher: trains layouts and saves them, or resumes the saved ones on other layouts.
+
+SHARDWRIGHT_MATRIX_OUT holds work.json: {"save": [layout...], "load": [[from, to]...]}; losses go to losses.json.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from pathlib import Path
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from deepspeed import ops
+
+from shardwright.compile import compile_recipe
+from shardwright.lower.folder import write_folder
+from shardwright.plan.plan import Plan
+from shardwright.plan.serialize import read_plan
+from shardwright.recipe.load import load_recipe
+from shardwright.runtime.batches import Batches
+from shardwright.runtime.checkpoint import load_checkpoint, save_checkpoint
+from shardwright.runtime.corpus import open_rows
+from shardwright.runtime.dropout import seed_dropout
+from shardwright.runtime.engine import Trainer, build_trainer
+from shardwright.runtime.schedule import learning_rate
+from tests.launch.resume_matrix import LAST, SAVED, case
+from tests.parity import harness
+from tests.parity.groups import share_groups
+
+OUT = Path(os.environ["SHARDWRIGHT_MATRIX_OUT"])
+
+
+def folder_of(name: str) -> Path:
+    return OUT / name.replace(" ", "-")
+
+
+def compiled(name: str) -> tuple[Plan, Path]:
+    folder = folder_of(name)
+    if dist.get_rank() == 0 and not folder.exists():
+        harness.STEPS = LAST
+        harness.write_inputs(case(name), folder)
+        write_folder(folder / "out", compile_recipe(load_recipe(folder / "recipe.yaml")).files)
+    dist.barrier()
+    return read_plan(folder / "out"), folder / "out"
+
+
+def train(plan: Plan, trainer: Trainer, batches: Batches, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last + 1):
+        rate = learning_rate(plan.optimizer, plan.scheduler, plan.training.steps, step)
+        micro_batches = batches.micro_batches(step, trainer.grid.get_data_parallel_rank())
+        losses.append(trainer.step(micro_batches, rate).loss)
+    return losses
+
+
+def main() -> None:
+    work = json.loads((OUT / "work.json").read_text())
+    losses: dict[str, list[float]] = {}
+    targets: dict[str, list[str]] = {name: [] for name in work["save"]}
+    for source, target in work["load"]:
+        targets.setdefault(target, []).append(source)
+    ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    torch.set_num_threads(1)
+    deepspeed.init_distributed(dist_backend="gloo")
+    share_groups()
+    for name, sources in targets.items():
+        plan, folder = compiled(name)
+        trainer = build_trainer(plan, folder)
+        batches = Batches(plan, open_rows(plan, folder / "run" / "data"))
+        seed_dropout(plan, dist.get_rank())
+        if not sources:
+            train(plan, trainer, batches, 1, SAVED)
+            save_checkpoint(plan, folder, trainer, SAVED)
+            losses[name] = train(plan, trainer, batches, SAVED + 1, LAST)
+        for source in sources:  # one engine: whatever the last resume left in it must be gone
+            saved = folder_of(source) / "out" / "checkpoints" / f"step-{SAVED:08d}"
+            assert load_checkpoint(plan, trainer, saved) == SAVED
+            losses[f"{source} -> {name}"] = train(plan, trainer, batches, SAVED + 1, LAST)
+        trainer.engine.destroy()
+        del trainer
+        gc.collect()
+    if dist.get_rank() == 0:
+        path = OUT / "losses.json"
+        before = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(before | losses))
+        (OUT / f"done-{dist.get_world_size()}").touch()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

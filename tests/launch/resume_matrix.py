@@ -1,0 +1,69 @@
+"""Every layout resumed on every other: many engines in few launches of matrix_worker.py, by world size."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from shardwright.runtime.launcher import free_port
+from tests.parity.harness import Case
+
+ROOT = Path(__file__).resolve().parents[2]
+BATCH, SAVED, LAST = 8, 4, 9
+"""A checkpoint after step SAVED, then five more steps."""
+
+_LAYOUTS: dict[str, dict[str, int]] = {
+    "1x1x1": {},
+    "pp2": {"pipeline": 2},
+    "tp2": {"tensor": 2},
+    "dp2": {"data": 2},
+    "pp2-tp2": {"pipeline": 2, "tensor": 2},
+    "pp2-dp2": {"pipeline": 2, "data": 2},
+    "tp2-dp2": {"tensor": 2, "data": 2},
+    "zero3-dp2": {"data": 2, "zero_stage": 3},
+}
+MODELS = ("llama", "gpt2")
+
+
+def case(name: str) -> Case:
+    """name: "llama pp2-tp2". The same global batch in every layout."""
+    model, layout = name.split()
+    keys = _LAYOUTS[layout]
+    return Case(model=model, micro=2, accumulation=BATCH // 2 // keys.get("data", 1), **keys)  # type: ignore[arg-type]
+
+
+def all_pairs() -> list[tuple[str, str]]:
+    return [(f"{m} {a}", f"{m} {b}") for m in MODELS for a in _LAYOUTS for b in _LAYOUTS if a != b]
+
+
+def resumed(pairs: list[tuple[str, str]], out: Path) -> dict[tuple[str, str], float]:
+    """(from, to) -> the largest difference of the five losses after the change from those of the run that was not
+    interrupted."""
+    names = sorted({name for pair in pairs for name in pair})
+    worlds = sorted({case(name).world for name in names})
+    for world in worlds:
+        _launch(world, {"save": [n for n in names if case(n).world == world], "load": []}, out)
+    for world in worlds:
+        _launch(world, {"save": [], "load": [pair for pair in pairs if case(pair[1]).world == world]}, out)
+    losses: dict[str, list[float]] = json.loads((out / "losses.json").read_text())
+    return {(a, b): max(abs(x - y) for x, y in zip(losses[a], losses[f"{a} -> {b}"], strict=True)) for a, b in pairs}
+
+
+def _launch(world: int, work: dict[str, Any], out: Path) -> None:
+    (out / "work.json").write_text(json.dumps(work))
+    environment = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "compiler"))),
+        "SHARDWRIGHT_MATRIX_OUT": str(out),
+    }
+    program, worker = Path(sys.executable).parent / "deepspeed", Path(__file__).with_name("matrix_worker.py")
+    launch = [str(program), "--hostfile", "none", "--num_gpus", str(world), "--master_port", str(free_port())]
+    result = subprocess.run([*launch, str(worker)], env=environment, capture_output=True, text=True, timeout=1800)
+    done = out / f"done-{world}"
+    assert done.exists(), result.stdout[-6000:] + result.stderr[-6000:]
+    done.unlink()

@@ -1,0 +1,61 @@
+"""A checkpoint as a run leaves it, written by hand: for the readers' tests."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from shardwright.ir.partition import ParameterSplit
+from shardwright.runtime.checkpoint_manifest import (
+    CHECKSUMS,
+    MANIFEST,
+    Fragment,
+    Manifest,
+    SavedFile,
+    SavedTensor,
+    checksum,
+    checksums_text,
+    write_manifest,
+)
+from shardwright.runtime.checkpoint_reader import cut
+
+WHOLE = ParameterSplit(name="w", shape=(6, 4), dimension=None, blocks=(), sizes=())
+
+
+def write_checkpoint(
+    folder: Path, *, step: int = 4, split: ParameterSplit = WHOLE, whole: torch.Tensor | None = None, ranks: int = 1
+) -> Path:
+    """One parameter in the three states of training, `ranks` data ranks x the split's tensor ranks; the compiled
+    `folder`'s own plan beside it."""
+    path = folder / "checkpoints" / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    whole = torch.arange(24.0).view(6, 4) if whole is None else whole
+    shards, files = [], []
+    for shard in range(max(1, len(split.sizes) // split.copies)):
+        flat = cut(split, whole, shard * split.copies).reshape(-1)
+        fragments, start = [], 0
+        for part in flat.tensor_split(ranks):
+            name = f"rank-{len(files):05d}-000.safetensors"
+            save_file(
+                {f"{state}/w": part + i for i, state in enumerate(("fp32", "exp_avg", "exp_avg_sq"))}, path / name
+            )
+            fragments.append(Fragment(file=len(files), start=start, numel=part.numel()))
+            files.append(SavedFile(name=name, size_bytes=(path / name).stat().st_size))
+            start += part.numel()
+        shards.append(tuple(fragments))
+    saved = SavedTensor(split=split, transposed=False, states=("fp32", "exp_avg", "exp_avg_sq"), shards=tuple(shards))
+    manifest = Manifest(
+        version=1, step=step, optimizer_step=step, loss_scale=None, tensors={"w": saved}, files=tuple(files)
+    )
+    write_manifest(path, manifest)
+    if (folder / "plan.json").exists():
+        shutil.copyfile(folder / "plan.json", path / "plan.json")
+    if (folder / "tokenizer").exists():
+        shutil.copytree(folder / "tokenizer", path / "tokenizer")
+    names = [str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()]
+    assert MANIFEST in names
+    (path / CHECKSUMS).write_text(checksums_text({name: checksum(path / name) for name in names}))
+    return path
