@@ -143,15 +143,16 @@ def _lower(c: Compilation) -> Compilation:
 
 
 def _tokenizer_folder(c: Compilation) -> Path | None:
-    data, model = c.recipe.data, c.recipe.model
-    if data is None or data.kind != "text" or data.tokenizer in (None, "byte"):
+    model = c.recipe.model
+    names = [(key, part.tokenizer) for key, part in c.recipe.tokenized() if part.tokenizer not in (None, "byte")]
+    if not names:
         return None
-    name = str(data.tokenizer)
+    key, name = (*names[0][0], "tokenizer"), str(names[0][1])
     if name != model.source:
-        return tokenizer_folder(name, "main", ("data", "tokenizer"))
+        return tokenizer_folder(name, "main", key)
     # The model's own: of the commit that its weights are of.
     revision = c.weights.revision if c.weights is not None and c.weights.revision else model.revision
-    return tokenizer_folder(name, revision, ("data", "tokenizer"))
+    return tokenizer_folder(name, revision, key)
 
 
 Stage = Callable[[Compilation], Compilation]

@@ -19,10 +19,10 @@ from deepspeed import comm as dist
 from deepspeed import ops
 
 from shardwright.compile import compile_recipe
+from shardwright.data.dataset import open_dataset
 from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
 from shardwright.runtime.batches import Batches
-from shardwright.runtime.corpus import open_rows
 from shardwright.runtime.dropout import seed_dropout
 from shardwright.runtime.engine import Trainer, build_trainer
 from tests.parity.dropout_cases import LAYOUTS, MODELS
@@ -114,7 +114,7 @@ def trained(plan: Plan, folder: Path, record: bool) -> tuple[list[float], str, M
     """Losses and norms of the steps, a digest of the final parameters, and what was recorded in the first step."""
     trainer = build_trainer(plan, folder)
     seed_dropout(plan, dist.get_rank())
-    batches = Batches(plan, open_rows(plan, folder))
+    batches = Batches(plan, open_dataset(plan, folder))
     masks = Masks(trainer, plan.model.cut.stack) if record else None
     results = []
     for step in range(1, STEPS + 1):

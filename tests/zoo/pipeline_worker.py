@@ -23,6 +23,7 @@ from deepspeed import ops
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwright.compile import compile_recipe
+from shardwright.data.dataset import open_dataset
 from shardwright.diagnostics import Refusal
 from shardwright.ir.cut import Cut
 from shardwright.ir.names import pattern
@@ -32,7 +33,6 @@ from shardwright.model.trace import Traced
 from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
 from shardwright.runtime.batches import Batches
-from shardwright.runtime.corpus import open_rows
 from shardwright.runtime.engine import build_trainer
 from shardwright.runtime.schedule import learning_rate
 from tests.parity.groups import share_groups
@@ -101,7 +101,7 @@ def measure(model_type: str, folder: Path) -> dict[str, Any]:
     dist.barrier()
     plan = compiled.plan
     trainer = build_trainer(plan, folder)
-    batches = Batches(plan, open_rows(plan, folder))
+    batches = Batches(plan, open_dataset(plan, folder))
     results = [
         trainer.step(
             batches.micro_batches(k, plan.ranks[rank].data), learning_rate(plan.optimizer, plan.scheduler, STEPS, k)

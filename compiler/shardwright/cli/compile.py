@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shardwright.compile import Compiled
-    from shardwright.plan.plan import PlanStage
+    from shardwright.plan.plan import PlanStage, PlanTraining
 
 GIB = 2**30
 
@@ -76,7 +76,7 @@ def summary(compiled: Compiled, directory: Path) -> str:
         ("layout", f"tensor={s.tensor} pipeline={s.pipeline} data={s.data} zero_stage={s.zero_stage}"),
         ("", f"activation_checkpointing={s.activation_checkpointing} schedule={s.schedule}"),
         ("batch", f"{t.global_batch_size} = {s.micro_batch_size} x {s.gradient_accumulation_steps} x data {s.data}"),
-        ("training", f"{t.steps} steps of {t.global_batch_size} x {t.sequence_length} tokens, {t.precision}"),
+        ("training", f"{_length(t)} of {t.global_batch_size} x {t.sequence_length} tokens, {t.precision}"),
         *((f"stage {stage.stage}", _stage(stage)) for stage in plan.stages),
         (
             "memory",
@@ -88,6 +88,10 @@ def summary(compiled: Compiled, directory: Path) -> str:
     ]
     width = max(len(name) for name, _ in rows) + 2
     return "\n".join(f"{name:<{width}}{text}" for name, text in rows)
+
+
+def _length(training: PlanTraining) -> str:
+    return f"{training.steps} steps" if training.epochs is None else f"{training.epochs:g} epochs, in steps"
 
 
 def _stage(stage: PlanStage) -> str:

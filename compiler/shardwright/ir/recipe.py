@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardwright.diagnostics import Source
+from shardwright.diagnostics import KeyPath, Source
 from shardwright.ir.json_value import JsonObject
 
 
@@ -82,14 +82,35 @@ class TrainingSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSection:
-    """`options` holds the keys that only some kinds know (messages, template, train_on, mixture...)."""
+    """Keys that a kind does not know have their defaults."""
 
     kind: str  # text | jsonl | parquet | chat | tokens | megatron | synthetic | mixture
     path: str | None  # made absolute; the literal "python-stdlib" stays
     tokenizer: str | None  # "byte", a HF name, or a folder made absolute
     packing: bool
     shuffle: bool
-    options: JsonObject
+    field: str = "text"
+    messages: str = "messages"
+    template: str | None = None
+    train_on: str = "assistant"  # assistant | all
+    weight: float = 1.0
+    mixture: tuple[DataSection, ...] = ()
+
+
+TOKENIZED_KINDS = ("text", "jsonl", "parquet", "chat")
+"""The others hold token ids already."""
+
+DOCUMENT_KINDS = (*TOKENIZED_KINDS, "megatron")
+"""Those that are made of documents, which packing keeps apart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationSection:
+    """Exactly one of fraction and data is set."""
+
+    every_steps: int
+    fraction: float | None
+    data: DataSection | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +207,7 @@ class Recipe:
     cluster: ClusterSection
     training: TrainingSection
     data: DataSection | None
-    validation: JsonObject | None
+    validation: ValidationSection | None
     parallelism: ParallelismSection
     objective: str  # throughput | memory | cost
     assume: AssumeSection
@@ -196,3 +217,18 @@ class Recipe:
     directory: str  # absolute folder of the recipe file: relative paths start here
     document: JsonObject
     source: Source
+
+    def data_parts(self) -> tuple[tuple[KeyPath, DataSection], ...]:
+        """Each data set of one kind, training and validation, with where it stands."""
+        held_out = None if self.validation is None else self.validation.data
+        found: list[tuple[KeyPath, DataSection]] = []
+        for key, data in (("data", self.data), ("validation", held_out)):
+            if data is not None and data.mixture:
+                found += [((key, "mixture", n), part) for n, part in enumerate(data.mixture)]
+            elif data is not None:
+                found.append(((key,), data))
+        return tuple(found)
+
+    def tokenized(self) -> tuple[tuple[KeyPath, DataSection], ...]:
+        """Those of them that need a tokenizer."""
+        return tuple((key, part) for key, part in self.data_parts() if part.kind in TOKENIZED_KINDS)

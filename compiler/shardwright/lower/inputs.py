@@ -21,7 +21,7 @@ def copied_inputs(recipe: Recipe, cluster: Cluster, tokenizer: Path | None) -> d
     files: dict[str, bytes] = {}
     errors: list[Diagnostic] = []
     readers: tuple[Callable[[], dict[str, bytes]], ...] = (
-        lambda: {} if tokenizer is None else _tokenizer(tokenizer, str(recipe.data.tokenizer if recipe.data else "")),
+        lambda: {} if tokenizer is None else _tokenizer(tokenizer, str(recipe.tokenized()[0][1].tokenizer)),
         lambda: _hostfile(recipe, cluster),
         lambda: _setup_script(recipe),
     )

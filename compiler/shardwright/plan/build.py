@@ -14,7 +14,7 @@ from shardwright.ir.estimate import Estimate
 from shardwright.ir.model_graph import Layer, ModelGraph
 from shardwright.ir.own_code import OwnCode
 from shardwright.ir.partition import StagePartition, TensorParallelMap
-from shardwright.ir.recipe import DataSection, LaunchSection, Recipe, SlurmSection, TrainingSection
+from shardwright.ir.recipe import TOKENIZED_KINDS, DataSection, LaunchSection, Recipe, SlurmSection, TrainingSection
 from shardwright.ir.strategy import Strategy
 from shardwright.ir.weights import Weights
 from shardwright.plan.plan import (
@@ -30,6 +30,7 @@ from shardwright.plan.plan import (
     PlanStage,
     PlanTensorParallel,
     PlanTraining,
+    PlanValidation,
     Predicted,
     Versions,
 )
@@ -116,6 +117,7 @@ def build_plan(
             gradient_accumulation_dtype=accumulation_dtype(recipe.training),
             gradient_clipping=recipe.training.gradient_clipping,
             seed=recipe.training.seed,
+            epochs=recipe.training.epochs,
         ),
         optimizer=PlanOptimizer(
             name=recipe.training.optimizer.name,
@@ -135,6 +137,7 @@ def build_plan(
         predicted=Predicted(memory=estimate.memory, time=estimate.time, training=estimate.training),
         zero=zero_section(strategy, numel=_largest_numel(ranks, strategy, recipe), is_cpu=cluster.gpu.is_cpu),
         extra=recipe.extra,
+        validation=_validation(recipe),
     )
 
 
@@ -151,19 +154,12 @@ def canonical_hash(document: object) -> str:
 
 
 def training_steps(training: TrainingSection) -> int:
-    """steps, or ceil(tokens / (batch x S)). Raises Refusal for epochs: their length needs prepared data."""
+    """steps, or ceil(tokens / (batch x S)); 0 for epochs, whose length is known once the data is prepared."""
     if training.steps is not None:
         return training.steps
     if training.tokens is not None:
         return math.ceil(training.tokens / (training.global_batch_size * training.sequence_length))
-    raise Refusal(
-        Diagnostic(
-            code="SW1906",
-            message=f"training.epochs: {training.epochs} needs prepared data, which this version does not have",
-            help="Give `steps` or `tokens`.",
-            key=("training", "epochs"),
-        )
-    )
+    return 0
 
 
 def resolve_scheduler(training: TrainingSection, steps: int) -> PlanScheduler:
@@ -171,7 +167,13 @@ def resolve_scheduler(training: TrainingSection, steps: int) -> PlanScheduler:
     s, lr = training.scheduler, training.optimizer.lr
     warmup = round(s.warmup_ratio * steps) if s.warmup_ratio is not None else s.warmup_steps or 0
     min_lr = s.min_lr_ratio * lr if s.min_lr_ratio is not None else s.min_lr or 0.0
-    return PlanScheduler(name=s.name, warmup_steps=warmup, min_lr=min_lr, decay_steps=s.decay_steps)
+    return PlanScheduler(
+        name=s.name,
+        warmup_steps=warmup,
+        min_lr=min_lr,
+        decay_steps=s.decay_steps,
+        warmup_ratio=s.warmup_ratio if training.epochs is not None else None,
+    )
 
 
 def accumulation_dtype(training: TrainingSection) -> str:
@@ -243,14 +245,33 @@ def _stages(graph: ModelGraph, partition: StagePartition, strategy: Strategy) ->
 
 
 def _data(data: DataSection) -> PlanData:
-    tokenizer = data.tokenizer if data.tokenizer in (None, "byte") else TOKENIZER_DIRECTORY
     return PlanData(
         kind=data.kind,
         path=None if data.kind == "synthetic" else data.path,
-        tokenizer=tokenizer if data.kind == "text" else None,
+        tokenizer=_tokenizer(data),
         packing=data.packing,
         shuffle=data.shuffle,
+        field=data.field,
+        messages=data.messages,
+        template=data.template,
+        train_on=data.train_on,
+        weight=data.weight,
+        mixture=tuple(_data(part) for part in data.mixture),
     )
+
+
+def _tokenizer(data: DataSection) -> str | None:
+    if data.kind not in TOKENIZED_KINDS or data.tokenizer is None:
+        return None
+    return "byte" if data.tokenizer == "byte" else TOKENIZER_DIRECTORY
+
+
+def _validation(recipe: Recipe) -> PlanValidation | None:
+    v = recipe.validation
+    if v is None:
+        return None
+    data = None if v.data is None else _data(v.data)
+    return PlanValidation(every_steps=v.every_steps, fraction=v.fraction, data=data)
 
 
 NEEDS_HOSTS = ("pdsh", "openmpi")
@@ -288,16 +309,16 @@ def _data_errors(recipe: Recipe, graph: ModelGraph) -> tuple[Diagnostic, ...]:
     data = recipe.data
     if data is None:
         return (Diagnostic(code="SW1910", message="the recipe has no `data` section", key=("data",)),)
-    if data.kind == "text" and data.tokenizer == "byte" and graph.vocabulary_size < 256:
-        return (
-            Diagnostic(
-                code="SW1912",
-                message=f"the byte tokenizer has 256 symbols, the model's vocabulary {graph.vocabulary_size}",
-                help="Give the model a vocab_size of at least 256.",
-                key=("data", "tokenizer"),
-            ),
+    return tuple(
+        Diagnostic(
+            code="SW1912",
+            message=f"the byte tokenizer has 256 symbols, the model's vocabulary {graph.vocabulary_size}",
+            help="Give the model a vocab_size of at least 256.",
+            key=(*key, "tokenizer"),
         )
-    return ()
+        for key, part in recipe.tokenized()
+        if part.tokenizer == "byte" and graph.vocabulary_size < 256
+    )
 
 
 def _checkpoint_errors(directory: str) -> tuple[Diagnostic, ...]:

@@ -97,6 +97,8 @@ class PlanRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanTraining:
+    """steps: 0 where `epochs` is given: they are counted when the data is prepared."""
+
     sequence_length: int
     global_batch_size: int
     steps: int
@@ -104,6 +106,7 @@ class PlanTraining:
     gradient_accumulation_dtype: str
     gradient_clipping: float
     seed: int
+    epochs: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,19 +120,25 @@ class PlanOptimizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanScheduler:
-    """Update k (from 1) uses lr * min(1, k / warmup_steps), then `name`'s curve to min_lr at the last step."""
+    """Update k (from 1) uses lr * min(1, k / warmup_steps), then `name`'s curve to min_lr at the last step.
+
+    warmup_ratio: set where the number of steps is not known yet; warmup_steps follows from it then.
+    """
 
     name: str
     warmup_steps: int
     min_lr: float
     decay_steps: int | None
+    warmup_ratio: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanData:
-    """path: absolute (a glob for text), the literal "python-stdlib", or None for synthetic.
+    """path: absolute (a glob for text, jsonl, parquet, chat), the literal "python-stdlib", or None for synthetic.
 
     tokenizer: "byte", or a folder relative to the compiled folder, or None.
+    field: of jsonl and parquet; messages, template, train_on: of chat.
+    mixture: of kind "mixture", each part with its weight; shuffle counts for all of them.
     """
 
     kind: str
@@ -137,6 +146,21 @@ class PlanData:
     tokenizer: str | None
     packing: bool
     shuffle: bool
+    field: str = "text"
+    messages: str = "messages"
+    template: str | None = None
+    train_on: str = "assistant"
+    weight: float = 1.0
+    mixture: tuple[PlanData, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanValidation:
+    """Exactly one of fraction (of the training data) and data is set."""
+
+    every_steps: int
+    fraction: float | None
+    data: PlanData | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +219,7 @@ class Plan:
     predicted: Predicted
     zero: JsonObject
     extra: JsonObject = field(default_factory=dict)
+    validation: PlanValidation | None = None
 
     @property
     def boundaries(self) -> tuple[int, ...]:

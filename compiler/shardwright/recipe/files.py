@@ -7,11 +7,9 @@ import difflib
 import glob
 import os
 from collections.abc import Iterator
-from typing import cast
 
 from shardwright.diagnostics import Diagnostic, KeyPath
-from shardwright.ir.json_value import JsonObject
-from shardwright.ir.recipe import Recipe
+from shardwright.ir.recipe import DataSection, Recipe
 from shardwright.recipe.describe import name, quote
 from shardwright.recipe.paths import GLOB_KINDS, STDLIB
 
@@ -21,16 +19,11 @@ def check_files(recipe: Recipe) -> tuple[Diagnostic, ...]:
     found: list[Diagnostic] = []
     if recipe.model.source is not None:
         found += _model_folder(recipe.model.source)
-    if recipe.data is not None:
-        data = {"kind": recipe.data.kind, "path": recipe.data.path, "tokenizer": recipe.data.tokenizer}
-        for index, part in enumerate(cast("list[JsonObject]", recipe.data.options.get("mixture", ()))):
-            found += _data(part, ("data", "mixture", index), recipe.training.sequence_length)
-        found += _data(data, ("data",), recipe.training.sequence_length)
-    if recipe.validation is not None:
-        found += _data(recipe.validation, ("validation",), recipe.training.sequence_length)
-    for key, path in (("hostfile", recipe.launch.hostfile), ("setup_script", recipe.launch.setup_script)):
+    for key, data in recipe.data_parts():
+        found += _data(data, key, recipe.training.sequence_length)
+    for name_, path in (("hostfile", recipe.launch.hostfile), ("setup_script", recipe.launch.setup_script)):
         if path is not None:
-            found += _file(path, ("launch", key))
+            found += _file(path, ("launch", name_))
     # A tokenizer that follows from model.source has been reported there.
     written = [d for d in found if d.key != ("data", "tokenizer") or recipe.source.locations.get(("data", "tokenizer"))]
     return tuple(written)
@@ -52,8 +45,8 @@ def _model_folder(source: str) -> Iterator[Diagnostic]:
         )
 
 
-def _data(data: JsonObject, section: KeyPath, sequence_length: int) -> Iterator[Diagnostic]:
-    kind, path, tokenizer = data.get("kind"), data.get("path"), data.get("tokenizer")
+def _data(data: DataSection, section: KeyPath, sequence_length: int) -> Iterator[Diagnostic]:
+    kind, path, tokenizer = data.kind, data.path, data.tokenizer
     if isinstance(tokenizer, str) and os.path.isabs(tokenizer) and not os.path.isdir(tokenizer):
         key: KeyPath = (*section, "tokenizer")
         yield _missing(

@@ -22,11 +22,11 @@ from shardwright.ir.recipe import (
     SchedulerSection,
     SlurmSection,
     TrainingSection,
+    ValidationSection,
 )
 from shardwright.recipe.paths import absolute, absolute_data_path, is_folder
 
 Text = dict[str, str]
-_GENERAL_DATA_KEYS = ("kind", "path", "tokenizer", "packing", "shuffle")
 # These hold token ids already.
 _WITHOUT_TOKENIZER = ("tokens", "megatron", "synthetic")
 
@@ -203,33 +203,35 @@ def _parallelism(parallelism: JsonObject) -> ParallelismSection:
 
 
 def _data(data: JsonObject | None, directory: str) -> DataSection | None:
-    if data is None:
-        return None
-    located = _located(data, directory)
+    return None if data is None else _data_section(data, directory)
+
+
+def _data_section(data: JsonObject, directory: str) -> DataSection:
+    """With its paths made absolute, a mixture's parts included."""
+    kind, path = cast(str, data.get("kind", "mixture")), cast("str | None", data.get("path"))
     return DataSection(
-        kind=cast(str, data.get("kind", "mixture")),
-        path=cast("str | None", located.get("path")),
-        tokenizer=cast("str | None", located.get("tokenizer")),
+        kind=kind,
+        path=None if path is None else absolute_data_path(path, directory, kind),
+        tokenizer=_folder_or_name(data.get("tokenizer"), directory),
         packing=cast(bool, data.get("packing", True)),
         shuffle=cast(bool, data.get("shuffle", True)),
-        options={key: value for key, value in located.items() if key not in _GENERAL_DATA_KEYS},
+        field=cast(str, data.get("field", "text")),
+        messages=cast(str, data.get("messages", "messages")),
+        template=cast("str | None", data.get("template")),
+        train_on=cast(str, data.get("train_on", "assistant")),
+        weight=cast(float, data.get("weight", 1.0)),
+        mixture=tuple(_data_section(part, directory) for part in cast("list[JsonObject]", data.get("mixture", ()))),
     )
 
 
-def _validation(validation: JsonObject | None, directory: str) -> JsonObject | None:
-    return None if validation is None else _located(validation, directory)
-
-
-def _located(data: JsonObject, directory: str) -> JsonObject:
-    """With its paths made absolute, a mixture's parts included."""
-    located = dict(data)
-    if data.get("path") is not None:
-        located["path"] = absolute_data_path(cast(str, data["path"]), directory, str(data.get("kind")))
-    if data.get("tokenizer") is not None:
-        located["tokenizer"] = _folder_or_name(data["tokenizer"], directory)
-    if "mixture" in data:
-        located["mixture"] = [_located(part, directory) for part in cast("list[JsonObject]", data["mixture"])]
-    return located
+def _validation(validation: JsonObject | None, directory: str) -> ValidationSection | None:
+    if validation is None:
+        return None
+    return ValidationSection(
+        every_steps=cast(int, validation["every_steps"]),
+        fraction=_number(validation["fraction"]),
+        data=_data_section(validation, directory) if "kind" in validation else None,
+    )
 
 
 def _gpu(gpu: JsonValue) -> str | InlineGpu:

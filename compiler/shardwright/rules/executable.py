@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from shardwright.diagnostics import Diagnostic, KeyPath
@@ -35,20 +35,6 @@ EXECUTABLE: tuple[Limit, ...] = (
         help="Write `target: deepspeed`; `shardwright estimate` takes the other targets.",
     ),
     Limit(
-        code="SW1902",
-        key=("data", "kind"),
-        value=lambda r: r.data.kind if r.data else None,
-        allowed=("text", "tokens", "synthetic", None),
-        help="Turn the data into text files (kind: text) or into a .npy array of token ids (kind: tokens).",
-    ),
-    Limit(
-        code="SW1903",
-        key=("validation",),
-        value=lambda r: None if r.validation is None else "given",
-        allowed=(None,),
-        help="Remove the `validation` section; score the checkpoints after the run.",
-    ),
-    Limit(
         code="SW1904",
         key=("model", "loss"),
         value=lambda r: r.model.loss,
@@ -61,13 +47,6 @@ EXECUTABLE: tuple[Limit, ...] = (
         value=lambda r: r.model.attention,
         allowed=("auto", "sdpa", "eager"),
         help="Write `attention: auto`.",
-    ),
-    Limit(
-        code="SW1906",
-        key=("training", "epochs"),
-        value=lambda r: r.training.epochs,
-        allowed=(None,),
-        help="The number of steps in an epoch is known only once the data is prepared: give `steps` or `tokens`.",
     ),
     *(
         Limit(
@@ -126,15 +105,7 @@ def check_executable(recipe: Recipe) -> tuple[Diagnostic, ...]:
                 key=("data",),
             )
         )
-    elif recipe.data.kind == "text" and recipe.data.tokenizer is None:
-        found.append(
-            Diagnostic(
-                code="SW1911",
-                message="text data needs a tokenizer",
-                help="Add `tokenizer: byte` (256 symbols), or the folder of a Hugging Face tokenizer.",
-                key=("data",),
-            )
-        )
+    found += _tokenizers(recipe)
     world = (recipe.cluster.nodes or 1) * recipe.cluster.gpus_per_node
     if world > LARGEST_WORLD:
         found.append(
@@ -146,6 +117,34 @@ def check_executable(recipe: Recipe) -> tuple[Diagnostic, ...]:
             )
         )
     return tuple(found)
+
+
+def _tokenizers(recipe: Recipe) -> Iterator[Diagnostic]:
+    parts = recipe.tokenized()
+    for key, part in parts:
+        if part.tokenizer is None:
+            yield Diagnostic(
+                code="SW1911",
+                message=f"{part.kind} data needs a tokenizer",
+                help="Add `tokenizer: byte` (256 symbols), or the folder of a Hugging Face tokenizer.",
+                key=key,
+            )
+        elif part.kind == "chat" and part.tokenizer == "byte" and part.template is None:
+            yield Diagnostic(
+                code="SW1402",
+                message="chat data needs a chat template, and the byte tokenizer has none",
+                help="Add `template:`, a Jinja2 chat template, or take the tokenizer of an instruction-tuned model.",
+                key=key,
+            )
+    names = [part.tokenizer for _, part in parts if part.tokenizer is not None]
+    for key, part in parts:
+        if part.tokenizer is not None and part.tokenizer != names[0]:
+            yield Diagnostic(
+                code="SW1401",
+                message=f"the tokenizer {part.tokenizer!r} stands beside {names[0]!r}: a model has one",
+                help=f"Write `tokenizer: {names[0]}` for every part of the data, and for the validation data.",
+                key=(*key, "tokenizer"),
+            )
 
 
 def refuse(limit: Limit, recipe: Recipe) -> Diagnostic:

@@ -11,7 +11,7 @@ from shardwright.diagnostics import Diagnostic, KeyPath, Severity
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.divisors import nearest_divisors
 from shardwright.ir.model_graph import ModelGraph
-from shardwright.ir.recipe import Recipe
+from shardwright.ir.recipe import DOCUMENT_KINDS, Recipe
 from shardwright.ir.strategy import Strategy
 from shardwright.partition.stages import most_stages, too_few_layers
 from shardwright.partition.tensor import indivisible
@@ -202,14 +202,14 @@ def selective_attention(x: Subject) -> Diagnostic | None:
 
 def packed_documents(x: Subject) -> Diagnostic | None:
     """Packing keeps documents apart by their positions; whether a type's masks follow them is proved per type."""
-    data = x.recipe.data
-    if data is None or data.kind != "text" or not data.packing or x.graph.model_type in PACKING_TYPES:
+    packed = [key for key, part in x.recipe.data_parts() if part.kind in DOCUMENT_KINDS and part.packing]
+    if not packed or x.graph.model_type in PACKING_TYPES:
         return None
-    return found(
-        "SW3125",
-        "data.packing",
-        f"packing is not proved for model_type {x.graph.model_type!r}: documents could see each other",
-        "Write `packing: false` under data: one stream of text, cut into sequences.",
+    return Diagnostic(
+        code="SW3125",
+        message=f"packing is not proved for model_type {x.graph.model_type!r}: documents could see each other",
+        help="Write `packing: false` under data: one stream of text cut into sequences; a conversation a sequence.",
+        key=(*packed[0], "packing"),
     )
 
 

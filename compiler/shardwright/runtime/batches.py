@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from shardwright.data.dataset import Dataset, validation_batches
+from shardwright.data.rows import Block, Indices, Rows
 from shardwright.plan.plan import Plan
-from shardwright.runtime.corpus import Rows
 
 IGNORED = -100
 """Label of a token that is not predicted."""
@@ -31,41 +32,58 @@ class MicroBatch:
 
 
 class Batches:
-    """Deterministic order: step k of an epoch takes the k-th block of global_batch_size rows of the epoch's
-    permutation (of the file's order without shuffle); the remainder of an epoch is dropped."""
+    """The rows of the dataset's order, shared out over the data ranks."""
 
-    def __init__(self, plan: Plan, rows: Rows) -> None:
-        self.rows, self.seed, self.shuffle = rows, plan.training.seed, plan.data.shuffle
+    def __init__(self, plan: Plan, data: Dataset) -> None:
+        self.data = data
         self.global_batch = plan.training.global_batch_size
         self.micro, self.accumulation = (
             plan.strategy.micro_batch_size,
             plan.strategy.gradient_accumulation_steps,
         )
-        self.data = plan.strategy.data
-        self.steps_per_epoch = len(rows.tokens) // self.global_batch
-        self._order: tuple[int, npt.NDArray[np.int64]] | None = None
+        self.data_ranks = plan.strategy.data
 
-    def indices(self, step: int) -> npt.NDArray[np.int64]:
+    def indices(self, step: int) -> Indices:
         """Rows of the global batch of `step` (from 1)."""
-        epoch, position = divmod(step - 1, self.steps_per_epoch)
-        if self._order is None or self._order[0] != epoch:
-            n = len(self.rows.tokens)
-            order = np.random.default_rng([self.seed, epoch]).permutation(n) if self.shuffle else np.arange(n)
-            self._order = (epoch, order)
-        return self._order[1][position * self.global_batch : (position + 1) * self.global_batch]
+        return self.data.order.indices(step)
 
     def micro_batches(self, step: int, data_rank: int) -> list[MicroBatch]:
         """The share of `data_rank`: micro-batch m takes rows [(m * data + rank) * B, ... + B) of the global batch."""
-        indices = self.indices(step).reshape(self.accumulation, self.data, self.micro)[:, data_rank]
-        return [self._micro_batch(i) for i in indices]
+        indices = self.indices(step).reshape(self.accumulation, self.data_ranks, self.micro)[:, data_rank]
+        return [_micro_batch(self.data.train.read(i)) for i in indices]
 
-    def _micro_batch(self, indices: npt.NDArray[np.int64]) -> MicroBatch:
-        input_ids = torch.from_numpy(self.rows.tokens[indices].astype(np.int64))
-        labels = input_ids.clone()
-        if self.rows.starts is None:
-            return MicroBatch(input_ids=input_ids, labels=labels, position_ids=None)
-        starts = torch.from_numpy(np.ascontiguousarray(self.rows.starts[indices]))
-        labels[starts] = IGNORED
-        places = torch.arange(input_ids.shape[1]).expand_as(input_ids)
-        begins = torch.where(starts, places, 0).cummax(dim=1).values
-        return MicroBatch(input_ids=input_ids, labels=labels, position_ids=places - begins)
+
+class HeldOut:
+    """The share of a data rank of all held-out rows: as many micro-batches on each rank, so that none waits for
+    another; rows that only fill one up have no labels. Read anew at each pass: they may be more than memory holds."""
+
+    def __init__(self, plan: Plan, rows: Rows, data_rank: int) -> None:
+        s = plan.strategy
+        # DualPipeV fills its pipeline from both ends.
+        least = 2 * s.pipeline if s.schedule == "dualpipev" else 1
+        numbers = validation_batches(len(rows), s.data * s.micro_batch_size, least)
+        self._rows, self._numbers = rows, numbers.reshape(-1, s.data, s.micro_batch_size)[:, data_rank]
+        self.predicted = sum(m.predicted for m in self)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for numbers in self._numbers:
+            batch = _micro_batch(self._rows.read(np.maximum(numbers, 0)))
+            batch.labels[torch.from_numpy(numbers < 0)] = IGNORED
+            yield batch
+
+
+def _micro_batch(block: Block) -> MicroBatch:
+    input_ids = torch.from_numpy(block.tokens.astype(np.int64))
+    labels = input_ids.clone()
+    if block.trained is not None:
+        labels[torch.from_numpy(~block.trained)] = IGNORED
+    if block.starts is None:
+        return MicroBatch(input_ids=input_ids, labels=labels, position_ids=None)
+    starts = torch.from_numpy(block.starts)
+    labels[starts] = IGNORED
+    places = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+    begins = torch.where(starts, places, 0).cummax(dim=1).values
+    return MicroBatch(input_ids=input_ids, labels=labels, position_ids=places - begins)

@@ -17,7 +17,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataP
 from torch import nn
 
 from shardwright.plan.plan import Plan
-from shardwright.runtime.batches import MicroBatch
+from shardwright.runtime.batches import HeldOut, MicroBatch
 from shardwright.runtime.deepspeed_fixes import apply_fixes
 from shardwright.runtime.dropout import TENSOR_RANDOM
 from shardwright.runtime.loss import CausalLoss
@@ -47,6 +47,10 @@ class Trainer(Protocol):
     transposed: frozenset[str]
 
     def step(self, micro_batches: list[MicroBatch], learning_rate: float) -> StepResult: ...
+
+    def evaluate(self, held_out: HeldOut) -> tuple[float, int]:
+        """(loss over all predicted tokens of every rank, their number)."""
+        ...
 
 
 def build_trainer(plan: Plan, folder: Path) -> Trainer:
@@ -104,7 +108,11 @@ def _set_rate(engine: Any, learning_rate: float) -> None:
 
 def _predicted_tokens(micro_batches: list[MicroBatch], group: dist.ProcessGroup, device: torch.device) -> int:
     """Labels that count in the global batch; packing makes their number differ between micro-batches and ranks."""
-    total = torch.tensor([sum(m.predicted for m in micro_batches)], dtype=torch.float64, device=device)
+    return _sum(sum(m.predicted for m in micro_batches), group, device)
+
+
+def _sum(number: int, group: dist.ProcessGroup, device: torch.device) -> int:
+    total = torch.tensor([number], dtype=torch.float64, device=device)
     dist.all_reduce(total, group=group)
     return int(total.item())
 
@@ -129,6 +137,14 @@ class PipelineTrainer:
         _set_rate(self.engine, learning_rate)
         loss = self.engine.train_batch(data_iter=iter([self._wire(m) for m in micro_batches]))
         return StepResult(loss=float(loss), grad_norm=float(self.engine.get_global_grad_norm()))
+
+    def evaluate(self, held_out: HeldOut) -> tuple[float, int]:
+        predicted = _sum(held_out.predicted, self.grid.get_data_parallel_group(), self.device)
+        self.loss_fn.scale = len(held_out) * self.plan.strategy.data / max(1, predicted)
+        wired = (self._wire(m) for m in held_out)
+        loss = self.engine.eval_batch(data_iter=wired, num_micro_batches=len(held_out))
+        self.engine.module.train()
+        return float(loss), predicted
 
     @staticmethod
     def _wire(m: MicroBatch) -> tuple[Any, torch.Tensor]:
@@ -162,9 +178,7 @@ class DataTrainer:
         _set_rate(self.engine, learning_rate)
         total, norm = torch.zeros((), device=self.device), None
         for m in micro_batches:
-            positions = {} if m.position_ids is None else {"position_ids": m.position_ids.to(self.device)}
-            output = self.engine(input_ids=m.input_ids.to(self.device), use_cache=False, **positions)
-            loss = self.loss_fn(output.logits, m.labels.to(self.device))
+            loss = self.loss_fn(self._logits(m), m.labels.to(self.device))
             self.engine.backward(loss)
             total += loss.detach()
             if self.plan.strategy.zero_stage == 0 and self.engine.is_gradient_accumulation_boundary():
@@ -173,6 +187,23 @@ class DataTrainer:
         dist.all_reduce(total, group=self.grid.get_data_parallel_group())
         mean = total.item() / (len(micro_batches) * self.plan.strategy.data)
         return StepResult(loss=mean, grad_norm=norm if norm is not None else float(self.engine.get_global_grad_norm()))
+
+    @torch.no_grad()
+    def evaluate(self, held_out: HeldOut) -> tuple[float, int]:
+        group = self.grid.get_data_parallel_group()
+        predicted = _sum(held_out.predicted, group, self.device)
+        self.loss_fn.scale = 1 / max(1, predicted)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.engine.eval()
+        for m in held_out:
+            total += self.loss_fn(self._logits(m), m.labels.to(self.device))
+        self.engine.train()
+        dist.all_reduce(total, group=group)
+        return total.item(), predicted
+
+    def _logits(self, m: MicroBatch) -> torch.Tensor:
+        positions = {} if m.position_ids is None else {"position_ids": m.position_ids.to(self.device)}
+        return self.engine(input_ids=m.input_ids.to(self.device), use_cache=False, **positions).logits
 
     def _zero0_grad_norm(self) -> float:
         """DeepSpeed keeps no norm at ZeRO-0 in fp32, and none at all without clipping."""

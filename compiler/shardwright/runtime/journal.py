@@ -1,12 +1,15 @@
-"""What a run leaves for its readers: run/attempt.json (in), run/metrics.jsonl, run/status.json, run/errors/ (out)."""
+"""What a run leaves for its readers: run/attempt.json (in), run/metrics.jsonl, run/evaluation.jsonl, run/status.json,
+run/errors/ (out)."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TextIO
 
 from shardwright.ir.json_value import JsonValue
 
@@ -31,18 +34,16 @@ def read_json(path: Path) -> dict[str, JsonValue]:
     return document if isinstance(document, dict) else {}
 
 
+LARGEST_EXPONENT = 700.0
+"""exp of more is no number that JSON can hold."""
+
+
 class Metrics:
     """run/metrics.jsonl: a line per optimizer step, cut back to where an attempt resumes."""
 
     def __init__(self, folder: Path, attempt: int, resumed_step: int) -> None:
-        self.path, self.attempt = folder / "run" / "metrics.jsonl", attempt
-        kept = []
-        if resumed_step and self.path.exists():
-            kept = [line for line in self.path.read_text().splitlines() if _step_of(line) <= resumed_step]
-        temporary = self.path.with_suffix(".partial")
-        temporary.write_text("".join(line + "\n" for line in kept))
-        os.replace(temporary, self.path)
-        self._file = self.path.open("a", buffering=1)
+        self.attempt = attempt
+        self._file = _open_cut_back(folder / "run" / "metrics.jsonl", resumed_step)
 
     def write(
         self, step: int, loss: float, grad_norm: float, learning_rate: float, tokens: int, seconds: float
@@ -60,6 +61,39 @@ class Metrics:
         text = json.dumps(line)
         self._file.write(text + "\n")
         print(PROGRESS + text, flush=True)
+
+
+class Evaluations:
+    """run/evaluation.jsonl: a line per evaluation of the held-out data, cut back like the metrics."""
+
+    def __init__(self, folder: Path, attempt: int, resumed_step: int) -> None:
+        self.attempt = attempt
+        self._file = _open_cut_back(folder / "run" / "evaluation.jsonl", resumed_step)
+
+    def write(self, step: int, loss: float, tokens: int, seconds: float) -> None:
+        """loss: over all `tokens`, which are the predicted ones."""
+        perplexity = math.exp(min(loss, LARGEST_EXPONENT))
+        line = {
+            "step": step,
+            "loss": loss,
+            "perplexity": perplexity,
+            "tokens": tokens,
+            "seconds": seconds,
+            "attempt": self.attempt,
+        }
+        self._file.write(json.dumps(line) + "\n")
+        print(f"validation at step {step}  loss {loss:.4f}  perplexity {perplexity:.2f}", flush=True)
+
+
+def _open_cut_back(path: Path, step: int) -> TextIO:
+    """For appending, with the lines up to `step`."""
+    kept = []
+    if step and path.exists():
+        kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
+    temporary = path.with_suffix(".partial")
+    temporary.write_text("".join(line + "\n" for line in kept))
+    os.replace(temporary, path)
+    return path.open("a", buffering=1)
 
 
 def _step_of(line: str) -> int:

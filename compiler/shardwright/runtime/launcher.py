@@ -19,6 +19,8 @@ from pathlib import Path
 
 import psutil
 
+from shardwright.data.dataset import resolve
+from shardwright.data.prepare import LARGEST_UNPREPARED_BYTES, prepare
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
@@ -34,6 +36,9 @@ from shardwright.runtime.submit import submit, submits
 INTERRUPT_GRACE_SECONDS = 10.0
 HOST_GRACE_SECONDS = 15.0
 """From the end of one host's ranks to the end of all: they have long ended themselves, unless they never met."""
+
+ABSENT_CODES = ("SW6101", "SW6102", "SW6119")
+"""Data that is not where the plan says."""
 
 SSH_OPTIONS = "-oBatchMode=yes -oConnectTimeout=10 -oServerAliveInterval=5 -oServerAliveCountMax=3"
 """Never a question, and a host that went away is noticed. The user's own options stand first, and so win."""
@@ -63,6 +68,7 @@ def run_folder(folder: Path, hostfile: Path | None, resume: str) -> int:
         print(warning, file=sys.stderr)
     check_machine(plan, folder, hostfile)
     (folder / "run").mkdir(exist_ok=True)
+    plan = _prepare_data(plan, folder)
     if submits(plan):
         return submit(plan, folder, resume)
     with _lock(folder) as lock:
@@ -75,6 +81,21 @@ def run_folder(folder: Path, hostfile: Path | None, resume: str) -> int:
         attempt = begin_attempt(plan, folder, checkpoint, fresh=resume == "never")
         code = _launch(plan, folder, hostfile, attempt, lock)
         return _conclude(plan, folder, attempt, code)
+
+
+def _prepare_data(plan: Plan, folder: Path) -> Plan:
+    """Before anything that costs GPU time is started; the plan with its epochs counted. Raises Refusal."""
+    if plan.launch.launcher == "kubernetes":
+        return plan  # the pods have volumes of their own
+    try:
+        prepare(plan, folder, limit_bytes=LARGEST_UNPREPARED_BYTES)
+        return resolve(plan, folder)[0]
+    except Refusal as refusal:
+        # Where the ranks run elsewhere, the data may be there alone; they look for themselves.
+        elsewhere = plan.nodes > 1 or submits(plan)
+        if elsewhere and all(d.code in ABSENT_CODES for d in refusal.diagnostics):
+            return plan
+        raise
 
 
 def load_plan(folder: Path) -> Plan:

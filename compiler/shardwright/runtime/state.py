@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwright.data.dataset import noted_steps
 from shardwright.plan.plan import Plan
 from shardwright.runtime.journal import read_json
 
@@ -79,10 +80,10 @@ def read_state(plan: Plan, folder: Path) -> State:
         status=name,
         attempt=None if attempt is None else int(str(attempt)),
         step=step,
-        steps=plan.training.steps,
+        steps=(steps := noted_steps(plan, folder)),
         loss=loss,
         tokens_per_second=rate,
-        eta_seconds=pace * (plan.training.steps - step) if name == "running" and pace is not None else None,
+        eta_seconds=pace * (steps - step) if name == "running" and pace is not None else None,
         rank=None if numbers["rank"] is None else int(str(numbers["rank"])),
         host=None if status.get("host") is None else str(status["host"]),
         stage=None if numbers["stage"] is None else int(str(numbers["stage"])),

@@ -14,7 +14,7 @@ from shardwright.diagnostics import Refusal
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
 from shardwright.runtime.events import Event, is_echo
-from shardwright.runtime.journal import Metrics, read_json, write_json, write_status
+from shardwright.runtime.journal import Evaluations, Metrics, read_json, write_json, write_status
 from shardwright.runtime.watch import Watch
 
 ECHO_GRACE_SECONDS = 4.0
@@ -95,20 +95,21 @@ def _train(plan: Plan, folder: Path, rank: int, attempt: int, resume: object, wa
 
     from deepspeed import comm as dist
 
-    from shardwright.runtime.batches import Batches
+    from shardwright.data.dataset import resolve
+    from shardwright.data.prepare import LARGEST_UNPREPARED_BYTES, prepare
+    from shardwright.runtime.batches import Batches, HeldOut
     from shardwright.runtime.checkpoint import check_writable, load_checkpoint, save_checkpoint
-    from shardwright.runtime.corpus import open_rows, prepare_rows
     from shardwright.runtime.dropout import seed_dropout
     from shardwright.runtime.engine import build_trainer
     from shardwright.runtime.live import live_record
     from shardwright.runtime.schedule import learning_rate
 
     check_writable(plan, folder)
-    cache = folder / "run" / "data"
     if int(os.environ["LOCAL_RANK"]) == 0:
-        prepare_rows(plan, folder, cache)
+        prepare(plan, folder, limit_bytes=LARGEST_UNPREPARED_BYTES)
     dist.barrier()
-    batches = Batches(plan, open_rows(plan, cache))
+    plan, data = resolve(plan, folder)
+    batches = Batches(plan, data)
 
     trainer = build_trainer(plan, folder)
     write_json(folder / "run" / "ranks" / f"rank-{rank:05d}.json", live_record(trainer.engine.module, rank))
@@ -116,6 +117,8 @@ def _train(plan: Plan, folder: Path, rank: int, attempt: int, resume: object, wa
     seed_dropout(plan, rank)
     done = load_checkpoint(plan, trainer, Path(str(resume))) if resume else 0
     metrics = Metrics(folder, attempt, done) if rank == 0 else None
+    held_out = HeldOut(plan, data.validation, data_rank) if data.validation else None
+    evaluations = Evaluations(folder, attempt, done) if rank == 0 and plan.validation else None
 
     saved, every, tokens = (
         done,
@@ -131,6 +134,13 @@ def _train(plan: Plan, folder: Path, rank: int, attempt: int, resume: object, wa
         if metrics:
             metrics.write(step, result.loss, result.grad_norm, rate, tokens, time.perf_counter() - began)
         done = step
+        if plan.validation and held_out and (step % plan.validation.every_steps == 0 or step == plan.training.steps):
+            # Before the checkpoint: a run that resumes from it has the line.
+            watch.at(f"evaluating step {step}", step)
+            began = time.perf_counter()
+            loss, predicted = trainer.evaluate(held_out)
+            if evaluations:
+                evaluations.write(step, loss, predicted, time.perf_counter() - began)
         if every and step % every == 0:
             watch.at(f"saving step {step}", step)
             save_checkpoint(plan, folder, trainer, step)

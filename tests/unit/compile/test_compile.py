@@ -43,12 +43,12 @@ def test_every_stage_fills_in_what_was_missing(write_recipe: Callable[..., Path]
 def test_independent_errors_come_together(write_recipe: Callable[..., Path]) -> None:
     changes = {
         "data": None,
-        "validation": {"fraction": 0.1, "every_steps": 5},
+        "assume": {"mfu": 0.4},
         "cluster.gpu": "a1000",
         "model.config.hidden_sise": 64,
         "launch": {"launcher": "slurm", "hostfile": "hosts"},
     }
-    assert codes(write_recipe(changes)) == ["SW1301", "SW1903", "SW1910", "SW2005", "SW3001", "SW5207"]
+    assert codes(write_recipe(changes)) == ["SW1301", "SW1910", "SW1914", "SW2005", "SW3001", "SW5207"]
 
 
 def test_layout_errors_come_with_the_others(write_recipe: Callable[..., Path]) -> None:

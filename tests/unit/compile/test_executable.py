@@ -18,22 +18,8 @@ from shardwright.rules.executable import EXECUTABLE, check_executable
 # A value beyond the table for each row, as a user would write it; keys of the small recipe to go with it.
 BEYOND: dict[str, list[dict[str, Any]]] = {
     "target": [{"target": "megatron"}],
-    "data.kind": [
-        {"data": {"kind": "jsonl", "path": "corpus.txt", "tokenizer": "byte"}},
-        {"data": {"kind": "parquet", "path": "corpus.txt", "tokenizer": "byte"}},
-        {"data": {"kind": "chat", "path": "corpus.txt", "tokenizer": "byte"}},
-        {"data": {"kind": "megatron", "path": "corpus.txt"}},
-    ],
-    "validation": [{"validation": {"fraction": 0.1, "every_steps": 5}}],
     "model.loss": [{"model.loss": "chunked"}],
     "model.attention": [{"model.attention": "flash_attention_2"}],
-    "training.epochs": [
-        {
-            "training.steps": None,
-            "training.epochs": 1,
-            "data": {"kind": "text", "path": "corpus.txt", "tokenizer": "byte"},
-        }
-    ],
     "assume.kernels": [{"assume": {"kernels": "compiled"}}],
     "assume.mfu": [{"assume": {"mfu": 0.4}}],
     "assume.ignore_memory": [{"assume": {"ignore_memory": True}}],
@@ -47,6 +33,14 @@ WITHIN: list[dict[str, Any]] = [
     {"data": {"kind": "text", "path": "corpus.txt", "tokenizer": "byte"}},
     {"data": {"kind": "text", "path": "python-stdlib", "tokenizer": "byte"}},
     {"data": {"kind": "tokens", "path": "tokens.npy"}},
+    {"data": {"kind": "jsonl", "path": "corpus.txt", "tokenizer": "byte"}},
+    {"data": {"kind": "parquet", "path": "corpus.txt", "tokenizer": "byte"}},
+    {"data": {"kind": "chat", "path": "corpus.txt", "tokenizer": "byte", "template": "{{ messages }}"}},
+    {"data": {"kind": "megatron", "path": "corpus"}},
+    {"data": {"mixture": [{"kind": "synthetic", "weight": 1}, {"kind": "tokens", "path": "tokens.npy", "weight": 2}]}},
+    {"validation": {"fraction": 0.1, "every_steps": 5}},
+    {"validation": {"kind": "tokens", "path": "tokens.npy"}},
+    {"training.steps": None, "training.epochs": 1, "data": {"kind": "tokens", "path": "tokens.npy"}},
     {"model.loss": "full"},
     {"model.attention": "sdpa"},
     {"model.attention": "eager"},
@@ -71,7 +65,8 @@ WITHIN: list[dict[str, Any]] = [
 def recipe_of(write_recipe: Callable[..., Path], tmp_path: Path) -> Iterator[Callable[..., Recipe]]:
     import numpy as np
 
-    (tmp_path / "corpus.txt").write_text("text")
+    for name in ("corpus.txt", "corpus.idx", "corpus.bin"):
+        (tmp_path / name).write_text("text")
     np.save(tmp_path / "tokens.npy", np.zeros((8, 32), dtype=np.int32))
     yield lambda changes: load_recipe(write_recipe(changes))
 

@@ -257,7 +257,8 @@ def test_aliases_are_followed_but_bounded(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(GOOD + "data: &d {kind: text, path: a}\nvalidation: *d\n")
     recipe = load_recipe(path)
-    assert recipe.validation is not None and recipe.validation["path"] == str(tmp_path / "a")
+    assert recipe.validation is not None and recipe.validation.data is not None
+    assert recipe.validation.data.path == str(tmp_path / "a")
     laughs = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     laughs += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 30)]
     assert told(refusal("\n".join(laughs), tmp_path)) == [("SW1011", 5)]

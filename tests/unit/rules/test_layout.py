@@ -236,7 +236,7 @@ def test_types_without_a_tensor_map(monkeypatch: pytest.MonkeyPatch) -> None:
     assert codes(recipe_of(), GOOD, refused) == {"SW3123": "error"}
     assert codes(recipe_of(), whole, refused) == {}
     assert codes(recipe_of(), whole, STABLELM) == {}
-    text = DataSection(kind="text", path="python-stdlib", tokenizer="byte", packing=True, shuffle=True, options={})
+    text = DataSection(kind="text", path="python-stdlib", tokenizer="byte", packing=True, shuffle=True)
     packed = dataclasses.replace(recipe_of(), data=text)
     assert codes(packed, whole, STABLELM) == {"SW3125": "error"}
     assert codes(packed, whole) == {}

@@ -1,6 +1,7 @@
 """SW1xxx: one line a code, what is wrong in general.
 
-10 the text, 11 one key, 12 keys against each other, 13 files that the recipe names, 19 what this version does not run.
+10 the text, 11 one key, 12 keys against each other, 13 files that the recipe names, 14 data, 19 what this version does
+not run.
 """
 
 RECIPE_CODES: dict[str, str] = {
@@ -50,12 +51,11 @@ RECIPE_CODES: dict[str, str] = {
     "SW1217": "an extra value that DeepSpeed does not take",
     "SW1301": "no file is where the recipe says",
     "SW1302": "a file of the recipe is not what it should be",
+    "SW1401": "data of two tokenizers",
+    "SW1402": "chat data without a chat template",
     "SW1901": "this version does not compile the target",
-    "SW1902": "this version does not read the kind of data",
-    "SW1903": "this version does not run validation",
     "SW1904": "this version does not run the loss",
     "SW1905": "this version does not run the attention",
-    "SW1906": "this version cannot tell the number of steps in an epoch",
     "SW1909": "this version does not run the kind of parallelism",
     "SW1910": "there is no data to train on",
     "SW1911": "the tokenizer is missing or cannot be used",

@@ -1,0 +1,99 @@
+"""`shardwright prepare DIR`: tokenize a compiled folder's data ahead of its run; no GPU, no process group."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwright.data.dataset import Dataset
+    from shardwright.data.summary import PartSummary, Piece
+    from shardwright.plan.plan import Plan
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="DIR", type=Path, help="a folder that `shardwright compile` wrote")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    from shardwright.data.dataset import resolve
+    from shardwright.data.prepare import prepare
+    from shardwright.data.summary import samples, summarize
+    from shardwright.runtime.launcher import load_plan
+
+    folder = args.folder
+    plan = load_plan(folder)
+    prepare(plan, folder, limit_bytes=None)
+    plan, data = resolve(plan, folder, check_all=True)
+    parts, shown = summarize(plan, folder), samples(plan, folder, data)
+    print(as_json(plan, folder, data, parts, shown) if args.json else summary(plan, folder, data, parts, shown))
+    return 0
+
+
+def as_json(plan: Plan, folder: Path, data: Dataset, parts: tuple[PartSummary, ...], shown: list[list[Piece]]) -> str:
+    from dataclasses import asdict
+
+    t = plan.training
+    return json.dumps(
+        {
+            "directory": str(folder),
+            "steps": t.steps,
+            "epochs": t.epochs,
+            "steps_per_epoch": data.order.steps_per_epoch,
+            "documents": sum(p.documents for p in parts),
+            "tokens": sum(p.tokens for p in parts) or len(data.train) * t.sequence_length,
+            "trained_tokens": sum(p.trained_tokens for p in parts) or len(data.train) * (t.sequence_length - 1),
+            "rows": len(data.train),
+            "validation_rows": 0 if data.validation is None else len(data.validation),
+            "parts": [asdict(p) for p in parts],
+            "samples": [[asdict(piece) for piece in pieces] for pieces in shown],
+        }
+    )
+
+
+def summary(plan: Plan, folder: Path, data: Dataset, parts: tuple[PartSummary, ...], shown: list[list[Piece]]) -> str:
+    """What the run will read, in a few lines, and three samples of it."""
+    import sys
+
+    from shardwright.cli.console import shell_word, use_color
+    from shardwright.data.summary import marked
+    from shardwright.diagnostics.render import visible
+
+    t = plan.training
+    rows = [("data", _part(p, t.sequence_length)) for p in parts]
+    rows.append(("sequences", f"{len(data.train):,} of {t.sequence_length} tokens to train on"))
+    if data.validation is not None:
+        rows.append(("", f"{len(data.validation):,} held out for validation"))
+    epochs = t.steps / data.order.steps_per_epoch
+    rows.append(("training", f"{t.steps:,} steps of {t.global_batch_size} sequences, {epochs:.3g} epochs"))
+    rows.append(("next", f"shardwright run {shell_word(str(folder))}"))
+    begin, end = ("\x1b[32m", "\x1b[0m") if use_color(sys.stdout) else ("[[", "]]")
+    lines = [f"{name:<11}{visible(text)}" for name, text in rows]
+    for number, pieces in enumerate(shown, 1):
+        cleaned = [type(p)(text=_printable(p.text), trained=p.trained) for p in pieces]
+        lines += ["", f"sample {number}, {'green' if begin != '[[' else 'in [[ ]]'}: what is trained on"]
+        lines.append(marked(cleaned, begin, end))
+    return "\n".join(lines)
+
+
+def _part(p: PartSummary, length: int) -> str:
+    name = p.kind if p.path is None else f"{p.kind} {p.path}"
+    if not p.documents:
+        return f"{name}: read as it lies"
+    text = f"{name}: {p.documents:,} documents, {p.tokens:,} tokens, {p.trained_tokens:,} of them trained on"
+    text += f"; padding {p.padding_alone:.1%} with one document a sequence, {p.padding:.1%} as they are put together"
+    if p.cut:
+        text += f"; {p.cut:,} are cut at {length} tokens"
+    if p.left_out:
+        text += f"; {p.left_out:,} without a label in {length} tokens are left out"
+    if p.empty:
+        text += f"; {p.empty:,} empty ones skipped"
+    return text
+
+
+def _printable(text: str) -> str:
+    """Line ends stay; what would move a terminal's cursor or change its colours does not."""
+    return "".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in text)

@@ -1,0 +1,212 @@
+"""A plan's data, ready to be read: rows to train on, their order, rows held out, and the number of steps."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwright.data.megatron import open_megatron
+from shardwright.data.order import EpochOrder, MixtureOrder, Order
+from shardwright.data.prepare import data_folder, prepared_folder
+from shardwright.data.rows import ArrayRows, Indices, JoinedRows, Rows, SomeRows, StreamRows
+from shardwright.data.sources import parts_of
+from shardwright.data.store import open_documents, read_manifest
+from shardwright.data.trouble import refusal, writing
+from shardwright.data.whole import whole_rows
+from shardwright.plan.plan import Plan, PlanData
+
+SAMPLED_TOKENS = 2**26
+"""Of an array that was not made by `prepare`: a full pass over terabytes would idle the GPUs."""
+
+STEPS = "steps.json"
+_HELD_OUT = 0x76616C
+"""Beside the seed, for the choice of held-out rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset:
+    """steps: of the training, epochs resolved."""
+
+    train: Rows
+    order: Order
+    validation: Rows | None
+    steps: int
+
+
+def open_dataset(plan: Plan, folder: Path, *, check_all: bool = False) -> Dataset:
+    """The data of a plan whose sources were prepared. Raises Refusal where it does not fit the plan.
+
+    check_all: every token id is looked at, not the first SAMPLED_TOKENS alone.
+    """
+    t = plan.training
+    limit = None if check_all else SAMPLED_TOKENS
+    parts = [_open(plan, part, folder, limit) for part in parts_of(plan.data)]
+    held_out: list[Rows] = []
+    if plan.validation is not None and plan.validation.fraction is not None:
+        split = [_split(rows, plan.validation.fraction, t.seed, n) for n, rows in enumerate(parts)]
+        parts, held_out = [s[0] for s in split], [s[1] for s in split]
+    elif plan.validation is not None and plan.validation.data is not None:
+        held_out = [_open(plan, part, folder, limit) for part in parts_of(plan.validation.data)]
+    counts = [len(rows) for rows in parts]
+    if sum(counts) < t.global_batch_size or not all(counts):
+        raise _too_little(plan, counts)
+    if held_out and not sum(map(len, held_out)):
+        raise refusal(
+            "SW6123",
+            f"the validation data gives no whole sequence of {t.sequence_length} tokens",
+            "Give more of it, or a larger validation.fraction.",
+        )
+    order: Order
+    if plan.data.mixture:
+        weights = [part.weight for part in plan.data.mixture]
+        order = MixtureOrder(counts, weights, t.global_batch_size, t.seed, shuffle=plan.data.shuffle)
+    else:
+        order = EpochOrder(counts[0], t.global_batch_size, t.seed, shuffle=plan.data.shuffle)
+    return Dataset(
+        train=_joined(parts),
+        order=order,
+        validation=_joined(held_out) if held_out else None,
+        steps=t.steps if t.epochs is None else steps_of_epochs(t.epochs, order.steps_per_epoch),
+    )
+
+
+def steps_of_epochs(epochs: float, steps_per_epoch: int) -> int:
+    """The last begun step counts as a whole one; 1e-9 for what a decimal fraction is off."""
+    return max(1, math.ceil(epochs * steps_per_epoch - 1e-9))
+
+
+def resolve(plan: Plan, folder: Path, *, check_all: bool = False) -> tuple[Plan, Dataset]:
+    """The plan with its epochs counted in steps, which are noted for `status`, and its data. Raises Refusal."""
+    data = open_dataset(plan, folder, check_all=check_all)
+    if plan.training.epochs is None:
+        return plan, data
+    resolved = with_steps(plan, data.steps)
+    with writing(data_folder(folder)):
+        data_folder(folder).mkdir(parents=True, exist_ok=True)
+        temporary = data_folder(folder) / f".{STEPS}.{os.getpid()}"
+        temporary.write_text(json.dumps({"steps": data.steps}), encoding="utf-8")
+        os.replace(temporary, data_folder(folder) / STEPS)
+    return resolved, data
+
+
+def noted_steps(plan: Plan, folder: Path) -> int:
+    """Steps of the training; 0 where epochs have not been counted yet."""
+    if plan.training.epochs is None:
+        return plan.training.steps
+    try:
+        return int(json.loads((data_folder(folder) / STEPS).read_text(encoding="utf-8"))["steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def with_steps(plan: Plan, steps: int) -> Plan:
+    """The plan with epochs resolved. Raises Refusal (SW6122) where its learning rate schedule does not fit in."""
+    s = plan.scheduler
+    warmup = s.warmup_steps if s.warmup_ratio is None else round(s.warmup_ratio * steps)
+    if warmup > steps or (s.decay_steps is not None and warmup + s.decay_steps > steps):
+        raise refusal(
+            "SW6122",
+            f"{plan.training.epochs:g} epochs of this data are {steps} steps, fewer than warm-up ({warmup}) and decay "
+            f"({s.decay_steps or 0}) take",
+            "Lower training.scheduler's warmup_steps or decay_steps (or give warmup_ratio), or train more epochs.",
+        )
+    return replace(plan, training=replace(plan.training, steps=steps), scheduler=replace(s, warmup_steps=warmup))
+
+
+def _joined(parts: list[Rows]) -> Rows:
+    return parts[0] if len(parts) == 1 else JoinedRows(tuple(parts))
+
+
+def _open(plan: Plan, part: PlanData, folder: Path, limit: int | None) -> Rows:
+    length, vocabulary = plan.training.sequence_length, plan.model.vocabulary_size
+    if part.kind == "synthetic":
+        # Learnable and the same everywhere: arithmetic sequences modulo the vocabulary.
+        random = np.random.default_rng(plan.training.seed)
+        n = max(1024, plan.training.global_batch_size)
+        first, step = random.integers(0, vocabulary, (n, 1)), random.integers(1, 8, (n, 1))
+        return ArrayRows((first + step * np.arange(length)) % vocabulary)
+    if part.kind == "tokens":
+        tokens = _load_tokens(str(part.path), length)
+        _check_range(part, tokens[: None if limit is None else max(1, limit // length)], vocabulary)
+        return ArrayRows(tokens)
+    if part.kind == "megatron":
+        documents = open_megatron(str(part.path))
+        _check_range(part, documents.tokens[:limit], vocabulary)
+        return StreamRows(documents, length, part.packing)
+    here = prepared_folder(part, folder)
+    manifest = read_manifest(here)
+    if manifest is not None and manifest.largest_id >= vocabulary:
+        raise _outside(part, manifest.largest_id, vocabulary)
+    if part.kind == "chat":
+        return whole_rows(here, open_documents(here), length, packed=part.packing)
+    return StreamRows(open_documents(here), length, part.packing)
+
+
+def _split(rows: Rows, fraction: float, seed: int, part: int) -> tuple[Rows, Rows]:
+    """(to train on, held out): rows drawn by the seed, both in their own order; at least one is held out."""
+    count = max(1, round(fraction * len(rows))) if len(rows) else 0
+    chosen = np.random.default_rng([seed, _HELD_OUT, part]).permutation(len(rows))[:count]
+    out = np.zeros(len(rows), dtype=np.bool_)
+    out[chosen] = True
+    return SomeRows(rows, np.flatnonzero(~out)), SomeRows(rows, np.flatnonzero(out))
+
+
+def _load_tokens(path: str, length: int) -> npt.NDArray[np.integer]:
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise refusal(
+            "SW6102",
+            f"cannot read {path!r} as a NumPy .npy array: {error}",
+            "Give an array of integers of shape (samples, sequence_length), saved with numpy.save.",
+        ) from None
+    if tokens.ndim != 2 or tokens.shape[1] != length or not np.issubdtype(tokens.dtype, np.integer):
+        raise refusal(
+            "SW6103",
+            f"{path!r} holds {tokens.dtype} of shape {tokens.shape}, not integers (samples, {length})",
+            "Cut the samples to training.sequence_length, or set sequence_length to the array's width.",
+        )
+    return tokens  # type: ignore[no-any-return]
+
+
+def _check_range(part: PlanData, tokens: npt.NDArray[np.integer], vocabulary: int) -> None:
+    if tokens.size:
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= vocabulary:
+            raise _outside(part, high if high >= vocabulary else low, vocabulary)
+
+
+def _outside(part: PlanData, token: int, vocabulary: int) -> Exception:
+    return refusal(
+        "SW6105",
+        f"{part.path!r} holds token id {token}, the model's vocabulary has ids 0 to {vocabulary - 1}",
+        "Use the tokenizer that belongs to this model, or a model with a larger vocabulary.",
+    )
+
+
+def _too_little(plan: Plan, counts: list[int]) -> Exception:
+    t = plan.training
+    # Of a mixture the part that has nothing, if there is one.
+    empty = [part.path for part, n in zip(parts_of(plan.data), counts, strict=True) if not n]
+    name, count = (empty[0], 0) if empty else (plan.data.path or "the mixture", sum(counts))
+    held = ", apart from those held out for validation" if plan.validation and plan.validation.fraction else ""
+    return refusal(
+        "SW6104",
+        f"{name!r} gives {count} sequences of {t.sequence_length}{held}, fewer than "
+        f"{'one' if empty else f'one global batch of {t.global_batch_size}'}",
+        "Add data, or lower training.global_batch_size or training.sequence_length.",
+    )
+
+
+def validation_batches(count: int, rows_at_once: int, least: int) -> Indices:
+    """(batches, rows_at_once), at least `least` batches: every held-out row once, -1 where there is none left."""
+    batches = max(least, -(-count // rows_at_once))
+    numbers = np.full(batches * rows_at_once, -1, dtype=np.int64)
+    numbers[:count] = np.arange(count)
+    return numbers.reshape(batches, rows_at_once)

@@ -1,0 +1,232 @@
+"""Tokenizes what a plan trains on, once, into run/data of the compiled folder. No GPU and no process group.
+
+run/data/KEY/ holds one source (store.py); KEY is of its files and of how they are read, so that another corpus or
+tokenizer is another folder. run/data/current.json says which KEY each source has: the ranks read that, not the corpus.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from shardwright.data import chat
+from shardwright.data.progress import Progress, progress
+from shardwright.data.records import records, text_pieces, texts
+from shardwright.data.sources import Source, locate, prepared_parts
+from shardwright.data.store import Manifest, Writer, open_documents, read_manifest
+from shardwright.data.tokenizers import Tokenizer, load_tokenizer
+from shardwright.data.trouble import refusal, writing
+from shardwright.data.whole import store_table
+from shardwright.plan.plan import Plan, PlanData
+
+LARGEST_UNPREPARED_BYTES = 64 * 2**20
+"""Of sources that `run` tokenizes by itself: about a minute for a slow tokenizer, while the GPUs wait."""
+
+BATCH_BYTES = 2**20
+"""Texts that go to the tokenizer together: it shares them out over the processor's cores."""
+
+CURRENT = "current.json"
+
+
+def data_folder(folder: Path) -> Path:
+    return folder / "run" / "data"
+
+
+def prepare(plan: Plan, folder: Path, *, limit_bytes: int | None) -> None:
+    """Whatever is not there yet. limit_bytes: SW6106 where more than that is to be read; None: however much it is.
+
+    Several processes may call it at once, on several hosts: one works, the others wait for it.
+    """
+    at = data_folder(folder)
+    sources = [locate(part, folder) for part in prepared_parts(plan)]
+    missing = [s for s in sources if s.files and _found(at, s) is None]
+    gone = [s for s in sources if not s.files and _remembered(at, s.settings) is None]
+    if gone:
+        raise refusal(
+            "SW6101",
+            f"no file matches {gone[0].part.path!r} on this host",
+            "Make the corpus visible at the same path on every host, or correct data.path and compile again. "
+            "What `shardwright prepare` has made is enough, too.",
+        )
+    size = sum(s.size_bytes for s in missing)
+    if limit_bytes is not None and size > limit_bytes:
+        raise refusal(
+            "SW6106",
+            f"{size / 2**20:,.0f} MiB of data are not tokenized yet, and the GPUs would wait for it "
+            f"(run does up to {limit_bytes // 2**20} MiB by itself)",
+            f"shardwright prepare {folder}",
+        )
+    if not sources:
+        return
+    with writing(at):
+        at.mkdir(parents=True, exist_ok=True)
+        with _alone(at):
+            for source in sources:
+                if source.files and _found(at, source) is None:
+                    _build(plan, folder, at, source)
+            _remember(at, sources)
+            for source in sources:
+                if source.part.kind == "chat":
+                    here = at / str(_remembered(at, source.settings))
+                    store_table(here, open_documents(here), plan.training.sequence_length, packed=source.part.packing)
+
+
+def prepared_folder(part: PlanData, folder: Path) -> Path:
+    """Where the tokens of `part` lie. Raises Refusal (SW6120) where they were never made here."""
+    at, settings = data_folder(folder), locate_settings(part, folder)
+    name = _remembered(at, settings)
+    if name is None:
+        raise refusal(
+            "SW6120",
+            f"the data of {part.path!r} is not tokenized on this host",
+            f"shardwright prepare {folder}",
+        )
+    return at / name
+
+
+def locate_settings(part: PlanData, folder: Path) -> str:
+    return locate(part, folder, look=False).settings
+
+
+def _found(at: Path, source: Source) -> Manifest | None:
+    return read_manifest(at / source.key)
+
+
+def _remembered(at: Path, settings: str) -> str | None:
+    """The KEY that was current for these settings, where it is whole."""
+    try:
+        name = str(json.loads((at / CURRENT).read_text(encoding="utf-8"))[settings])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return name if read_manifest(at / name) is not None else None
+
+
+def _remember(at: Path, sources: Iterable[Source]) -> None:
+    try:
+        known = json.loads((at / CURRENT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        known = {}
+    now = {**known, **{s.settings: s.key for s in sources if s.files}}
+    if now != known:
+        temporary = at / f".{CURRENT}.{socket.gethostname()}.{os.getpid()}"
+        temporary.write_text(json.dumps(now, indent=1), encoding="utf-8")
+        os.replace(temporary, at / CURRENT)
+
+
+@contextlib.contextmanager
+def _alone(at: Path) -> Iterator[None]:
+    """One writer at a time; what a killed one left is cleared away."""
+    with (at / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            print("another process is preparing this data: waiting for it", file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        for left in at.glob(f".partial-*-{socket.gethostname()}-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        yield
+
+
+def _build(plan: Plan, folder: Path, at: Path, source: Source) -> None:
+    """Under a name of its own, then published by one rename. Locks do not hold across hosts on every file system: a
+    second writer there finds the folder taken, with the same content."""
+    tokenizer = load_tokenizer(str(source.part.tokenizer), folder)
+    partial = at / f".partial-{source.key}-{socket.gethostname()}-{os.getpid()}"
+    writer = None
+    try:
+        writer = Writer(partial, tokenizer.dtype, masked=source.part.kind == "chat")
+        with progress(f"tokenizing {source.part.path}", source.size_bytes) as shown:
+            for _ in _read(source.part, source.files, tokenizer, writer, shown):
+                _check_ids(plan, tokenizer, writer)
+        if not writer.documents:
+            raise refusal(
+                "SW6116",
+                f"{source.part.path!r} holds no text: {len(source.files)} files, all empty",
+                "Correct data.path, or fill the files.",
+            )
+        writer.finish(settings=source.settings, kind=source.part.kind, source_bytes=source.size_bytes)
+        try:
+            os.rename(partial, at / source.key)
+        except OSError:
+            if read_manifest(at / source.key) is None:
+                shutil.rmtree(at / source.key, ignore_errors=True)  # not finished, and nobody's any more
+                os.rename(partial, at / source.key)
+    finally:
+        if writer is not None:
+            with contextlib.suppress(OSError):  # a full disk refuses what was buffered, too
+                writer.close()
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _check_ids(plan: Plan, tokenizer: Tokenizer, writer: Writer) -> None:
+    """At once, not after hours."""
+    if writer.largest_id >= plan.model.vocabulary_size:
+        raise refusal(
+            "SW6105",
+            f"the tokenizer ({tokenizer.size} ids) makes the id {writer.largest_id} of this data, and the model's "
+            f"vocabulary has ids 0 to {plan.model.vocabulary_size - 1}",
+            "Use the tokenizer that belongs to this model, or a model with a larger vocab_size.",
+        )
+
+
+def _read(
+    part: PlanData, files: tuple[str, ...], tokenizer: Tokenizer, writer: Writer, shown: Progress
+) -> Iterator[None]:
+    """Yields after each batch that is written."""
+    if part.kind == "chat":
+        template = chat.template_of(tokenizer, part.template)
+        for name in files:
+            for record in records(name):
+                talk = chat.conversation(record, part.messages)
+                writer.add(*chat.encode(talk, tokenizer, template, part.train_on))
+                shown.add(record[2])
+                yield
+    elif part.kind == "text":
+        for name in files:
+            yield from _text(name, tokenizer, writer, shown)
+    else:
+        batch: list[tuple[str, int]] = []
+        size = 0
+        for name in files:
+            for text, size_bytes in texts(name, part.kind, part.field):
+                batch.append((text, size_bytes))
+                size += len(text)
+                if size >= BATCH_BYTES:
+                    yield from _flush(batch, tokenizer, writer, shown)
+                    batch, size = [], 0
+        yield from _flush(batch, tokenizer, writer, shown)
+
+
+def _flush(batch: list[tuple[str, int]], tokenizer: Tokenizer, writer: Writer, shown: Progress) -> Iterator[None]:
+    for ids in tokenizer.encode([text for text, _ in batch]):
+        writer.add(np.append(ids, np.asarray(tokenizer.end, dtype=ids.dtype)) if len(ids) else ids)
+    shown.add(sum(size for _, size in batch))
+    yield
+
+
+def _text(name: str, tokenizer: Tokenizer, writer: Writer, shown: Progress) -> Iterator[None]:
+    """A file is one document, however large."""
+    some = False
+    for text, size_bytes in text_pieces(name):
+        ids = tokenizer.encode([text])[0]
+        if len(ids):
+            writer.extend(ids)
+            some = True
+        shown.add(size_bytes)
+        yield
+    if some:
+        if tokenizer.end:
+            writer.extend(np.asarray(tokenizer.end, dtype=np.int32))
+        writer.end_document()
+        yield
+    else:
+        writer.empty += 1

@@ -1,0 +1,149 @@
+"""Rows of exactly S token ids, read by number. B: rows asked for; S: training.sequence_length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwright.data.store import Documents
+
+Indices = npt.NDArray[np.int64]
+PADDING_ID = 0
+"""Any id does: it is no label, comes behind what is read, and stands apart where documents are packed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """tokens: (B, S) ids. starts: (B, S) bool, True where a document begins; None where rows are whole.
+
+    trained: (B, S) bool, False where a token is no label; None where all are.
+    """
+
+    tokens: npt.NDArray[np.integer]
+    starts: npt.NDArray[np.bool_] | None
+    trained: npt.NDArray[np.bool_] | None
+
+
+class Rows(Protocol):
+    def __len__(self) -> int: ...
+
+    def read(self, indices: Indices) -> Block: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayRows:
+    """tokens: (n, S)."""
+
+    tokens: npt.NDArray[np.integer]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def read(self, indices: Indices) -> Block:
+        return Block(tokens=self.tokens[indices], starts=None, trained=None)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRows:
+    """One stream of documents, cut every S tokens; the rest behind the last whole row is left out.
+
+    packed: a document's parts on two rows are documents of their own.
+    """
+
+    documents: Documents
+    length: int
+    packed: bool
+
+    def __len__(self) -> int:
+        return len(self.documents.tokens) // self.length
+
+    def read(self, indices: Indices) -> Block:
+        size, tokens, ends = self.length, self.documents.tokens, self.documents.ends
+        cut = np.stack([tokens[i * size : (i + 1) * size] for i in indices])
+        if not self.packed:
+            return Block(tokens=cut, starts=None, trained=None)
+        starts = np.zeros(cut.shape, dtype=np.bool_)
+        for row, i in enumerate(indices):
+            first, last = np.searchsorted(ends, (i * size, (i + 1) * size))
+            starts[row, ends[first:last] - i * size] = True  # where one ends, the next begins
+            starts[row, 0] |= i == 0
+        return Block(tokens=cut, starts=starts, trained=None)
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentRows:
+    """Whole documents, several a row where they are packed, padded behind and cut at S.
+
+    members: numbers of the documents, row by row; bounds: (n + 1,) where each row begins in them.
+    """
+
+    documents: Documents
+    length: int
+    packed: bool
+    members: Indices
+    bounds: Indices
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def read(self, indices: Indices) -> Block:
+        d, shape = self.documents, (len(indices), self.length)
+        tokens = np.full(shape, PADDING_ID, dtype=d.tokens.dtype)
+        starts, trained = np.zeros(shape, dtype=np.bool_), np.zeros(shape, dtype=np.bool_)
+        for row, i in enumerate(indices):
+            at = 0
+            for document in self.members[self.bounds[i] : self.bounds[i + 1]]:
+                first = int(d.ends[document - 1]) if document else 0
+                size = min(int(d.ends[document]) - first, self.length)
+                tokens[row, at : at + size] = d.tokens[first : first + size]
+                trained[row, at : at + size] = True if d.trained is None else d.trained[first : first + size]
+                starts[row, at] = True
+                at += size
+            if at < self.length:
+                starts[row, at] = True  # the padding sees itself alone
+        return Block(tokens=tokens, starts=starts if self.packed else None, trained=trained)
+
+
+@dataclass(frozen=True, slots=True)
+class SomeRows:
+    """Those of `rows` whose numbers are in `chosen`."""
+
+    rows: Rows
+    chosen: Indices
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def read(self, indices: Indices) -> Block:
+        return self.rows.read(self.chosen[indices])
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedRows:
+    """The rows of several parts, numbered one part behind the other."""
+
+    parts: Sequence[Rows]
+
+    def __len__(self) -> int:
+        return sum(len(part) for part in self.parts)
+
+    def read(self, indices: Indices) -> Block:
+        firsts = np.cumsum([0, *(len(part) for part in self.parts)])
+        owner = np.searchsorted(firsts, indices, side="right") - 1
+        blocks = [(owner == p, self.parts[p].read(indices[owner == p] - firsts[p])) for p in np.unique(owner)]
+        shape = (len(indices), blocks[0][1].tokens.shape[1])
+        tokens = np.empty(shape, dtype=np.int64)
+        starts, trained = np.zeros(shape, dtype=np.bool_), np.ones(shape, dtype=np.bool_)
+        for where, block in blocks:
+            tokens[where] = block.tokens
+            if block.starts is not None:
+                starts[where] = block.starts
+            if block.trained is not None:
+                trained[where] = block.trained
+        packed = any(block.starts is not None for _, block in blocks)
+        masked = any(block.trained is not None for _, block in blocks)
+        return Block(tokens=tokens, starts=starts if packed else None, trained=trained if masked else None)

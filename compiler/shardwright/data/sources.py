@@ -1,0 +1,98 @@
+"""The files behind one part of the data, and the key that says whether they were tokenized already."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwright.data.trouble import refusal
+from shardwright.ir.recipe import TOKENIZED_KINDS
+from shardwright.plan.plan import Plan, PlanData
+
+FORMAT = 1
+"""Of the prepared files; another number is another key."""
+
+_SKIPPED_STDLIB = ("site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """files: in a fixed order, () where this host has none; size_bytes: of all of them.
+
+    settings: hash of all that decides how they are read; key: of that and of the files' names, sizes and times.
+    """
+
+    part: PlanData
+    files: tuple[str, ...]
+    size_bytes: int
+    settings: str
+    key: str
+
+
+def parts_of(data: PlanData) -> tuple[PlanData, ...]:
+    return data.mixture or (data,)
+
+
+def prepared_parts(plan: Plan) -> Iterator[PlanData]:
+    """The parts of the training and validation data that are tokenized; the others are memory-mapped as they lie."""
+    held_out = None if plan.validation is None else plan.validation.data
+    for data in (plan.data, held_out):
+        yield from (p for p in (() if data is None else parts_of(data)) if p.kind in TOKENIZED_KINDS)
+
+
+def locate(part: PlanData, folder: Path, *, look: bool = True) -> Source:
+    """folder: the compiled one, which holds the tokenizer. look: for the files, too."""
+    files = tuple(files_behind(str(part.path))) if look else ()
+    settings = _digest(
+        [
+            FORMAT,
+            part.kind,
+            part.path,
+            part.tokenizer if part.tokenizer in (None, "byte") else _folder_hash(folder / str(part.tokenizer)),
+            part.field,
+            part.messages,
+            part.template,
+            part.train_on,
+        ]
+    )
+    try:
+        stats = [os.stat(name) for name in files]
+    except OSError as error:
+        raise refusal(
+            "SW6101",
+            f"{error.filename!r} cannot be read: {error.strerror}",
+            "Let no other program change the data while it is read, and start again.",
+        ) from None
+    listed = [[name, s.st_size, s.st_mtime_ns] for name, s in zip(files, stats, strict=True)]
+    return Source(
+        part=part,
+        files=files,
+        size_bytes=sum(s.st_size for s in stats),
+        settings=settings,
+        key=_digest([settings, listed]),
+    )
+
+
+def files_behind(path: str) -> list[str]:
+    """The files that data.path names, in a fixed order."""
+    if path == "python-stdlib":
+        root = Path(sysconfig.get_path("stdlib"))
+        files = [f for f in root.rglob("*.py") if not set(f.relative_to(root).parts) & set(_SKIPPED_STDLIB)]
+        return sorted(str(f) for f in files)
+    if os.path.isfile(path):
+        return [path]
+    return sorted(f for f in glob.glob(path, recursive=True) if os.path.isfile(f))
+
+
+def _folder_hash(folder: Path) -> str:
+    return _digest([[p.name, hashlib.sha256(p.read_bytes()).hexdigest()] for p in sorted(folder.iterdir())])
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value).encode("utf-8")).hexdigest()[:32]

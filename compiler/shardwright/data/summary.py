@@ -1,0 +1,137 @@
+"""What `prepare` tells of the data: counts, the padding that packing saves, and sequences as the model sees them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from shardwright.data.dataset import Dataset
+from shardwright.data.megatron import open_megatron
+from shardwright.data.prepare import prepared_folder
+from shardwright.data.rows import Block
+from shardwright.data.sources import parts_of
+from shardwright.data.store import Documents, open_documents, read_manifest
+from shardwright.data.tokenizers import Ids, load_tokenizer
+from shardwright.data.whole import whole_rows
+from shardwright.ir.recipe import DOCUMENT_KINDS
+from shardwright.plan.plan import Plan, PlanData
+
+SAMPLES = 3
+SAMPLE_TOKENS = 160
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartSummary:
+    """documents, tokens: 0 where the kind knows none. trained_tokens: labels among them. left_out: conversations
+    without a label in their first S tokens; cut: those longer than S. empty: files and records without text.
+
+    padding_alone: share of padding with each document in rows of its own; padding: as the rows are.
+    """
+
+    kind: str
+    path: str | None
+    documents: int
+    tokens: int
+    trained_tokens: int
+    left_out: int
+    cut: int
+    empty: int
+    padding_alone: float
+    padding: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A stretch of a sample: its text, and whether the model learns to write it."""
+
+    text: str
+    trained: bool
+
+
+def summarize(plan: Plan, folder: Path) -> tuple[PartSummary, ...]:
+    return tuple(_part(plan, part, folder) for part in parts_of(plan.data))
+
+
+def _part(plan: Plan, part: PlanData, folder: Path) -> PartSummary:
+    length = plan.training.sequence_length
+    if part.kind not in DOCUMENT_KINDS:
+        return PartSummary(
+            kind=part.kind,
+            path=part.path,
+            documents=0,
+            tokens=0,
+            trained_tokens=0,
+            left_out=0,
+            cut=0,
+            empty=0,
+            padding_alone=0.0,
+            padding=0.0,
+        )
+    here = None if part.kind == "megatron" else prepared_folder(part, folder)
+    documents = open_megatron(str(part.path)) if here is None else open_documents(here)
+    manifest = None if here is None else read_manifest(here)
+    left_out, cut, padding = 0, 0, 0.0
+    lengths = documents.lengths
+    if part.kind == "chat" and here is not None:
+        rows = whole_rows(here, documents, length, packed=part.packing)
+        left_out, lengths = len(lengths) - len(rows.members), lengths[rows.members]
+        cut = int((lengths > length).sum())
+        lengths = np.minimum(lengths, length)
+        padding = 1 - int(lengths.sum()) / max(1, len(rows) * length)
+    tokens = int(lengths.sum())
+    alone = int((-(-lengths // length)).sum()) * length
+    return PartSummary(
+        kind=part.kind,
+        path=part.path,
+        documents=len(documents.ends),
+        tokens=len(documents.tokens),
+        trained_tokens=_trained(documents, part),
+        left_out=left_out,
+        cut=cut,
+        empty=0 if manifest is None else manifest.empty,
+        padding_alone=1 - tokens / max(1, alone),
+        padding=padding,
+    )
+
+
+def _trained(documents: Documents, part: PlanData) -> int:
+    """What nothing stands before cannot be predicted."""
+    firsts = np.concatenate([[0], documents.ends[:-1]])
+    if documents.trained is not None:
+        return int(documents.trained.sum()) - int(documents.trained[firsts].sum())
+    return len(documents.tokens) - (len(firsts) if part.packing else 1)
+
+
+def samples(plan: Plan, folder: Path, data: Dataset) -> list[list[Piece]]:
+    """The beginnings of the first sequences of step 1."""
+    names = [part.tokenizer for part in parts_of(plan.data) if part.tokenizer]
+    tokenizer = load_tokenizer(names[0], folder) if names else None
+
+    def text(ids: Ids) -> str:
+        return " ".join(map(str, ids.tolist())) + " " if tokenizer is None else tokenizer.decode(ids)
+
+    return [_pieces(data.train.read(row[None]), text) for row in data.order.indices(1)[:SAMPLES]]
+
+
+def _pieces(block: Block, text: Callable[[Ids], str]) -> list[Piece]:
+    """Of the first document of a row."""
+    ids = block.tokens[0]
+    trained = np.ones(len(ids), dtype=np.bool_) if block.trained is None else block.trained[0].copy()
+    trained[0] = False
+    stop = len(ids)
+    if block.starts is not None:
+        begins = np.flatnonzero(block.starts[0])
+        begins = begins[begins > 0]
+        stop = int(begins[0]) if len(begins) else stop
+    stop = min(stop, SAMPLE_TOKENS)
+    borders = [0, *(np.flatnonzero(np.diff(trained[:stop])) + 1).tolist(), stop]
+    return [Piece(text=text(ids[a:b]), trained=bool(trained[a])) for a, b in itertools.pairwise(borders) if b > a]
+
+
+def marked(pieces: Sequence[Piece], begin: str, end: str) -> str:
+    """One text, with what is trained between the two marks."""
+    return "".join(f"{begin}{p.text}{end}" if p.trained else p.text for p in pieces)

@@ -1,0 +1,114 @@
+"""The two kinds of tokenizer, behind one interface. transformers is imported only where one of its own is asked for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwright.data.trouble import refusal
+from shardwright.ir.json_value import JsonValue
+
+Ids = npt.NDArray[np.integer]
+Messages = Sequence[Mapping[str, JsonValue]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """ids: (n,); first, last: (n,) the characters of the text that each token stands for, [first, last)."""
+
+    ids: Ids
+    first: npt.NDArray[np.int64]
+    last: npt.NDArray[np.int64]
+
+
+class Tokenizer(Protocol):
+    """end: the ids behind each document; dtype: the smallest that holds every id; template: Jinja2, None for none."""
+
+    size: int
+    end: list[int]
+    dtype: str
+    template: str | None
+
+    def encode(self, texts: list[str]) -> list[Ids]: ...
+
+    def encode_with_places(self, text: str) -> Encoded: ...
+
+    def decode(self, ids: Ids) -> str: ...
+
+    def special(self) -> dict[str, str]:
+        """What a chat template may name: bos_token and the like."""
+        ...
+
+
+class ByteTokenizer:
+    def __init__(self) -> None:
+        self.size, self.dtype = 256, "uint8"
+        self.template: str | None = None
+        self.end: list[int] = []
+
+    def encode(self, texts: list[str]) -> list[Ids]:
+        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
+
+    def encode_with_places(self, text: str) -> Encoded:
+        sizes = [len(character.encode("utf-8")) for character in text]
+        places = np.repeat(np.arange(len(text), dtype=np.int64), sizes)
+        return Encoded(ids=self.encode([text])[0], first=places, last=places + 1)
+
+    def decode(self, ids: Ids) -> str:
+        return ids.astype(np.uint8).tobytes().decode("utf-8", "replace")
+
+    def special(self) -> dict[str, str]:
+        return {}
+
+
+class HubTokenizer:
+    """One of transformers', from a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        self._hf = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self.size = len(self._hf)
+        self.end = [] if self._hf.eos_token_id is None else [int(self._hf.eos_token_id)]
+        self.dtype = "uint16" if self.size <= 2**16 else "int32"
+        template = self._hf.chat_template
+        # Several by name: for tools, for retrieval.
+        self.template = cast("str | None", template.get("default") if isinstance(template, dict) else template)
+        self.has_places = bool(self._hf.is_fast)
+
+    def encode(self, texts: list[str]) -> list[Ids]:
+        found = self._hf(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        return [np.asarray(ids, dtype=np.int32) for ids in found]
+
+    def encode_with_places(self, text: str) -> Encoded:
+        found = self._hf(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
+        places = np.asarray(found["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        return Encoded(ids=np.asarray(found["input_ids"], dtype=np.int32), first=places[:, 0], last=places[:, 1])
+
+    def decode(self, ids: Ids) -> str:
+        return str(self._hf.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def special(self) -> dict[str, str]:
+        return {name: str(token) for name, token in self._hf.special_tokens_map.items() if isinstance(token, str)}
+
+
+@functools.lru_cache(maxsize=4)
+def load_tokenizer(name: str, folder: Path) -> Tokenizer:
+    """name: "byte", or a folder relative to the compiled folder. Raises Refusal (SW6121)."""
+    if name == "byte":
+        return ByteTokenizer()
+    try:
+        return HubTokenizer(folder / name)
+    except Exception as error:  # whatever a broken file makes the tokenizer's code raise
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise refusal(
+            "SW6121",
+            f"the tokenizer in {str(folder / name)!r} cannot be used: {lines[0][:300]}",
+            "Compile again with a data.tokenizer that AutoTokenizer.from_pretrained loads.",
+        ) from None

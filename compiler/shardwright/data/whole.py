@@ -1,0 +1,48 @@
+"""Conversations stay whole: which share a row, decided once and kept beside the tokens."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from shardwright.data.packing import pack
+from shardwright.data.rows import DocumentRows, Indices
+from shardwright.data.store import Documents
+
+
+def _paths(folder: Path, length: int, packed: bool) -> tuple[Path, Path]:
+    name = f"{length}-{'packed' if packed else 'apart'}"
+    return folder / f"members-{name}.npy", folder / f"bounds-{name}.npy"
+
+
+def store_table(folder: Path, documents: Documents, length: int, *, packed: bool) -> None:
+    paths = _paths(folder, length, packed)
+    if all(path.exists() for path in paths):
+        return
+    for path, array in zip(paths, _table(documents, length, packed=packed), strict=True):
+        temporary = path.with_name(f".{path.stem}.{os.getpid()}.npy")
+        np.save(temporary, array)
+        os.replace(temporary, path)
+
+
+def whole_rows(folder: Path, documents: Documents, length: int, *, packed: bool) -> DocumentRows:
+    paths = _paths(folder, length, packed)
+    if not all(path.exists() for path in paths):
+        store_table(folder, documents, length, packed=packed)
+    members, bounds = (np.load(path, mmap_mode="r") for path in paths)
+    return DocumentRows(documents, length, packed, members, bounds)
+
+
+def _table(documents: Documents, length: int, *, packed: bool) -> tuple[Indices, Indices]:
+    """Documents without a label among their first S tokens teach nothing, and are left out."""
+    ends, lengths = documents.ends, documents.lengths
+    kept = np.flatnonzero(lengths > 1)
+    if documents.trained is not None:
+        trained = documents.trained
+        first = np.concatenate([[0], ends[:-1]])
+        kept = np.asarray([d for d in kept if trained[first[d] + 1 : min(ends[d], first[d] + length)].any()], np.int64)
+    if packed:
+        return pack(np.minimum(lengths[kept], length), kept, length)
+    return kept, np.arange(len(kept) + 1, dtype=np.int64)

@@ -1,0 +1,65 @@
+"""Plans with nothing but what the data reads of them, and tiny tokenizers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shardwright.data.dataset import Dataset, resolve
+from shardwright.data.prepare import prepare
+from shardwright.diagnostics import Refusal
+from shardwright.plan.plan import PlanData, PlanScheduler, PlanTraining
+
+
+def part(kind: str, path: object = None, **more: Any) -> PlanData:
+    defaults: dict[str, Any] = {"tokenizer": "byte", "packing": True, "shuffle": False}
+    return PlanData(kind=kind, path=None if path is None else str(path), **(defaults | more))
+
+
+def plan(
+    data: PlanData, *, length: int = 4, vocabulary: int = 256, batch: int = 2, epochs: float | None = None, **more: Any
+) -> Any:
+    training = PlanTraining(
+        sequence_length=length,
+        global_batch_size=batch,
+        steps=0 if epochs else 3,
+        precision="fp32",
+        gradient_accumulation_dtype="fp32",
+        gradient_clipping=1.0,
+        seed=7,
+        epochs=epochs,
+    )
+    scheduler = PlanScheduler(name="cosine", warmup_steps=0, min_lr=0.0, decay_steps=None)
+    return PlanLike(
+        data=data,
+        training=training,
+        scheduler=scheduler,
+        model=SimpleNamespace(vocabulary_size=vocabulary),
+        validation=None,
+    ).with_(**more)
+
+
+class PlanLike(SimpleNamespace):
+    def with_(self, **more: Any) -> PlanLike:
+        return PlanLike(**(vars(self) | more))
+
+    __replace__ = with_
+
+
+def opened(p: Any, folder: Path, *, limit: int | None = None) -> Dataset:
+    prepare(p, folder, limit_bytes=limit)
+    return resolve(p, folder)[1]
+
+
+def refused(p: Any, folder: Path, *, limit: int | None = None) -> tuple[str, str]:
+    """(code, message); every refusal says how to go on."""
+    with pytest.raises(Refusal) as refusal:
+        opened(p, folder, limit=limit)
+    first = refusal.value.diagnostics[0]
+    assert first.help
+    left = [path.name for path in (folder / "run" / "data").glob(".partial*")]
+    assert not left, "nothing half-written is left"
+    return first.code, first.message
