@@ -23,7 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "check": ("shardwright.cli.check", "check recipes and the files that they name"),
     "models": ("shardwright.cli.models", "list the model types and what was proved of each"),
     "lint": ("shardwright.cli.lint", "check existing DeepSpeed configurations"),
-    "explain": ("shardwright.cli.explain", "say what a diagnostic code means"),
+    "explain": ("shardwright.cli.explain", "say why a plan is what it is, why not another, what a code means"),
     "plan": ("shardwright.cli.plan", "search the layouts of a recipe and rank them"),
     "estimate": ("shardwright.cli.estimate", "predict memory and time of exactly the pinned layout"),
     "compile": ("shardwright.cli.compile", "compile a recipe into a folder that can run"),

@@ -57,7 +57,7 @@ def rank_memory(layout: Layout, rank: int, usable: int) -> StageMemory:
     activations = sum(_kept_bytes(layout, block) * block.in_flight for block in layout.ranks[rank])
     # Two phases that never meet: the last backward pass, and the optimizer's step, when no activation is left.
     backward, step = activations + _working_bytes(layout, rank), _step_bytes(layout, rank)
-    workspace = max(backward, step) - activations + _framework_bytes(layout)
+    workspace = max(backward, step) - activations + framework_bytes(layout)
     parts = [round(x) for x in (parameters, gradients, optimizer, activations, workspace)]
     live = sum(parts)
     # The allocator keeps freed blocks for later, those of the other phase too (a step's buffers are too large for the
@@ -75,7 +75,7 @@ def rank_memory(layout: Layout, rank: int, usable: int) -> StageMemory:
     )
 
 
-def _framework_bytes(layout: Layout) -> float:
+def framework_bytes(layout: Layout) -> float:
     """Context and communicators: the world's, and those of each way of being parallel (a pipeline has one a side).
 
     NCCL lays a channel or two over each link of a GPU, so its buffers grow with the links' number (NCCL's topology
