@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "explain": ("shardwright.cli.explain", "say why a plan is what it is, why not another, what a code means"),
     "plan": ("shardwright.cli.plan", "search the layouts of a recipe and rank them"),
     "estimate": ("shardwright.cli.estimate", "predict memory and time of exactly the pinned layout"),
+    "diff": ("shardwright.cli.diff", "compare two recipes or compiled folders, and what their difference does"),
     "compile": ("shardwright.cli.compile", "compile a recipe into a folder that can run"),
     "run": ("shardwright.cli.run", "train a compiled folder under the deepspeed launcher"),
     "doctor": ("shardwright.cli.doctor", "try the hosts of a compiled folder before anything is started"),
@@ -37,7 +38,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 NOT_YET: dict[str, str] = {
     "init": "write a first recipe for a model and a cluster",
-    "diff": "compare two plans",
     "report": "draw a plan as an HTML page",
     "verify": "compare a layout's training with a single process",
     "prepare": "tokenize and download ahead of a run",

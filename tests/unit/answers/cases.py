@@ -32,7 +32,7 @@ def cluster_of(nodes: int) -> Cluster:
     return resolve_cluster(recipe_for(nodes).cluster)
 
 
-def write_llama(folder: Path, name: str = "r.yaml", **changes: Any) -> str:
+def write_llama(folder: Path, file: str = "r.yaml", /, **changes: Any) -> str:
     document = {
         "version": 1,
         "name": "test",
@@ -42,6 +42,6 @@ def write_llama(folder: Path, name: str = "r.yaml", **changes: Any) -> str:
         "data": {"kind": "synthetic"},
         **changes,
     }
-    path = folder / name
+    path = folder / file
     path.write_text(json.dumps(document))
     return str(path)
