@@ -19,6 +19,7 @@ DONE, REFUSED, OUR_FAULT, INTERRUPTED = 0, 1, 2, 130
 
 # name -> (module, one line of help); only the chosen module is imported.
 COMMANDS: dict[str, tuple[str, str]] = {
+    "init": ("shardwright.cli.init", "write a commented first recipe for a model and a cluster"),
     "schema": ("shardwright.cli.schema", "print the JSON Schema of a recipe, with every default"),
     "check": ("shardwright.cli.check", "check recipes and the files that they name"),
     "models": ("shardwright.cli.models", "list the model types and what was proved of each"),
@@ -33,11 +34,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "status": ("shardwright.cli.status", "say how a run is doing"),
     "logs": ("shardwright.cli.logs", "show a run's output, of all or of one rank"),
     "stop": ("shardwright.cli.stop", "end a run with a checkpoint"),
+    "completion": ("shardwright.cli.completion", "print the script that completes commands in a shell"),
     "export": ("shardwright.cli.export", "turn a checkpoint into a Hugging Face folder"),
 }
 
 NOT_YET: dict[str, str] = {
-    "init": "write a first recipe for a model and a cluster",
     "report": "draw a plan as an HTML page",
     "verify": "compare a layout's training with a single process",
     "prepare": "tokenize and download ahead of a run",
