@@ -1,10 +1,12 @@
-"""`shardwright explain SW1234`: what a diagnostic code means, why it matters, and what to do instead."""
+"""`shardwright explain`: what a diagnostic code means (SW1234); why a plan is what it is (of a recipe or of a compiled
+folder); why it is not another one (`--why-not`)."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import json
+import os
 import re
 import textwrap
 from typing import TYPE_CHECKING
@@ -16,17 +18,64 @@ WIDTH = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("code", metavar="CODE", help="a code that a command has printed, such as SW4112")
+    parser.add_argument(
+        "subject",
+        metavar="DIR|RECIPE|CODE",
+        help="a compiled folder or a recipe; or a code that a command has printed, such as SW4112",
+    )
+    parser.add_argument(
+        "--why-not",
+        metavar="KEY=VALUE,...",
+        help="why the plan is not this layout: keys of the recipe's parallelism section, such as tensor=8,pipeline=2",
+    )
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override a key of the recipe"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Exit 1 where the plan that is explained does not run; --why-not has answered in any case."""
+    if _is_code(args.subject):
+        return _explain_code(args)
+    from shardwright.cli.console import error, print_diagnostics
+
+    if args.overrides and os.path.isdir(args.subject):
+        error("--set changes a recipe; a compiled folder is what it is")
+        return 1
+    if args.why_not is not None:
+        from shardwright.cli import why_not
+
+        return why_not.run(args.subject, args.overrides, args.why_not, as_json=args.json)
+    from shardwright.cli.explain_plan import as_object, explained
+    from shardwright.cli.explain_plan import page as plan_page
+    from shardwright.cli.subject import read_subject
+
+    subject = read_subject(args.subject, args.overrides)
+    found = explained(subject)
+    print(json.dumps(as_object(subject, found)) if args.json else plan_page(subject, found), flush=True)
+    if not args.json:
+        print_diagnostics(found.chosen.diagnostics, subject.recipe.source)
+    return 0 if found.chosen.feasible else 1
+
+
+def _is_code(word: str) -> bool:
+    """A file or folder of that name comes first."""
+    if os.path.exists(word) or word == "-":
+        return False
+    return re.fullmatch(r"SW\w*", word, re.IGNORECASE) is not None
+
+
+def _explain_code(args: argparse.Namespace) -> int:
     from shardwright.cli.console import error
     from shardwright.diagnostics.explain import explanation
 
-    found = explanation(args.code.upper())
+    if args.why_not is not None or args.overrides:
+        error("--why-not and --set are for a recipe or a compiled folder")
+        return 1
+    found = explanation(args.subject.upper())
     if found is None:
-        error(_no_code(args.code))
+        error(_no_code(args.subject))
         return 1
     print(json.dumps(_object(found)) if args.json else page(found))
     return 0

@@ -19,13 +19,15 @@ DONE, REFUSED, OUR_FAULT, INTERRUPTED = 0, 1, 2, 130
 
 # name -> (module, one line of help); only the chosen module is imported.
 COMMANDS: dict[str, tuple[str, str]] = {
+    "init": ("shardwright.cli.init", "write a commented first recipe for a model and a cluster"),
     "schema": ("shardwright.cli.schema", "print the JSON Schema of a recipe, with every default"),
     "check": ("shardwright.cli.check", "check recipes and the files that they name"),
     "models": ("shardwright.cli.models", "list the model types and what was proved of each"),
     "lint": ("shardwright.cli.lint", "check existing DeepSpeed configurations"),
-    "explain": ("shardwright.cli.explain", "say what a diagnostic code means"),
+    "explain": ("shardwright.cli.explain", "say why a plan is what it is, why not another, what a code means"),
     "plan": ("shardwright.cli.plan", "search the layouts of a recipe and rank them"),
     "estimate": ("shardwright.cli.estimate", "predict memory and time of exactly the pinned layout"),
+    "diff": ("shardwright.cli.diff", "compare two recipes or compiled folders, and what their difference does"),
     "compile": ("shardwright.cli.compile", "compile a recipe into a folder that can run"),
     "prepare": ("shardwright.cli.prepare", "tokenize the data of a compiled folder ahead of its run"),
     "run": ("shardwright.cli.run", "train a compiled folder under the deepspeed launcher"),
@@ -33,12 +35,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "status": ("shardwright.cli.status", "say how a run is doing"),
     "logs": ("shardwright.cli.logs", "show a run's output, of all or of one rank"),
     "stop": ("shardwright.cli.stop", "end a run with a checkpoint"),
+    "completion": ("shardwright.cli.completion", "print the script that completes commands in a shell"),
     "export": ("shardwright.cli.export", "turn a checkpoint into a Hugging Face folder"),
 }
 
 NOT_YET: dict[str, str] = {
-    "init": "write a first recipe for a model and a cluster",
-    "diff": "compare two plans",
     "report": "draw a plan as an HTML page",
     "verify": "compare a layout's training with a single process",
 }

@@ -61,7 +61,7 @@ def recipe_text(args: argparse.Namespace, model: str) -> str:
     """The recipe that stands for the command line, as YAML, a section a line."""
     gpus_per_node = args.gpus_per_node or GPUS_PER_NODE
     world = args.nodes * gpus_per_node
-    length = args.sequence_length or min(LONGEST_ASSUMED_SEQUENCE, _longest(model))
+    length = args.sequence_length or min(LONGEST_ASSUMED_SEQUENCE, longest_sequence(model))
     batch = args.global_batch_size or max(1, round(TOKENS_PER_STEP / length / world)) * world
     quote = json.dumps  # of text: JSON's form is YAML's too
     return (
@@ -75,7 +75,7 @@ def recipe_text(args: argparse.Namespace, model: str) -> str:
     )
 
 
-def _longest(model: str) -> int:
+def longest_sequence(model: str) -> int:
     """The longest sequence that the model's configuration names; where it names none, there is no limit."""
     from shardwright.diagnostics import Refusal
     from shardwright.model.popular.hub import hub_config, read_config_file

@@ -1,11 +1,11 @@
-"""The table of `shardwright plan`: aligned text where it is piped, a drawn table on a terminal. The same cells."""
+"""The table of `shardwright plan`."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardwright.cli.tables import table_lines
 from shardwright.cost.measured import measured_error
 from shardwright.ir.estimate import Estimate
 
@@ -31,16 +31,8 @@ TEXT_COLUMNS = ("checkpointing", "")  # the others are numbers, and stand on the
 def table(rows: Sequence[Row]) -> list[str]:
     """Lines without a line end. Δ: step time against row 1."""
     cells = [_cells(place, row, rows[0].estimate) for place, row in enumerate(rows, start=1)]
-    if sys.stdout.isatty():
-        return _drawn(cells, broken=rows[0].broken)
-    widths = [max(len(row[i]) for row in [HEADER, *cells]) for i in range(len(HEADER))]
-    return [
-        "  ".join(
-            cell.ljust(width) if name in TEXT_COLUMNS else cell.rjust(width)
-            for name, cell, width in zip(HEADER, row, widths, strict=True)
-        ).rstrip()
-        for row in [HEADER, *cells]
-    ]
+    text = [i for i, name in enumerate(HEADER) if name in TEXT_COLUMNS]
+    return table_lines(HEADER, cells, text=text, bold=() if rows[0].broken else (0,))
 
 
 def _cells(place: int, row: Row, first: Estimate) -> tuple[str, ...]:
@@ -64,22 +56,6 @@ def _cells(place: int, row: Row, first: Estimate) -> tuple[str, ...]:
         f"{step / first.time.step_seconds - 1:+.1%}" if place > 1 else "",
         row.note,
     )
-
-
-def _drawn(cells: Sequence[tuple[str, ...]], *, broken: bool) -> list[str]:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    drawn = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    for name in HEADER:
-        drawn.add_column(name, justify="left" if name in TEXT_COLUMNS else "right", no_wrap=name != "")
-    for place, row in enumerate(cells):
-        drawn.add_row(*row, style="bold green" if place == 0 and not broken else None)
-    console = Console(soft_wrap=False)
-    with console.capture() as captured:
-        console.print(drawn)
-    return captured.get().rstrip("\n").splitlines()
 
 
 def error_note() -> str:

@@ -102,14 +102,16 @@ def gpu_errors(section: ClusterSection) -> tuple[Diagnostic, ...]:
     if isinstance(section.gpu, str):
         if section.gpu in gpus:
             return ()
+        near = _nearest(section.gpu, tuple(gpus))
         return (
             Diagnostic(
                 code="SW3001",
                 message=f"gpu {section.gpu!r} is not in the catalogue",
-                help=f"Known: {', '.join(gpus)}. Any other one can be given inline: "
+                help=(f"Did you mean `{near[0]}`? " if near else "")
+                + f"Known: {', '.join(gpus)}. Any other one can be given inline: "
                 "{memory_gib, hbm_gbytes_per_second, peak_tflops: {bf16: ...}}.",
                 key=("cluster", "gpu"),
-                valid=_nearest(section.gpu, tuple(gpus)),
+                valid=near,
             ),
         )
     if section.gpu.peak_tflops:

@@ -59,7 +59,7 @@ class RankMemory:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._framework = _framework_bytes(layout)
+        self._framework = framework_bytes(layout)
         self._working = {head: _working_bytes(layout, head) for head in (False, True)}
 
     def of(self, rank: int, blocks: tuple[Block, ...], usable: int) -> StageMemory:
@@ -99,7 +99,7 @@ class RankMemory:
         return parameters, gradients, optimizer, kept, workspace + max(0, min(slack, usable - live))
 
 
-def _framework_bytes(layout: Layout) -> float:
+def framework_bytes(layout: Layout) -> float:
     """Context and communicators: the world's, and those of each way of being parallel (a pipeline has one a side).
 
     NCCL lays a channel or two over each link of a GPU, so its buffers grow with the links' number (NCCL's topology

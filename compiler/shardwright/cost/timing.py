@@ -37,7 +37,7 @@ class StageSeconds(NamedTuple):
         return self.compute + self.tensor_comm + self.pipeline_comm
 
 
-def _schedule_seconds(layout: Layout, found: Passes, stages: list[StageSeconds]) -> float:
+def schedule_seconds(layout: Layout, found: Passes, stages: list[StageSeconds]) -> float:
     """From the first forward pass to the last backward pass: the simulation, or closed forms where they are exact (one
     stage, 1F1B), and the bound by the slowest rank where no engine of DeepSpeed's runs it (interleaving), nothing can
     (too few micro-batches; a rule says so), or DualPipeV has too many ranks."""
@@ -76,17 +76,17 @@ def estimate_time(layout: Layout) -> Time:
     s = layout.strategy
     m = s.gradient_accumulation_steps
     found = passes(layout)
-    stages = [_stage_seconds(layout, rank, found) for rank in range(s.pipeline)]
+    stages = [stage_seconds(layout, rank, found) for rank in range(s.pipeline)]
     slowest = max(range(s.pipeline), key=lambda rank: stages[rank].total)
     worst = stages[slowest]
-    schedule = _schedule_seconds(layout, found, stages)
+    schedule = schedule_seconds(layout, found, stages)
     # DualPipeV's messages to both neighbours may overlap while it fills.
     pipeline_comm = min(m * worst.pipeline_comm, schedule - m * (worst.compute + worst.tensor_comm))
     bubble = max(0.0, schedule - m * (worst.compute + worst.tensor_comm) - pipeline_comm)
-    data_comm = max(_data_comm_seconds(layout, rank, stages[rank]) for rank in range(s.pipeline))
+    data_comm = max(data_comm_seconds(layout, rank, stages[rank]) for rank in range(s.pipeline))
     if s.offload != "none":  # another link, at the same time
         data_comm = max(data_comm, host_transfer_seconds(layout, slowest, worst.compute))
-    optimizer = max(_optimizer_seconds(layout, rank) for rank in range(s.pipeline))
+    optimizer = max(optimizer_seconds(layout, rank) for rank in range(s.pipeline))
     step = schedule + data_comm + optimizer
     mean_busy = m * sum(stage.total for stage in stages) / s.pipeline
     world = s.world_size
@@ -140,7 +140,7 @@ def recomputed_flops_per_token(layout: Layout) -> int:
             return 0
 
 
-def _stage_seconds(layout: Layout, rank: int, found: Passes) -> StageSeconds:
+def stage_seconds(layout: Layout, rank: int, found: Passes) -> StageSeconds:
     s, blocks = layout.strategy, layout.ranks[rank]
 
     def over(sums: tuple[float, ...]) -> float:
@@ -156,7 +156,7 @@ def _stage_seconds(layout: Layout, rank: int, found: Passes) -> StageSeconds:
     )
 
 
-def _data_comm_seconds(layout: Layout, rank: int, stage: StageSeconds) -> float:
+def data_comm_seconds(layout: Layout, rank: int, stage: StageSeconds) -> float:
     """Exposed time of the data-parallel collectives of one step.
 
     ZeRO 0 and 1: gradients once a step, reduced and gathered again, behind the last backward pass where no pipeline
@@ -197,7 +197,7 @@ def _data_comm_seconds(layout: Layout, rank: int, stage: StageSeconds) -> float:
 
 def once_a_step_seconds(layout: Layout) -> float:
     """Per parameter of a pipeline rank at ZeRO 0 or 1 (what pipelines run): its gradient's collectives and its update,
-    without the starts of rings. A share of what `_data_comm_seconds` and `_optimizer_seconds` say of a rank."""
+    without the starts of rings. A share of what `data_comm_seconds` and `optimizer_seconds` say of a rank."""
     s, c, cluster = layout.strategy, layout.constants, layout.cluster
     gradient = ELEMENT_BYTES[layout.accumulation_dtype]
     moved = 2 * gradient if s.zero_stage == 0 else gradient + layout.element_bytes
@@ -217,7 +217,7 @@ def _tied_seconds(layout: Layout) -> float:
     return send_seconds(layout.cluster, layout.constants, distance, size)
 
 
-def _optimizer_seconds(layout: Layout, rank: int) -> float:
+def optimizer_seconds(layout: Layout, rank: int) -> float:
     return _update_seconds(layout, layout.numel(rank))
 
 

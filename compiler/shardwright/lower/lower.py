@@ -10,6 +10,7 @@ from shardwright.ir.recipe import Recipe
 from shardwright.lower.accelerate import CONFIG, PLAIN, TRAINER, has_accelerate, plain_config, trainer_config
 from shardwright.lower.ds_config import checked, ds_config
 from shardwright.lower.launch import SCRIPTS, launch_files, render
+from shardwright.plan.graph_file import GRAPH_FILE, graph_to_json
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import plan_to_json
 
@@ -26,6 +27,7 @@ def lower(plan: Plan, recipe: Recipe, graph: ModelGraph) -> dict[str, bytes]:
         "ds_config.json": json_bytes(checked(ds_config(plan))),
         "recipe.resolved.json": json_bytes(recipe.document),
         plan.model.config_file: json_bytes(graph.config),
+        GRAPH_FILE: graph_to_json(graph).encode("utf-8"),
         **launch_files(plan),
         **_accelerate(plan),
     }

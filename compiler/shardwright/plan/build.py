@@ -17,6 +17,7 @@ from shardwright.ir.partition import StagePartition, TensorParallelMap
 from shardwright.ir.recipe import TOKENIZED_KINDS, DataSection, LaunchSection, Recipe, SlurmSection, TrainingSection
 from shardwright.ir.strategy import Strategy
 from shardwright.ir.weights import Weights
+from shardwright.plan.graph_file import GRAPH_FILE
 from shardwright.plan.plan import (
     PLAN_VERSION,
     Plan,
@@ -50,6 +51,7 @@ ARTIFACT_ROOTS: tuple[str, ...] = (
     "ds_config.json",
     "ds_config.autotp.json",
     "recipe.resolved.json",
+    GRAPH_FILE,
     "launch.sh",
     "train.py",
     *FOLDER_ROOTS,

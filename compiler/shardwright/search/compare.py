@@ -69,13 +69,14 @@ def lost_regions(recipe: Recipe, ranked: Sequence[Estimate]) -> tuple[LostRegion
             step_seconds=members[0].time.step_seconds,
             peak_bytes=members[0].memory.peak_bytes,
             slower=members[0].time.step_seconds / winner.time.step_seconds - 1,
-            because=_because(recipe, members[0], winner),
+            because=because(recipe, members[0], winner),
         )
         for members in others
     )
 
 
-def _because(recipe: Recipe, estimate: Estimate, winner: Estimate) -> str:
+def because(recipe: Recipe, estimate: Estimate, winner: Estimate) -> str:
+    """Why `winner` ranks before `estimate`, with the figures of both."""
     if recipe.objective == "memory" and estimate.memory.peak_bytes > winner.memory.peak_bytes:
         return f"{_gib(estimate)} GiB against {_gib(winner)}"
     if is_roomy(recipe, winner) and not is_roomy(recipe, estimate):

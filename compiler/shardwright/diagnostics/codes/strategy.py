@@ -36,4 +36,7 @@ STRATEGY_CODES: dict[str, str] = {
     "SW3202": "no layout fits in memory",
     "SW3203": "no layout is legal",
     "SW3204": "no cluster meets the deadline",
+    "SW3301": "a folder that compile did not write",
+    "SW3302": "a compiled folder that cannot be read",
+    "SW3303": "a layout that is asked about wrongly",
 }

@@ -1,0 +1,257 @@
+"""`shardwright diff A B`: what changed between two recipes or compiled folders, what it does, and whether checkpoints
+of A resume under B."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwright.cli.subject import Subject
+    from shardwright.ir.estimate import Estimate
+    from shardwright.ir.json_value import JsonObject, JsonValue
+    from shardwright.plan.resume import Resumable, Resume
+
+GIB = 2**30
+Change = tuple[str, "JsonValue", "JsonValue"]
+"""(key, A's value, B's value)"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("a", metavar="A", help="a recipe or a compiled folder")
+    parser.add_argument("b", metavar="B", help="another one; folders and recipes mix")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit 0 whether or not anything differs; a recipe that cannot be read is refused."""
+    from shardwright.cli.subject import read_subject
+
+    a, b = read_subject(args.a), read_subject(args.b)
+    found = difference(a, b)
+    print(json.dumps(as_object(a, b, found)) if args.json else page(a, b, found), flush=True)
+    return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """recipe: dotted keys; layers, one entry a pipeline stage; model: keys of the Hugging Face configuration."""
+
+    recipe: tuple[Change, ...]
+    strategy: tuple[Change, ...]
+    stages: tuple[Change, ...]
+    model: tuple[Change, ...]
+    versions: tuple[Change, ...]
+    resume: Resume
+
+    @property
+    def is_none(self) -> bool:
+        return not (self.recipe or self.strategy or self.stages or self.model or self.versions)
+
+
+def difference(a: Subject, b: Subject) -> Difference:
+    from shardwright.plan.resume import resume_under
+
+    ours, theirs = resumable(a), resumable(b)
+    return Difference(
+        recipe=changes(a.recipe.document, b.recipe.document),
+        strategy=changes(dataclasses.asdict(ours.strategy), dataclasses.asdict(theirs.strategy)),
+        stages=changes(_stages(a, ours), _stages(b, theirs)),
+        model=changes(a.graph.config, b.graph.config),
+        versions=changes(_versions(ours), _versions(theirs)),
+        resume=resume_under(ours, theirs),
+    )
+
+
+def resumable(subject: Subject) -> Resumable:
+    """A recipe counts as compiled by what is installed."""
+    from shardwright.cost.placement import partition_stages
+    from shardwright.diagnostics import Refusal
+    from shardwright.plan.build import installed_versions
+    from shardwright.plan.resume import Resumable
+
+    plan, strategy = subject.plan, subject.estimate.strategy
+    boundaries: tuple[int, ...] = ()
+    if plan is not None:
+        boundaries = plan.boundaries
+    else:
+        with contextlib.suppress(Refusal):  # more stages than layers: its estimate says so
+            boundaries = partition_stages(subject.recipe, subject.graph, subject.cluster, strategy).boundaries
+    return Resumable(
+        recipe=subject.recipe,
+        strategy=strategy,
+        boundaries=boundaries,
+        config_hash=subject.graph.config_hash,
+        versions=installed_versions() if plan is None else plan.versions,
+    )
+
+
+def changes(a: JsonObject, b: JsonObject) -> tuple[Change, ...]:
+    """Keys in A's order, those that B alone has last; mappings key by key, lists as one value."""
+    ours, theirs = dict(_leaves(a)), dict(_leaves(b))
+    return tuple(
+        (key, ours.get(key), theirs.get(key))
+        for key in dict.fromkeys([*ours, *theirs])
+        if json.dumps(ours.get(key)) != json.dumps(theirs.get(key))
+    )
+
+
+def _leaves(value: JsonObject, path: tuple[str, ...] = ()) -> Iterator[tuple[str, JsonValue]]:
+    for key, below in value.items():
+        if isinstance(below, dict) and below:
+            yield from _leaves(below, (*path, key))
+        else:
+            yield ".".join((*path, key)), below
+
+
+def _stages(subject: Subject, resumable: Resumable) -> JsonObject:
+    names = [layer.name for layer in subject.graph.layers]
+    bounds = zip(resumable.boundaries, resumable.boundaries[1:], strict=False)
+    return {f"stage {i}": _span(names[start:stop]) for i, (start, stop) in enumerate(bounds)}
+
+
+def _span(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{len(names)} layers: {names[0]} ... {names[-1]}"
+
+
+def _versions(resumable: Resumable) -> JsonObject:
+    return {} if resumable.versions is None else dataclasses.asdict(resumable.versions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effect:
+    """One figure of both. change: B's over A's, less 1; None where A's is 0 or one of them is not known."""
+
+    name: str
+    a: float | None
+    b: float | None
+
+    @property
+    def change(self) -> float | None:
+        return None if not self.a or self.b is None else self.b / self.a - 1
+
+
+def effects(a: Estimate, b: Estimate) -> tuple[Effect, ...]:
+    from shardwright.search.compare import PARTS
+
+    figures = [
+        ("peak_bytes", a.memory.peak_bytes, b.memory.peak_bytes),
+        ("capacity_bytes", a.memory.capacity_bytes, b.memory.capacity_bytes),
+        *(
+            (name, getattr(a.time, name), getattr(b.time, name))
+            for name in ("step_seconds", *PARTS, "tokens_per_second_per_gpu", "model_tflops_per_gpu", "mfu")
+        ),
+        *(
+            (name, getattr(a.training, name), getattr(b.training, name))
+            for name in ("steps", "days", "gpu_hours", "cost")
+        ),
+    ]
+    return tuple(Effect(name=name, a=ours, b=theirs) for name, ours, theirs in figures)
+
+
+# Words, what a figure is divided by, and its format.
+_SHOWN = {
+    "peak_bytes": ("peak memory, GiB", GIB, ".2f"),
+    "capacity_bytes": ("memory of a GPU, GiB", GIB, ".1f"),
+    "step_seconds": ("step, s", 1, ".4g"),
+    "compute_seconds": ("  computation, s", 1, ".4g"),
+    "tensor_comm_seconds": ("  tensor-parallel collectives, s", 1, ".4g"),
+    "pipeline_comm_seconds": ("  sends between stages, s", 1, ".4g"),
+    "data_comm_seconds": ("  data-parallel collectives, s", 1, ".4g"),
+    "optimizer_seconds": ("  the optimizer, s", 1, ".4g"),
+    "bubble_seconds": ("  the pipeline's idle time, s", 1, ".4g"),
+    "tokens_per_second_per_gpu": ("tokens/s per GPU", 1, ",.0f"),
+    "mfu": ("MFU", 1, ".1%"),
+    "steps": ("steps", 1, ",.0f"),
+    "days": ("days", 1, ".3g"),
+    "gpu_hours": ("GPU hours", 1, ",.4g"),
+    "cost": ("cost", 1, ",.0f"),
+}
+LONGEST = 60  # characters of a value in the page; --json has all
+
+
+def page(a: Subject, b: Subject, found: Difference) -> str:
+    from shardwright.cli.tables import table_lines, title
+
+    lines = [f"A  {_who(a)}", f"B  {_who(b)}", ""]
+    if found.is_none:
+        lines += ["nothing differs", ""]
+    sections = (
+        ("Recipe", found.recipe),
+        ("Layout", found.strategy),
+        ("Stages", found.stages),
+        ("Model", found.model),
+        ("Versions", found.versions),
+    )
+    for words, rows in sections:
+        if rows:
+            cells = [(key, _say(ours), _say(theirs)) for key, ours, theirs in rows]
+            lines += [title(words), *table_lines(("key", "A", "B"), cells, text=(0, 1, 2), indent="  "), ""]
+    figures = [_effect_row(effect) for effect in effects(a.estimate, b.estimate) if _is_shown(effect)]
+    lines += [title("Effect"), *table_lines(("", "A", "B", "change"), figures, text=(0,), indent="  ")]
+    for name, subject in (("A", a), ("B", b)):
+        broken = [d for d in subject.estimate.diagnostics if d.severity == "error"]
+        lines += [f"  {name} does not run: {d.code}: {d.message}" for d in broken]
+        if subject.is_predicted_anew:
+            lines.append(f"  {name} was compiled by another version; its figures here are this version's")
+    resume = found.resume
+    verdict = "no" if resume.verdict == "no" else f"yes, {resume.verdict}"
+    lines += ["", title("Checkpoints of A under B"), f"  {verdict}: {resume.how}"]
+    lines += [f"  {note}" for note in resume.notes]
+    return "\n".join(lines)
+
+
+def _who(subject: Subject) -> str:
+    from shardwright.diagnostics.render import visible
+
+    kind = "recipe" if subject.plan is None else "compiled folder"
+    return f"{visible(subject.name)} ({kind} {subject.recipe.name})"
+
+
+def _say(value: JsonValue) -> str:
+    from shardwright.diagnostics.render import visible
+
+    text = "-" if value is None else visible(value if isinstance(value, str) else json.dumps(value))
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
+
+def _is_shown(effect: Effect) -> bool:
+    return effect.name in _SHOWN and bool(effect.a or effect.b)
+
+
+def _effect_row(effect: Effect) -> tuple[str, ...]:
+    words, unit, form = _SHOWN[effect.name]
+    values = ("-" if value is None else format(value / unit, form) for value in (effect.a, effect.b))
+    change = effect.change
+    return words, *values, "" if change is None else "same" if change == 0 else f"{change:+.1%}"
+
+
+def as_object(a: Subject, b: Subject, found: Difference) -> JsonObject:
+    from shardwright.cli.estimate import estimate_object
+
+    def listed(rows: tuple[Change, ...]) -> list[JsonValue]:
+        return [{"key": key, "a": ours, "b": theirs} for key, ours, theirs in rows]
+
+    def side(subject: Subject) -> JsonObject:
+        kind = "recipe" if subject.plan is None else "folder"
+        return {**estimate_object(subject.name, subject.estimate), "kind": kind, "name": subject.recipe.name}
+
+    return {
+        "a": side(a),
+        "b": side(b),
+        "identical": found.is_none,
+        "changes": {
+            "recipe": listed(found.recipe),
+            "strategy": listed(found.strategy),
+            "stages": listed(found.stages),
+            "model": listed(found.model),
+            "versions": listed(found.versions),
+        },
+        "effect": {e.name: {"a": e.a, "b": e.b, "change": e.change} for e in effects(a.estimate, b.estimate)},
+        "resume": dataclasses.asdict(found.resume),
+    }

@@ -1,0 +1,332 @@
+"""`shardwright explain DIR|R`: the chosen plan in words and numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from shardwright.cli.plan_table import GIB, error_note
+from shardwright.cli.tables import table_lines, title
+from shardwright.cost.breakdown import RankBreakdown, StepParts
+from shardwright.search.compare import layout_words
+from shardwright.search.explain import Alternative, Explanation, KeyReason, explain
+from shardwright.search.sensitivity import MORE, Sensitivity
+
+if TYPE_CHECKING:
+    from shardwright.cli.subject import Subject
+    from shardwright.ir.json_value import JsonObject, JsonValue
+
+# `StepParts`' fields in words.
+STEP_WORDS = {
+    "forward_seconds": "forward passes",
+    "backward_seconds": "backward passes",
+    "recompute_seconds": "recomputation (activation_checkpointing)",
+    "accumulate_seconds": "adding up gradients",
+    "host_seconds": "overhead of each micro-batch",
+    "tensor_forward_seconds": "tensor-parallel collectives, forward",
+    "tensor_backward_seconds": "tensor-parallel collectives, backward",
+    "pipeline_comm_seconds": "sends between stages",
+    "data_comm_seconds": "data-parallel collectives",
+    "optimizer_seconds": "the optimizer",
+    "idle_seconds": "idle: the pipeline fills and drains",
+}
+# (words, the parts of `StepParts`) of the table by pipeline rank
+RANK_COLUMNS = (
+    ("forward", ("forward_seconds",)),
+    ("backward", ("backward_seconds", "accumulate_seconds", "host_seconds")),
+    ("recompute", ("recompute_seconds",)),
+    ("tensor", ("tensor_forward_seconds", "tensor_backward_seconds")),
+    ("pipeline", ("pipeline_comm_seconds",)),
+    ("data", ("data_comm_seconds",)),
+    ("optimizer", ("optimizer_seconds",)),
+    ("idle", ("idle_seconds",)),
+)
+MEMORY_COLUMNS = {
+    "parameters": "parameters_bytes",
+    "gradients": "gradients_bytes",
+    "optimizer": "optimizer_bytes",
+    "activations": "activations_bytes",
+    "working": "working_bytes",
+    "framework": "framework_bytes",
+    "allocator": "allocator_bytes",
+}
+RESOURCE_WORDS = {
+    "inter_node_bandwidth": "bandwidth between nodes",
+    "intra_node_bandwidth": "bandwidth inside a node",
+    "memory": "memory a GPU",
+    "memory_bandwidth": "memory bandwidth",
+    "peak_flops": "peak FLOP/s",
+}
+MOST_RANKS = 16
+"""Pipeline ranks in a table; of more, the first, the last, and those that matter."""
+
+
+def explained(subject: Subject) -> Explanation:
+    return explain(subject.recipe, subject.graph, subject.cluster, subject.estimate)
+
+
+def page(subject: Subject, found: Explanation) -> str:
+    sections = [
+        _head(subject, found),
+        _memory(subject, found),
+        _step(found),
+        _reasons(found),
+        _sensitivity(found),
+        _next(found),
+    ]
+    return "\n\n".join("\n".join(section) for section in sections if section)
+
+
+def _head(subject: Subject, found: Explanation) -> list[str]:
+    e, cluster, graph = found.chosen, subject.cluster, subject.graph
+    memory, time, training = e.memory, e.time, e.training
+    rows = [
+        ("recipe", subject.recipe.name),
+        ("model", f"{graph.architecture}, {graph.total_parameters:,} parameters"),
+        ("cluster", f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"),
+        ("layout", layout_words(e.strategy)),
+        ("place", _place(found)),
+        (
+            "memory",
+            f"{memory.peak_bytes / GIB:.1f} of {memory.capacity_bytes / GIB:.1f} GiB on the fullest device"
+            + ("" if memory.fits else ": it does not fit"),
+        ),
+        (
+            "step",
+            f"{time.step_seconds:.4g} s, {time.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, MFU {time.mfu:.1%}",
+        ),
+    ]
+    if training.steps:
+        cost = "" if training.cost is None else f", cost {training.cost:,.0f}"
+        rows.append(
+            ("training", f"{training.steps} steps, {training.days:.3g} days, {training.gpu_hours:,.4g} GPU hours{cost}")
+        )
+    rows += [("bound by", found.binding), ("", error_note())]
+    if subject.plan is not None and subject.is_predicted_anew:
+        then = subject.plan.predicted
+        rows.append(
+            (
+                "note",
+                f"shardwright {subject.plan.versions.shardwright} predicted {then.time.step_seconds:.4g} s and "
+                f"{then.memory.peak_bytes / GIB:.1f} GiB when it compiled this; all figures here are this version's",
+            )
+        )
+    return [f"{name:<9} {text}" for name, text in rows]
+
+
+def _place(found: Explanation) -> str:
+    if found.place is None:
+        return f"it does not run ({', '.join(d.code for d in found.chosen.diagnostics if d.severity == 'error')})"
+    pinned = [reason.key for reason in found.keys if reason.pinned]
+    of = f"{found.place} of the {found.layouts} layouts that run"
+    return f"{of}; pinned: {', '.join(pinned)}" if pinned else of
+
+
+def _memory(subject: Subject, found: Explanation) -> list[str]:
+    """GiB, one row a pipeline rank."""
+    header = ("pipeline rank", "layers", *MEMORY_COLUMNS, "total", "free")
+    capacity = found.chosen.memory.capacity_bytes
+    names = [layer.name for layer in subject.graph.layers]
+    rows: list[tuple[str, ...]] = []
+    bold: list[int] = []
+    for rank in _shown(found):
+        parts = [getattr(rank.memory, field) for field in MEMORY_COLUMNS.values()]
+        total = rank.memory.peak_bytes
+        bold += [len(rows)] * (rank.pipeline_rank == found.breakdown.fullest)
+        cells = [f"{value / GIB:.2f}" for value in (*parts, total, capacity - total)]
+        rows.append((str(rank.pipeline_rank), _layers(rank, names), *cells))
+    return [
+        title(f"Memory: GiB on the fullest device of each pipeline rank, of {capacity / GIB:.1f}"),
+        *table_lines(header, rows, text=(1,), bold=bold, indent="  "),
+        *_left_out(found),
+        "  working: short-lived tensors of a backward pass or of the optimizer's step; framework: context and "
+        "communicators;",
+        "  allocator: freed blocks that it keeps",
+    ]
+
+
+def _layers(rank: RankBreakdown, names: list[str]) -> str:
+    def span(start: int, stop: int) -> str:
+        count = stop - start
+        if count <= 0:
+            return "none"
+        return names[start] if count == 1 else f"{count}: {names[start]} ... {names[stop - 1]}"
+
+    return " and ".join(span(*bounds) for bounds in rank.layers)
+
+
+def _shown(found: Explanation) -> list[RankBreakdown]:
+    ranks = found.breakdown.ranks
+    if len(ranks) <= MOST_RANKS:
+        return list(ranks)
+    kept = {0, 1, len(ranks) - 2, len(ranks) - 1, found.breakdown.fullest, found.breakdown.slowest}
+    return [rank for rank in ranks if rank.pipeline_rank in kept]
+
+
+def _left_out(found: Explanation) -> list[str]:
+    left = len(found.breakdown.ranks) - len(_shown(found))
+    return [f"  {left} more pipeline ranks are in --json"] if left else []
+
+
+def _step(found: Explanation) -> list[str]:
+    step, total = found.breakdown.step, found.chosen.time.step_seconds
+    parts = [(words, getattr(step, name)) for name, words in STEP_WORDS.items()]
+    rows = [(words, _ms(seconds), f"{seconds / total:.1%}") for words, seconds in parts if seconds]
+    rows.append(("the step", _ms(total), "100.0%"))
+    several = len(found.breakdown.ranks) > 1
+    slowest = f" of pipeline rank {found.breakdown.slowest}, the slowest" if several else ""
+    lines = [
+        title(f"Time: milliseconds of a step{slowest}"),
+        *table_lines(("part", "ms", "share"), rows, text=(0,), indent="  "),
+    ]
+    if several:
+        header = ("pipeline rank", *(name for name, _ in RANK_COLUMNS))
+        ranks = _shown(found)
+        each = [(str(r.pipeline_rank), *(_ms(_sum(r.time, fields)) for _, fields in RANK_COLUMNS)) for r in ranks]
+        bold = [i for i, r in enumerate(ranks) if r.pipeline_rank == found.breakdown.slowest]
+        lines += ["", *table_lines(header, each, bold=bold, indent="  "), *_left_out(found)]
+    return lines
+
+
+def _sum(parts: StepParts, names: tuple[str, ...]) -> float:
+    seconds: float = sum(getattr(parts, name) for name in names)
+    return seconds
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f}"
+
+
+def _reasons(found: Explanation) -> list[str]:
+    header = ("key", "value", "the best layout with another value", "step", "")
+    rows = [_reason(reason) for reason in found.keys]
+    return [title("Why these values"), *table_lines(header, rows, text=(0, 1, 2, 4), indent="  ")]
+
+
+def _reason(reason: KeyReason) -> tuple[str, ...]:
+    value = f"{reason.value}{' (pinned)' if reason.pinned else ''}"
+    other = reason.other
+    if other is None:
+        refused = reason.refused
+        why = "" if refused is None else f"{refused.code}: {refused.reason}"
+        return reason.key, value, "none tried" if refused is None else "none runs", "", why
+    return (
+        reason.key,
+        value,
+        f"{reason.key}={getattr(other.strategy, reason.key)}",
+        f"{other.slower:+.1%}",
+        _loses(other),
+    )
+
+
+def _loses(other: Alternative) -> str:
+    return other.because if other.slower >= 0 else f"would win by {other.because}"
+
+
+def _sensitivity(found: Explanation) -> list[str]:
+    if not found.sensitivity:
+        return []
+    step = found.chosen.time.step_seconds
+    rows = [_more(each, found, step) for each in found.sensitivity]
+    header = (f"{MORE - 1:.0%} more", "this layout", "the best layout", "")
+    return [title("What more would change"), *table_lines(header, rows, text=(0, 3), indent="  ")]
+
+
+def _more(each: Sensitivity, found: Explanation, step: float) -> tuple[str, ...]:
+    words = RESOURCE_WORDS[each.resource]
+    same = _change(each.same.time.step_seconds / step - 1)
+    if each.best is None:
+        return words, same, "-", "no layout runs"
+    is_same = each.best.strategy == found.chosen.strategy
+    other = "the same layout" if is_same else layout_words(each.best.strategy)
+    return words, same, _change(each.best.time.step_seconds / step - 1), other
+
+
+def _change(share: float) -> str:
+    return "none" if abs(share) < 5e-4 else f"{share:+.1%}"
+
+
+def _next(found: Explanation) -> list[str]:
+    if not found.next_best:
+        return []
+    where = " without the pins" if found.beyond_pins else ""
+    header = ("layout", "GiB", "s/step", "Δ", "")
+    rows = [
+        (
+            layout_words(e.strategy),
+            f"{e.peak_bytes / GIB:.1f}",
+            f"{e.step_seconds:.4g}",
+            f"{e.slower:+.1%}",
+            _loses(e),
+        )
+        for e in found.next_best
+    ]
+    return [title(f"The next best{where}"), *table_lines(header, rows, text=(0, 4), indent="  ")]
+
+
+def as_object(subject: Subject, found: Explanation) -> JsonObject:
+    """The object of `estimate --json`, with its parts taken apart."""
+    from shardwright.cli.estimate import estimate_object
+
+    e, step = found.chosen, found.chosen.time.step_seconds
+    breakdown = found.breakdown
+
+    def change(seconds: float) -> float:
+        return seconds / step - 1
+
+    sensitivity: list[JsonValue] = [
+        {
+            "resource": each.resource,
+            "factor": MORE,
+            "same_layout": {
+                "step_seconds": each.same.time.step_seconds,
+                "change": change(each.same.time.step_seconds),
+                "fits": each.same.memory.fits,
+            },
+            "best_layout": None
+            if each.best is None
+            else {
+                "strategy": dataclasses.asdict(each.best.strategy),
+                "step_seconds": each.best.time.step_seconds,
+                "change": change(each.best.time.step_seconds),
+                "is_the_same": each.best.strategy == e.strategy,
+            },
+        }
+        for each in found.sensitivity
+    ]
+    return {
+        **estimate_object(subject.name, e),
+        "name": subject.recipe.name,
+        "model": {"architecture": subject.graph.architecture, "parameters": subject.graph.total_parameters},
+        "cluster": {
+            "nodes": subject.cluster.nodes,
+            "gpus_per_node": subject.cluster.gpus_per_node,
+            "gpu": subject.cluster.gpu.name,
+        },
+        "place": found.place,
+        "layouts": found.layouts,
+        "breakdown": {
+            "slowest_pipeline_rank": breakdown.slowest,
+            "fullest_pipeline_rank": breakdown.fullest,
+            "step": dataclasses.asdict(breakdown.step),
+            "ranks": [_rank_object(rank, subject) for rank in breakdown.ranks],
+        },
+        "binding": found.binding,
+        "keys": [dataclasses.asdict(reason) for reason in found.keys],
+        "sensitivity": sensitivity,
+        "next_best": [dataclasses.asdict(other) for other in found.next_best],
+        "next_best_beyond_pins": found.beyond_pins,
+        "rejected": [dataclasses.asdict(region) for region in found.rejected],
+        "predicted_by_this_version": subject.plan is None or not subject.is_predicted_anew,
+    }
+
+
+def _rank_object(rank: RankBreakdown, subject: Subject) -> JsonObject:
+    names = [layer.name for layer in subject.graph.layers]
+    return {
+        "pipeline_rank": rank.pipeline_rank,
+        "layers": [names[i] for start, stop in rank.layers for i in range(start, stop)],
+        "micro_batches_in_flight": list(rank.in_flight),
+        "memory": {**dataclasses.asdict(rank.memory), "peak_bytes": rank.memory.peak_bytes},
+        "time": {**dataclasses.asdict(rank.time), "step_seconds": rank.time.total_seconds},
+    }

@@ -1,0 +1,155 @@
+"""`shardwright init MODEL --gpu G --nodes N --gpus-per-node M`: a commented first recipe, which `check` accepts and
+`plan` plans."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwright.cli.init_text import GPUS_PER_NODE, Choice, recipe_text
+
+if TYPE_CHECKING:
+    from shardwright.diagnostics import Diagnostic
+    from shardwright.ir.recipe import Recipe
+
+MOST_NODES = 1024
+"""How many are tried, in powers of two, to say how many would do."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a hub id, such as Qwen/Qwen3-8B, or a model's folder")
+    parser.add_argument("--gpu", metavar="NAME", help="a GPU of the catalogue, such as h100-sxm-80gb; `cpu` is one")
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="default 1")
+    parser.add_argument("--gpus-per-node", type=int, default=GPUS_PER_NODE, metavar="N", help="default %(default)s")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write it there; a file is never replaced")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the recipe, or writes it with -o. Raises Refusal: SW1442 to SW1444, and for an unknown model or GPU."""
+    from shardwright.cli.console import error
+    from shardwright.diagnostics import Refusal
+    from shardwright.model.popular.shipped import shipped_name
+
+    output: Path | None = args.output
+    if output is not None and os.path.lexists(output):
+        raise Refusal(_exists(output))
+    gpu = args.gpu or _ask_gpu()
+    if gpu is None:
+        error("--gpu is missing; `--gpu cpu` is this machine, and `shardwright completion` completes the others")
+        return 1
+    folder = os.path.isfile(os.path.join(args.model, "config.json"))
+    choice = Choice(
+        model=_relative(args.model, output) if folder else shipped_name(args.model) or args.model,
+        name=_name(args.model, gpu, args.nodes, args.gpus_per_node),
+        gpu=gpu,
+        nodes=args.nodes,
+        gpus_per_node=args.gpus_per_node,
+    )
+    source = os.path.abspath(args.model) if folder else choice.model
+    text = recipe_text(choice, source)
+    _check(text, None if output is None else output.parent)
+    if output is None:
+        sys.stdout.write(text)
+        return 0
+    try:
+        with output.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise Refusal(_exists(output)) from None
+    except OSError as problem:
+        error(f"cannot write {output}: {problem.strerror}")
+        return 1
+    print(f"written {output}; next: shardwright plan {output}", file=sys.stderr)
+    return 0
+
+
+def _ask_gpu() -> str | None:
+    """On a terminal alone; in a pipe nobody answers."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return None
+    from shardwright.cluster.resolve import catalogue
+
+    print(f"Known GPUs: {', '.join(catalogue()['gpus'])}", file=sys.stderr)
+    print("gpu: ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip() or None
+
+
+def _name(model: str, gpu: str, nodes: int, gpus_per_node: int) -> str:
+    last = os.path.basename(os.path.normpath(model)).lower()
+    cluster = f"{gpus_per_node}x{gpu.split('-')[0]}" if nodes == 1 else f"{nodes}x{gpus_per_node}{gpu.split('-')[0]}"
+    return re.sub(r"[^A-Za-z0-9._-]", "-", f"{last}-{cluster}")[:64].strip("-")
+
+
+def _relative(folder: str, output: Path | None) -> str:
+    """As the recipe's own folder sees it, always with a leading dot, so that it is read as a folder."""
+    path = os.path.relpath(folder, output.parent if output is not None else ".")
+    return path if path.startswith("..") else f"./{path}"
+
+
+def _exists(output: Path) -> Diagnostic:
+    from shardwright.diagnostics import Diagnostic
+
+    return Diagnostic(
+        code="SW1442",
+        message=f"{str(output)!r} is there already, and init replaces nothing",
+        help="Give -o another name, or remove the file first.",
+    )
+
+
+def _check(text: str, directory: Path | None) -> None:
+    """Refuses what `check` or `plan` would: an unknown name, or a model that fits on no layout of the cluster."""
+    from shardwright.cli.estimate import model_and_cluster
+    from shardwright.cli.plan_model import load_text
+    from shardwright.diagnostics import Diagnostic, Refusal
+    from shardwright.search.search import choose
+
+    recipe = _at(load_text(text, ()), text, directory)
+    graph, cluster = model_and_cluster(recipe)
+    try:
+        choose(recipe, graph, cluster)
+    except Refusal as refusal:
+        enough = _enough_nodes(recipe)
+        fewest = f"{enough} nodes of {cluster.gpus_per_node} would have one." if enough else "No number of nodes helps."
+        raise Refusal(
+            *refusal.diagnostics,
+            Diagnostic(
+                code="SW1443",
+                message=f"no layout runs on {cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}, so no recipe "
+                "is written",
+                help=f"{fewest} A GPU with more memory or a smaller model would do, too.",
+            ),
+        ) from None
+
+
+def _at(recipe: Recipe, text: str, directory: Path | None) -> Recipe:
+    """A relative model folder is relative to where the recipe will stand."""
+    import dataclasses
+
+    source = recipe.model.source
+    if directory is None or source is None or not os.path.isabs(source):
+        return recipe
+    folder = os.path.relpath(source, os.getcwd())
+    model = dataclasses.replace(recipe.model, source=os.path.abspath(os.path.join(directory, folder)))
+    return dataclasses.replace(recipe, model=model)
+
+
+def _enough_nodes(recipe: Recipe) -> int | None:
+    import dataclasses
+
+    from shardwright.cli.estimate import model_and_cluster
+    from shardwright.search.search import search
+
+    nodes = 2 * (recipe.cluster.nodes or 1)
+    while nodes <= MOST_NODES:
+        section = dataclasses.replace(recipe.cluster, nodes=nodes)
+        batch = max(recipe.training.global_batch_size, nodes * section.gpus_per_node)
+        training = dataclasses.replace(recipe.training, global_batch_size=batch)
+        there = dataclasses.replace(recipe, cluster=section, training=training)
+        if search(there, *model_and_cluster(there)).ranked:
+            return nodes
+        nodes *= 2
+    return None

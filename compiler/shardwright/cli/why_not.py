@@ -1,0 +1,194 @@
+"""`shardwright explain DIR|R --why-not tensor=8,pipeline=2`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwright.cli.plan_table import GIB
+from shardwright.cli.tables import table_lines
+from shardwright.search.compare import PARTS, layout_words
+from shardwright.search.why_not import CHOSEN, LOSES, TOO_LARGE, WINS, Answer
+
+if TYPE_CHECKING:
+    from shardwright.cli.subject import Subject
+    from shardwright.diagnostics import Diagnostic
+    from shardwright.ir.estimate import Estimate
+    from shardwright.ir.json_value import JsonObject
+    from shardwright.ir.recipe import Recipe
+
+CROSS_CHECKS = "SW12"
+"""What stage 1 says of values that are each legal and do not go together: an answer, not a mistyped question."""
+
+
+def run(name: str, overrides: Sequence[str], words: str, *, as_json: bool) -> int:
+    """0 where there is an answer, whichever it is. Raises Refusal for a recipe or a question that cannot be read."""
+    from shardwright.cli.subject import read_subject
+
+    asked = asked_keys(words)
+    subject = read_subject(name, overrides)
+    answer, freed = ask(subject, overrides, asked)
+    print(
+        json.dumps(as_object(subject, asked, freed, answer)) if as_json else page(subject, asked, freed, answer),
+        flush=True,
+    )
+    return 0
+
+
+def asked_keys(words: str) -> dict[str, str]:
+    """`tensor=8,pipeline=2` -> key -> value, as written. Raises Refusal: SW3303."""
+    from shardwright.diagnostics import Refusal
+    from shardwright.ir.recipe import ParallelismSection
+
+    known = [field.name for field in dataclasses.fields(ParallelismSection)]
+    found: list[Diagnostic] = []
+    asked: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in words.split(","))):
+        key, equals, value = (text.strip() for text in part.partition("="))
+        key = key.removeprefix("parallelism.")
+        if not equals or not value:
+            found.append(_mistake(f"`{part}` is not key=value", ()))
+        elif key not in known:
+            found.append(_mistake(f"`{key}` is no key of `parallelism`", _nearest(key, known)))
+        elif key in asked:
+            found.append(_mistake(f"`{key}` is given twice", ()))
+        asked[key] = value
+    if not asked:
+        found.append(_mistake("--why-not names no layout", ()))
+    if found:
+        raise Refusal(*found)
+    return asked
+
+
+def _mistake(message: str, valid: tuple[str, ...]) -> Diagnostic:
+    from shardwright.diagnostics import Diagnostic
+
+    return Diagnostic(
+        code="SW3303",
+        message=message,
+        help="Write keys of the recipe's `parallelism` section, such as --why-not tensor=8,pipeline=2."
+        + (f" Did you mean `{valid[0]}`?" if valid else ""),
+        valid=valid,
+    )
+
+
+def _nearest(key: str, known: Sequence[str]) -> tuple[str, ...]:
+    import difflib
+
+    from shardwright.recipe.describe import synonym
+
+    meant = synonym(key)
+    if meant is not None and meant[0] == "parallelism":
+        return (meant[-1],)
+    return tuple(difflib.get_close_matches(key, known, n=2))
+
+
+def ask(subject: Subject, overrides: Sequence[str], asked: Mapping[str, str]) -> tuple[Answer, tuple[str, ...]]:
+    """The answer, and the keys that the recipe pins and the question sets aside: all of the layout that it does not
+    name is free."""
+    from shardwright.diagnostics import Refusal
+    from shardwright.recipe.load import load_recipe
+    from shardwright.search.explain import pinned_keys
+    from shardwright.search.why_not import refused, why_not
+
+    freed = tuple(key for key in pinned_keys(subject.recipe) if key not in asked)
+    layout = [f"parallelism.{key}=auto" for key in freed] + [f"parallelism.{k}={v}" for k, v in asked.items()]
+    path = Path(subject.name, "recipe.resolved.json") if os.path.isdir(subject.name) else Path(subject.name)
+    text = None if subject.name != "-" else subject.recipe.source.texts[subject.recipe.source.file]
+    try:
+        loaded: Recipe = load_recipe(path, [*overrides, *layout], stdin_text=text)
+    except Refusal as refusal:
+        if all(d.code.startswith(CROSS_CHECKS) for d in refusal.diagnostics):
+            return refused(refusal), freed
+        raise
+    recipe = dataclasses.replace(subject.recipe, parallelism=loaded.parallelism)
+    return why_not(recipe, subject.graph, subject.cluster, subject.estimate), freed
+
+
+def page(subject: Subject, asked: Mapping[str, str], freed: Sequence[str], answer: Answer) -> str:
+    lines = [f"asked    {' '.join(f'{key}={value}' for key, value in asked.items())}"]
+    if freed:
+        lines[0] += f" (set aside: the recipe's own {', '.join(freed)})"
+    lines.append(f"plan     {layout_words(subject.estimate.strategy)}")
+    if answer.estimate is not None and answer.verdict != CHOSEN:
+        lines.append(f"best     {layout_words(answer.estimate.strategy)}")
+    lines.append(f"answer   {sentence(subject, answer)}")
+    for d in answer.diagnostics:
+        lines.append(f"         {d.severity}[{d.code}]: {d.message}")
+        lines += [f"         = help: {d.help}"] if d.help else []
+    if answer.estimate is not None and answer.verdict != CHOSEN:
+        lines += ["", *_figures(subject.estimate, answer.estimate)]
+    return "\n".join(lines)
+
+
+def sentence(subject: Subject, answer: Answer) -> str:
+    found = answer.estimate
+    if found is None:
+        return f"it cannot be: {answer.because}"
+    change = found.time.step_seconds / subject.estimate.time.step_seconds - 1
+    peak, capacity = found.memory.peak_bytes / GIB, found.memory.capacity_bytes / GIB
+    match answer.verdict:
+        case verdict if verdict == CHOSEN:
+            return "it is: the plan's layout is the best one of that region"
+        case verdict if verdict == TOO_LARGE:
+            return f"it does not fit: the least that it takes is {peak:.1f} of {capacity:.1f} GiB"
+        case verdict if verdict == LOSES:
+            return f"it runs, and loses: {_change(change)}; {answer.because}"
+        case verdict if verdict == WINS:
+            return f"it runs, and is better ({_change(change)}; the plan's {answer.because}): pins keep it out"
+        case _:
+            codes = ", ".join(d.code for d in answer.diagnostics if d.severity == "error")
+            return f"it does not run: {codes}. Were it to run, its step would be {_change(change)}"
+
+
+def _change(share: float) -> str:
+    return f"{abs(share):.1%} {'longer' if share >= 0 else 'shorter'}"
+
+
+def _figures(plan: Estimate, other: Estimate) -> list[str]:
+    """Part by part, the plan's and the other's."""
+    rows: list[tuple[str, ...]] = []
+    for name, words in PARTS.items():
+        ours, theirs = getattr(plan.time, name), getattr(other.time, name)
+        if ours or theirs:
+            rows.append(_row(f"{words}, ms", ours * 1e3, theirs * 1e3))
+    rows.append(_row("the step, ms", plan.time.step_seconds * 1e3, other.time.step_seconds * 1e3))
+    peak = f"peak memory, GiB of {plan.memory.capacity_bytes / GIB:.1f}"
+    rows.append(_row(peak, plan.memory.peak_bytes / GIB, other.memory.peak_bytes / GIB))
+    return table_lines(("", "plan", "asked", "difference"), rows, text=(0,))
+
+
+def _row(words: str, ours: float, theirs: float) -> tuple[str, ...]:
+    return words, f"{ours:,.1f}", f"{theirs:,.1f}", f"{theirs - ours:+,.1f}"
+
+
+def as_object(subject: Subject, asked: Mapping[str, str], freed: Sequence[str], answer: Answer) -> JsonObject:
+    from shardwright.cli.estimate import diagnostic_objects, estimate_object
+
+    plan, found = subject.estimate, answer.estimate
+    document: JsonObject = {
+        "recipe": subject.name,
+        "asked": dict(asked),
+        "set_aside": list(freed),
+        "verdict": answer.verdict,
+        "answer": sentence(subject, answer),
+        "because": answer.because,
+        "diagnostics": diagnostic_objects(answer.diagnostics),
+        "plan": estimate_object(subject.name, plan),
+        "estimate": None if found is None else estimate_object(subject.name, found),
+    }
+    if found is None:
+        return document
+    return {
+        **document,
+        "difference": {
+            "slower": found.time.step_seconds / plan.time.step_seconds - 1,
+            "step_seconds": found.time.step_seconds - plan.time.step_seconds,
+            "peak_bytes": found.memory.peak_bytes - plan.memory.peak_bytes,
+            **{name: getattr(found.time, name) - getattr(plan.time, name) for name in PARTS},
+        },
+    }

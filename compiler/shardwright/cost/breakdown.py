@@ -1,0 +1,176 @@
+"""Where each byte and each second of a layout goes, finer than `Estimate`, from the same functions: what it says adds
+up to what the estimate says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from shardwright.cost.compute import layer_seconds
+from shardwright.cost.layout import Layout
+from shardwright.cost.memory import framework_bytes, rank_memory
+from shardwright.cost.offload import host_transfer_seconds
+from shardwright.cost.passes import passes
+from shardwright.cost.timing import (
+    StageSeconds,
+    data_comm_seconds,
+    optimizer_seconds,
+    schedule_seconds,
+    stage_seconds,
+)
+from shardwright.ir.estimate import Estimate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepParts:
+    """Seconds of one optimizer step, exposed time only; the sum is the step.
+
+    recompute: what activation checkpointing runs again. accumulate: adding each micro-batch's gradients up. host: what
+    a micro-batch costs beyond its layers. tensor_forward, tensor_backward: collectives of tensor parallelism. idle: the
+    pipeline's bubble, and on a rank that is not the slowest one its waiting.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    recompute_seconds: float
+    accumulate_seconds: float
+    host_seconds: float
+    tensor_forward_seconds: float
+    tensor_backward_seconds: float
+    pipeline_comm_seconds: float
+    data_comm_seconds: float
+    optimizer_seconds: float
+    idle_seconds: float
+
+    @property
+    def total_seconds(self) -> float:
+        seconds: float = sum(getattr(self, field.name) for field in fields(self))
+        return seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Bytes on the fullest device of one pipeline rank; the sum is `StageMemory.peak_bytes` (workspace = working +
+    framework + allocator).
+
+    working: short-lived tensors of the backward pass or of the optimizer's step, whichever is more. framework: the
+    context and the communicators. allocator: freed blocks that it keeps.
+    """
+
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    working_bytes: int
+    framework_bytes: int
+    allocator_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankBreakdown:
+    """One pipeline rank. layers: [start, stop) of graph.layers, two for DualPipeV. in_flight: micro-batches whose
+    activations each of them keeps at once."""
+
+    pipeline_rank: int
+    layers: tuple[tuple[int, int], ...]
+    in_flight: tuple[float, ...]
+    memory: RankMemory
+    time: StepParts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    """step: of the slowest pipeline rank, as `Time` has it. fullest, slowest: pipeline ranks."""
+
+    step: StepParts
+    fullest: int
+    slowest: int
+    ranks: tuple[RankBreakdown, ...]
+
+
+def break_down(layout: Layout, estimate: Estimate) -> Breakdown:
+    """estimate: of this layout."""
+    s, time = layout.strategy, estimate.time
+    found = passes(layout)
+    stages = [stage_seconds(layout, rank, found) for rank in range(s.pipeline)]
+    schedule = schedule_seconds(layout, found, stages)
+    ranks = tuple(_rank(layout, estimate, rank, schedule, stages[rank]) for rank in range(s.pipeline))
+    slowest = max(range(s.pipeline), key=lambda rank: stages[rank].total)
+    step = _parts(
+        layout,
+        slowest,
+        pipeline_comm=time.pipeline_comm_seconds,
+        data_comm=time.data_comm_seconds,
+        optimizer=time.optimizer_seconds,
+        total=time.step_seconds,
+    )
+    fullest = max(estimate.memory.stages, key=lambda stage: stage.peak_bytes).stage
+    return Breakdown(step=step, fullest=fullest, slowest=slowest, ranks=ranks)
+
+
+def _rank(layout: Layout, estimate: Estimate, rank: int, schedule: float, stage: StageSeconds) -> RankBreakdown:
+    m = layout.strategy.gradient_accumulation_steps
+    data_comm = data_comm_seconds(layout, rank, stage)
+    if layout.strategy.offload != "none":  # another link, at the same time
+        data_comm = max(data_comm, host_transfer_seconds(layout, rank, stage.compute))
+    blocks, held = layout.ranks[rank], estimate.memory.stages[rank]
+    live = rank_memory(layout, rank, 0)  # no room to keep anything in
+    framework = round(framework_bytes(layout))
+    return RankBreakdown(
+        pipeline_rank=rank,
+        layers=tuple((block.start, block.stop) for block in blocks),
+        in_flight=tuple(block.in_flight for block in blocks),
+        memory=RankMemory(
+            parameters_bytes=held.parameters_bytes,
+            gradients_bytes=held.gradients_bytes,
+            optimizer_bytes=held.optimizer_bytes,
+            activations_bytes=held.activations_bytes,
+            working_bytes=live.workspace_bytes - framework,
+            framework_bytes=framework,
+            allocator_bytes=held.workspace_bytes - live.workspace_bytes,
+        ),
+        time=_parts(
+            layout,
+            rank,
+            pipeline_comm=min(m * stage.pipeline_comm, schedule - m * (stage.compute + stage.tensor_comm)),
+            data_comm=data_comm,
+            optimizer=optimizer_seconds(layout, rank),
+            total=estimate.time.step_seconds,
+        ),
+    )
+
+
+def _parts(
+    layout: Layout, rank: int, *, pipeline_comm: float, data_comm: float, optimizer: float, total: float
+) -> StepParts:
+    """idle: what is left of the total."""
+    s, found, blocks = layout.strategy, passes(layout), layout.ranks[rank]
+    m = s.gradient_accumulation_steps
+    layers = layer_seconds(layout.recipe, layout.graph, layout.cluster.gpu, s, layout.constants)
+
+    def over(sums: tuple[float, ...]) -> float:
+        return m * sum(sums[block.stop] - sums[block.start] for block in blocks)
+
+    backward, again = over(layers.backward), over(layers.again)
+    parts = StepParts(
+        forward_seconds=over(layers.forward),
+        backward_seconds=backward,
+        recompute_seconds=again,
+        accumulate_seconds=_no_noise(over(found.backward_compute) - backward - again, backward),
+        host_seconds=m * found.per_rank_seconds,
+        tensor_forward_seconds=over(found.forward_comm),
+        tensor_backward_seconds=over(found.backward_comm),
+        pipeline_comm_seconds=pipeline_comm,
+        data_comm_seconds=data_comm,
+        optimizer_seconds=optimizer,
+        idle_seconds=0.0,
+    )
+    return replace(parts, idle_seconds=_no_noise(total - parts.total_seconds, total))
+
+
+def _no_noise(seconds: float, of_seconds: float) -> float:
+    """0 where the difference of two sums is rounding alone."""
+    return 0.0 if abs(seconds) < 1e-9 * of_seconds else seconds

@@ -1,0 +1,90 @@
+"""Whether a checkpoint of one plan resumes under another one, and how. What `run` does; here it is told beforehand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from shardwright.ir.recipe import Recipe
+from shardwright.ir.strategy import Strategy
+from shardwright.plan.plan import Versions
+
+BIT_FOR_BIT, SAME_RANKS, CONVERTED, NO = "bit for bit", "same ranks", "converted", "no"
+# Keys that decide which rank holds what; the others change what is computed on the way.
+_PLACEMENT = ("tensor", "pipeline", "data", "zero_stage", "schedule", "offload")
+_SAMPLES = ("sequence_length", "global_batch_size", "seed")
+_DATA = ("kind", "path", "packing", "shuffle")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumable:
+    """What of a run a checkpoint has to fit. boundaries: of its pipeline stages; versions: None where not compiled."""
+
+    recipe: Recipe
+    strategy: Strategy
+    boundaries: tuple[int, ...]
+    config_hash: str
+    versions: Versions | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """verdict: bit for bit (the run goes on as if nothing had happened), same ranks (each rank loads its own files),
+    converted (the state is cut anew as it is loaded, by itself), no. notes: what else the resumed run would notice."""
+
+    verdict: str
+    how: str
+    notes: tuple[str, ...]
+
+
+def resume_under(a: Resumable, b: Resumable) -> Resume:
+    """Of a checkpoint that `a` wrote, under `b`."""
+    if a.config_hash != b.config_hash:
+        return _no(f"the model is another one (its configuration {a.config_hash[:12]}, there {b.config_hash[:12]})")
+    if (theirs := _tokenizer(a.recipe)) != (ours := _tokenizer(b.recipe)) and None not in (theirs, ours):
+        return _no(f"the tokenizer is another one ({theirs}, there {ours})")
+    notes = (*_samples(a.recipe, b.recipe), *_schedule(a.recipe, b.recipe))
+    moved = [k for k in _PLACEMENT if getattr(a.strategy, k) != getattr(b.strategy, k)]
+    if a.boundaries != b.boundaries and not moved:
+        moved = ["stage boundaries"]
+    precision = a.recipe.training.precision != b.recipe.training.precision
+    if moved or precision:
+        changed = ", ".join([*moved, *["precision"] * precision])
+        how = f"`run` cuts weights and optimizer states anew as it loads them, by itself; other are {changed}"
+        return Resume(verdict=CONVERTED, how=how, notes=notes)
+    order = [k for k in _compute_keys(a.strategy) if getattr(a.strategy, k) != getattr(b.strategy, k)]
+    if order or notes or a.versions != b.versions:
+        why = ", ".join(order) or ("what is noted" if notes else "the versions")
+        how = f"each rank loads its own files; sums may round differently ({why})"
+        return Resume(verdict=SAME_RANKS, how=how, notes=notes)
+    return Resume(verdict=BIT_FOR_BIT, how="the layout is the same: each rank loads its own files", notes=())
+
+
+def _no(why: str) -> Resume:
+    return Resume(verdict=NO, how=f"{why}; `shardwright export` gives its weights", notes=())
+
+
+def _compute_keys(strategy: Strategy) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(strategy) if field.name not in _PLACEMENT)
+
+
+def _tokenizer(recipe: Recipe) -> str | None:
+    """None where the data are token ids already, or made up."""
+    return None if recipe.data is None else recipe.data.tokenizer
+
+
+def _samples(a: Recipe, b: Recipe) -> tuple[str, ...]:
+    """A step's number stands for the samples before it: true where these are the same."""
+    changed = [f"training.{k}" for k in _SAMPLES if getattr(a.training, k) != getattr(b.training, k)]
+    if a.data is not None and b.data is not None:
+        changed += [f"data.{k}" for k in _DATA if getattr(a.data, k) != getattr(b.data, k)]
+        changed += ["data"] * (a.data.options != b.data.options)
+    if not changed:
+        return ()
+    return (f"the samples come in another order ({', '.join(changed)}): some may be seen twice, some not at all",)
+
+
+def _schedule(a: Recipe, b: Recipe) -> tuple[str, ...]:
+    """The optimizer's settings and the learning rate's curve are the new recipe's, from the next step on."""
+    names = ("optimizer", "scheduler", "gradient_clipping", "gradient_accumulation_dtype", "steps", "tokens", "epochs")
+    changed = [f"training.{k}" for k in names if getattr(a.training, k) != getattr(b.training, k)]
+    return (f"from the resumed step on these are the new ones: {', '.join(changed)}",) if changed else ()

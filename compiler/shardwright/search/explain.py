@@ -1,0 +1,144 @@
+"""Why this layout: what it is made of, what each of its keys would cost otherwise, and what comes next."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from shardwright.cost.breakdown import Breakdown, break_down
+from shardwright.cost.estimate import is_roomy, weigh
+from shardwright.ir.cluster import Cluster
+from shardwright.ir.estimate import Estimate
+from shardwright.ir.model_graph import ModelGraph
+from shardwright.ir.recipe import Recipe
+from shardwright.ir.strategy import Strategy
+from shardwright.search.compare import because, binding_constraint
+from shardwright.search.search import SearchResult, search
+from shardwright.search.sensitivity import Sensitivity, sensitivities
+from shardwright.search.walk import RejectedRegion
+
+LAYOUT_KEYS = (
+    *("tensor", "pipeline", "data", "zero_stage", "micro_batch_size"),
+    *("activation_checkpointing", "schedule", "offload"),
+)
+"""The keys of `parallelism` that a search settles."""
+NEXT = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """Another layout that runs. slower: its step over the chosen one's, less 1. because: what it loses by; where it is
+    the better one (only pins can bring that about), what the chosen one does."""
+
+    strategy: Strategy
+    step_seconds: float
+    peak_bytes: int
+    slower: float
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyReason:
+    """One key of the layout. other: the best layout with any other value of it; None where no such layout runs, and
+    refused is a region that says why (None where the search had no other value to try)."""
+
+    key: str
+    value: int | str
+    pinned: bool
+    other: Alternative | None
+    refused: RejectedRegion | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """place: of the chosen layout among all that run, counted from 1, without the recipe's pins; None where it does
+    not run. next_best: those that follow the chosen one within the pins, or, where the pins leave it alone, the best of
+    the others without them. rejected: without the pins, a region a code."""
+
+    chosen: Estimate
+    breakdown: Breakdown
+    binding: str
+    keys: tuple[KeyReason, ...]
+    place: int | None
+    layouts: int
+    next_best: tuple[Alternative, ...]
+    beyond_pins: bool
+    sensitivity: tuple[Sensitivity, ...]
+    rejected: tuple[RejectedRegion, ...]
+
+
+def explain(recipe: Recipe, graph: ModelGraph, cluster: Cluster, chosen: Estimate) -> Explanation:
+    """chosen: of a layout whose world and batch work out. Runs the search about seven times."""
+    layout, _ = weigh(recipe, graph, cluster, chosen.strategy)
+    within = search(recipe, graph, cluster)
+    pinned = pinned_keys(recipe)
+    everywhere = search(without_layout_pins(recipe), graph, cluster) if pinned else within
+    after = _after(within, chosen)
+    beyond_pins = not after and bool(pinned)
+    if beyond_pins:
+        after = [e for e in everywhere.ranked if e.strategy != chosen.strategy]
+    order = [e.strategy for e in everywhere.ranked]
+    return Explanation(
+        chosen=chosen,
+        breakdown=break_down(layout, chosen),
+        binding=binding_constraint(chosen, within.beyond_memory),
+        keys=tuple(_reason(recipe, everywhere, chosen, key, key in pinned) for key in LAYOUT_KEYS),
+        place=order.index(chosen.strategy) + 1 if chosen.strategy in order else None,
+        layouts=len(order),
+        next_best=tuple(alternative(recipe, e, chosen) for e in after[:NEXT]),
+        beyond_pins=beyond_pins,
+        sensitivity=sensitivities(recipe, graph, cluster, chosen),
+        rejected=everywhere.rejected,
+    )
+
+
+def pinned_keys(recipe: Recipe) -> tuple[str, ...]:
+    """Layout keys that the recipe gives; `offload: none` is what a recipe says that does not speak of it."""
+    pins, plain = recipe.parallelism, {"offload": "none"}
+    return tuple(k for k in LAYOUT_KEYS if getattr(pins, k) is not None and getattr(pins, k) != plain.get(k))
+
+
+def without_layout_pins(recipe: Recipe) -> Recipe:
+    """`offload` stays: a search that was not asked for it does not move states to the host."""
+    pins = dataclasses.replace(
+        recipe.parallelism,
+        tensor=None,
+        pipeline=None,
+        data=None,
+        zero_stage=None,
+        micro_batch_size=None,
+        activation_checkpointing=None,
+        schedule=None,
+    )
+    return dataclasses.replace(recipe, parallelism=pins)
+
+
+def alternative(recipe: Recipe, estimate: Estimate, chosen: Estimate) -> Alternative:
+    step = estimate.time.step_seconds
+    is_better = step < chosen.time.step_seconds and is_roomy(recipe, estimate) >= is_roomy(recipe, chosen)
+    return Alternative(
+        strategy=estimate.strategy,
+        step_seconds=step,
+        peak_bytes=estimate.memory.peak_bytes,
+        slower=step / chosen.time.step_seconds - 1,
+        because=because(recipe, chosen, estimate) if is_better else because(recipe, estimate, chosen),
+    )
+
+
+def _after(within: SearchResult, chosen: Estimate) -> list[Estimate]:
+    order = [e.strategy for e in within.ranked]
+    place = order.index(chosen.strategy) + 1 if chosen.strategy in order else 0
+    return list(within.ranked[place:])
+
+
+def _reason(recipe: Recipe, everywhere: SearchResult, chosen: Estimate, key: str, pinned: bool) -> KeyReason:
+    value = getattr(chosen.strategy, key)
+    other = next((e for e in everywhere.ranked if getattr(e.strategy, key) != value), None)
+    refused = next((r for r in everywhere.rejected if getattr(r.example, key) != value), None)
+    return KeyReason(
+        key=key,
+        value=value,
+        pinned=pinned,
+        other=None if other is None else alternative(recipe, other, chosen),
+        refused=refused if other is None else None,
+    )

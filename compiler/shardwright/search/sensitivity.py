@@ -1,0 +1,80 @@
+"""What a little more of each resource would change: the chosen layout priced again, and the search run again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardwright.cost.estimate import estimate_strategy
+from shardwright.ir.cluster import Cluster, Gpu
+from shardwright.ir.estimate import Estimate
+from shardwright.ir.model_graph import ModelGraph
+from shardwright.ir.recipe import Recipe
+from shardwright.search.search import search
+
+MORE = 1.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sensitivity:
+    """same: the chosen layout on the better cluster; best: the layout that a search finds there (the same strategy
+    where nothing better comes up), None where none fits."""
+
+    resource: str
+    same: Estimate
+    best: Estimate | None
+
+
+def sensitivities(recipe: Recipe, graph: ModelGraph, cluster: Cluster, chosen: Estimate) -> tuple[Sensitivity, ...]:
+    """Resources that the cluster has no use for (links between nodes, on one node) are left out."""
+    found: list[Sensitivity] = []
+    for resource, (matters, better) in RESOURCES.items():
+        if matters(cluster):
+            there = better(cluster)
+            ranked = search(recipe, graph, there).ranked
+            found.append(
+                Sensitivity(
+                    resource=resource,
+                    same=estimate_strategy(recipe, graph, there, chosen.strategy),
+                    best=ranked[0] if ranked else None,
+                )
+            )
+    return tuple(found)
+
+
+def _faster_gpu(cluster: Cluster) -> Cluster:
+    """At the same power a FLOP: with the old limit in watts a board would throttle away what it gains."""
+    gpu = cluster.gpu
+    peaks = {precision: flops * MORE for precision, flops in gpu.peak_flops.items()}
+    return _with_gpu(cluster, "FLOP/s", peak_flops=peaks, watts=None if gpu.watts is None else gpu.watts * MORE)
+
+
+def _with_gpu(cluster: Cluster, of: str, **changes: object) -> Cluster:
+    # Under a name of its own: the cost model remembers what it has computed by the GPU's name.
+    changed: Gpu = dataclasses.replace(cluster.gpu, name=f"{cluster.gpu.name} with more {of}", **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(cluster, gpu=changed)
+
+
+Better = Callable[[Cluster], Cluster]
+
+# resource -> whether a cluster has a use for it, and the cluster with more of it
+RESOURCES: dict[str, tuple[Callable[[Cluster], bool], Better]] = {
+    "inter_node_bandwidth": (
+        lambda c: c.nodes > 1,
+        lambda c: dataclasses.replace(c, inter_node_bytes_per_second=c.inter_node_bytes_per_second * MORE),
+    ),
+    "intra_node_bandwidth": (
+        lambda c: c.gpus_per_node > 1,
+        lambda c: dataclasses.replace(c, intra_node_bytes_per_second=c.intra_node_bytes_per_second * MORE),
+    ),
+    "memory": (
+        lambda c: True,
+        lambda c: _with_gpu(c, "memory", memory_gib=c.gpu.memory_gib * MORE),
+    ),
+    "memory_bandwidth": (
+        lambda c: True,
+        lambda c: _with_gpu(c, "bandwidth", hbm_bytes_per_second=c.gpu.hbm_bytes_per_second * MORE),
+    ),
+    "peak_flops": (lambda c: True, _faster_gpu),
+}

@@ -1,0 +1,61 @@
+"""Why the plan is not some other layout: the rule that forbids all of it, or what its best completion loses by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwright.cost.estimate import is_roomy
+from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.ir.cluster import Cluster
+from shardwright.ir.estimate import Estimate
+from shardwright.ir.model_graph import ModelGraph
+from shardwright.ir.recipe import Recipe
+from shardwright.search.compare import because
+from shardwright.search.search import pinned_estimate, rank_key
+
+CHOSEN, LOSES, WINS, FORBIDDEN, TOO_LARGE = "chosen", "loses", "wins", "forbidden", "does not fit"
+MEMORY_CODE = "SW3201"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """verdict: chosen (it is the plan), loses (it runs, and ranks behind the plan), wins (it ranks before the plan,
+    which other pins hold), forbidden (a rule), does not fit (memory).
+
+    estimate: of the best completion, as `estimate` prints it; None where there is nothing to count. diagnostics: the
+    rules that it breaks, or what is said of it. because: the part of the step, or the memory, that decides.
+    """
+
+    verdict: str
+    estimate: Estimate | None
+    diagnostics: tuple[Diagnostic, ...]
+    because: str
+
+
+def why_not(asked: Recipe, graph: ModelGraph, cluster: Cluster, chosen: Estimate) -> Answer:
+    """asked: the recipe with the region that is asked about pinned, and nothing else of the layout."""
+    try:
+        best = pinned_estimate(asked, graph, cluster)
+    except Refusal as refusal:
+        return refused(refusal)
+    errors = [d for d in best.diagnostics if d.severity == "error"]
+    if errors:
+        verdict = TOO_LARGE if all(d.code == MEMORY_CODE for d in errors) else FORBIDDEN
+        return Answer(verdict=verdict, estimate=best, diagnostics=best.diagnostics, because=errors[0].message)
+    if best.strategy == chosen.strategy:
+        return Answer(verdict=CHOSEN, estimate=best, diagnostics=best.diagnostics, because="")
+    if not chosen.feasible or _place(asked, best) < _place(asked, chosen):
+        reason = because(asked, chosen, best) if chosen.feasible else "the plan itself does not run"
+        return Answer(verdict=WINS, estimate=best, diagnostics=best.diagnostics, because=reason)
+    return Answer(verdict=LOSES, estimate=best, diagnostics=best.diagnostics, because=because(asked, best, chosen))
+
+
+def refused(refusal: Refusal) -> Answer:
+    """Where nothing multiplies out to the GPUs and the batch."""
+    found = refusal.diagnostics
+    return Answer(verdict=FORBIDDEN, estimate=None, diagnostics=tuple(found), because=found[0].message)
+
+
+def _place(recipe: Recipe, estimate: Estimate) -> tuple[bool, tuple[float | int | str, ...]]:
+    """As `search` ranks."""
+    return not is_roomy(recipe, estimate), rank_key(recipe, estimate)

@@ -1,0 +1,171 @@
+"""`--why-not` has an answer to every question, and never one that `estimate` contradicts."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.cli.main import main
+from tests.unit.answers.cases import write_llama
+
+MODELS = (
+    *("meta-llama/Llama-3.2-1B", "openai-community/gpt2-medium", "Qwen/Qwen3-0.6B", "google/gemma-2-2b"),
+    *("bigscience/bloom-1b1", "mistralai/Mixtral-8x7B-v0.1", "EleutherAI/pythia-1.4b", "facebook/opt-6.7b"),
+)
+# Values that fit, and values that do not.
+VALUES: dict[str, tuple[int | str, ...]] = {
+    "tensor": (1, 2, 3, 4, 5, 8, 16),
+    "pipeline": (1, 2, 3, 4, 8, 16, 40),
+    "data": (1, 2, 3, 4, 8, 16),
+    "zero_stage": (0, 1, 2, 3),
+    "micro_batch_size": (1, 2, 3, 4, 7, 16),
+    "activation_checkpointing": ("none", "selective", "full"),
+    "schedule": ("1f1b", "dualpipev"),
+    "offload": ("none", "optimizer", "parameters"),
+}
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*words: str) -> Any:
+        capsys.readouterr()
+        main([*words, "--json"])
+        return json.loads(capsys.readouterr().out)
+
+    return call
+
+
+def question(draw: random.Random, folder: Path) -> tuple[str, dict[str, int | str]]:
+    """A recipe, pinned here and there, and one to five keys to ask about."""
+    pins = {key: draw.choice(VALUES[key]) for key in draw.sample(list(VALUES), draw.choice((0, 0, 0, 1, 2)))}
+    gpus = draw.choice((4, 8))
+    path = write_llama(
+        folder,
+        model={"source": draw.choice(MODELS), "weights": "random"},
+        cluster={
+            "nodes": draw.choice((1, 1, 2)),
+            "gpus_per_node": gpus,
+            "gpu": draw.choice(("a100-sxm4-80gb", "a100-sxm4-40gb", "rtx4090-24gb", "h100-sxm-80gb")),
+            **draw.choice(({}, {"host_memory_gib": 1000})),
+        },
+        training={
+            "sequence_length": draw.choice((512, 2048)),
+            "global_batch_size": draw.choice((16, 48)),
+            "steps": 10,
+        },
+        data={"kind": "synthetic"},
+        parallelism=pins,
+    )
+    asked = {key: draw.choice(VALUES[key]) for key in draw.sample(list(VALUES), draw.randint(1, 5))}
+    return path, asked
+
+
+def check_answers(count: int, seed: int, folder: Path, run: Run) -> Counter[str]:
+    """Asks until so many questions were answered; a recipe whose own pins cannot be read has none."""
+    draw = random.Random(seed)
+    verdicts: Counter[str] = Counter()
+    while verdicts.total() < count:
+        path, asked = question(draw, folder)
+        try:
+            plan = run("estimate", path)
+            if "memory" not in plan:  # the recipe's own pins do not multiply out: there is no plan to ask about
+                continue
+            words = ",".join(f"{key}={value}" for key, value in asked.items())
+            answer = run("explain", path, "--why-not", words)
+        except json.JSONDecodeError as error:
+            raise AssertionError((path, asked)) from error
+        consistent(path, asked, plan, answer, run)
+        verdicts[answer["verdict"]] += 1
+    return verdicts
+
+
+def consistent(path: str, asked: dict[str, int | str], plan: Any, answer: Any, run: Run) -> None:
+    codes = [d["code"] for d in answer["diagnostics"] if d["severity"] == "error"]
+    estimate = answer["estimate"]
+    assert codes or estimate is not None, "neither a code nor figures"
+    assert answer["because"] or answer["verdict"] == "chosen"
+    assert answer["plan"]["strategy"] == plan["strategy"] and answer["plan"]["time"] == plan["time"]
+    # The same question to `estimate`.
+    sets = [f"parallelism.{key}=auto" for key in answer["set_aside"]]
+    sets += [f"parallelism.{key}={value}" for key, value in asked.items()]
+    told = run("estimate", path, *(word for one in sets for word in ("--set", one)))
+    assert [d["code"] for d in told["diagnostics"] if d["severity"] == "error"] == codes
+    if estimate is None:
+        assert "memory" not in told and answer["verdict"] == "forbidden"
+        return
+    for key in ("strategy", "memory", "time", "training", "feasible", "diagnostics"):
+        assert told[key] == estimate[key], key
+    assert all(estimate["strategy"][key] == value for key, value in asked.items())
+    # And of exactly the layout that the answer names.
+    whole = {key: estimate["strategy"][key] for key in VALUES}
+    same = run("estimate", path, *(w for k, v in whole.items() for w in ("--set", f"parallelism.{k}={v}")))
+    assert (same["feasible"], same["memory"], same["time"]) == (told["feasible"], told["memory"], told["time"])
+    step, slower = estimate["time"]["step_seconds"], answer["difference"]["slower"]
+    assert slower == pytest.approx(step / plan["time"]["step_seconds"] - 1)
+    match answer["verdict"]:
+        case "forbidden":
+            assert not estimate["feasible"] and set(codes) != {"SW3201"}
+        case "does not fit":
+            assert set(codes) == {"SW3201"} and not estimate["memory"]["fits"]
+        case "chosen":
+            assert estimate["strategy"] == plan["strategy"] and not codes
+        case "wins":
+            assert estimate["feasible"] and (answer["set_aside"] or not plan["feasible"] or pins_differ(path, asked))
+        case "loses":
+            assert estimate["feasible"] and plan["feasible"]
+
+
+def pins_differ(path: str, asked: dict[str, int | str]) -> bool:
+    """Only what the recipe forbids itself can be better than what it chose (it never offloads unasked)."""
+    pins = json.loads(Path(path).read_text())["parallelism"]
+    return any(pins.get(key, "none" if key == "offload" else value) != value for key, value in asked.items())
+
+
+def test_sixty_random_layouts(tmp_path: Path, run: Run) -> None:
+    verdicts = check_answers(60, 20261121, tmp_path, run)
+    assert {"forbidden", "loses", "does not fit"} <= set(verdicts), verdicts
+
+
+@pytest.mark.prove
+def test_a_thousand_random_layouts(tmp_path: Path, run: Run, proved: Callable[..., None]) -> None:
+    verdicts = check_answers(1000, 1, tmp_path, run)
+    proved("why-not", "random layouts", {"asked": verdicts.total(), "contradicted": 0, "verdicts": dict(verdicts)})
+
+
+def test_the_page_names_rule_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_llama(tmp_path)
+    assert main(["explain", path, "--why-not", "pipeline=2,zero_stage=3"]) == 0
+    out = capsys.readouterr().out
+    assert "error[SW3108]" in out and "peak memory, GiB of 80.0" in out and "\x1b" not in out
+    assert main(["explain", path, "--why-not", "tensor=8"]) == 0
+    out = capsys.readouterr().out
+    assert "it runs, and loses" in out and "tensor-parallel collectives, ms" in out
+    assert main(["explain", path, "--why-not", "tensor=3"]) == 0
+    assert "SW1203" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ("tp=4", "SW3303", "tensor"),
+        ("tensr=4", "SW3303", "tensor"),
+        ("tensor", "SW3303", "key=value"),
+        ("tensor=2,tensor=4", "SW3303", "twice"),
+        (" , ", "SW3303", "names no layout"),
+        ("tensor=x", "SW1102", "tensor"),
+        ("zero_stage=7", "SW11", "zero_stage"),
+    ],
+)
+def test_a_mistyped_question(
+    words: str, code: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", write_llama(tmp_path), "--why-not", words]) == 1
+    err = capsys.readouterr().err
+    assert code in err and says in err and "Traceback" not in err
