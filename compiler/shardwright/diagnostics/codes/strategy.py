@@ -1,4 +1,5 @@
-"""SW3xxx: one line a code, what is wrong in general. 30 cluster, 31 layout rules, 32 memory and search."""
+"""SW3xxx: one line a code, what is wrong in general. 30 cluster, 31 layout rules, 32 memory and search,
+33 what explains a plan."""
 
 STRATEGY_CODES: dict[str, str] = {
     "SW3001": "the GPU is not in the catalogue",
@@ -36,4 +37,7 @@ STRATEGY_CODES: dict[str, str] = {
     "SW3202": "no layout fits in memory",
     "SW3203": "no layout is legal",
     "SW3204": "no cluster meets the deadline",
+    "SW3321": "the folder's recipe is not its plan's",
+    "SW3322": "the folder's model is not its plan's",
+    "SW3323": "a report's file cannot be written",
 }
