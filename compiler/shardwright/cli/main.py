@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("shardwright.cli.plan", "search the layouts of a recipe and rank them"),
     "estimate": ("shardwright.cli.estimate", "predict memory and time of exactly the pinned layout"),
     "compile": ("shardwright.cli.compile", "compile a recipe into a folder that can run"),
+    "verify": ("shardwright.cli.verify", "try the layout on a tiny copy of the model, against one process"),
     "report": ("shardwright.cli.report", "draw a compiled folder and its run as one HTML page"),
     "run": ("shardwright.cli.run", "train a compiled folder under the deepspeed launcher"),
     "doctor": ("shardwright.cli.doctor", "try the hosts of a compiled folder before anything is started"),
@@ -39,7 +40,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
 NOT_YET: dict[str, str] = {
     "init": "write a first recipe for a model and a cluster",
     "diff": "compare two plans",
-    "verify": "compare a layout's training with a single process",
     "prepare": "tokenize and download ahead of a run",
 }
 
