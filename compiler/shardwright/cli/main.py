@@ -30,6 +30,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "diff": ("shardwright.cli.diff", "compare two recipes or compiled folders, and what their difference does"),
     "compile": ("shardwright.cli.compile", "compile a recipe into a folder that can run"),
     "prepare": ("shardwright.cli.prepare", "tokenize the data of a compiled folder ahead of its run"),
+    "verify": ("shardwright.cli.verify", "try the layout on a tiny copy of the model, against one process"),
+    "report": ("shardwright.cli.report", "draw a compiled folder and its run as one HTML page"),
     "run": ("shardwright.cli.run", "train a compiled folder under the deepspeed launcher"),
     "doctor": ("shardwright.cli.doctor", "try the hosts of a compiled folder before anything is started"),
     "status": ("shardwright.cli.status", "say how a run is doing"),
@@ -38,12 +40,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "completion": ("shardwright.cli.completion", "print the script that completes commands in a shell"),
     "export": ("shardwright.cli.export", "turn a checkpoint into a Hugging Face folder"),
 }
-
-NOT_YET: dict[str, str] = {
-    "report": "draw a plan as an HTML page",
-    "verify": "compare a layout's training with a single process",
-}
-
 
 class Command(Protocol):
     """What each module of cli/ has."""
@@ -133,7 +129,6 @@ def _help() -> str:
         "A recipe (a Hugging Face model, a cluster, a training run) goes in;\n"
         "a verified 3D-parallel DeepSpeed run comes out.\n\n"
         f"commands:\n{rows}\n\n"
-        f"not in this version yet: {', '.join(NOT_YET)}\n\n"
         "options:\n"
         "  -h, --help     this page; `shardwright COMMAND --help` for one command\n"
         "  -V, --version  the version"
@@ -145,9 +140,6 @@ def _no_command(name: str) -> int:
 
     from shardwright.cli.console import error
 
-    if name in NOT_YET:
-        error(f"`{name}` ({NOT_YET[name]}) is not in this version yet")
-        return REFUSED
     close = difflib.get_close_matches(name, COMMANDS, n=1)
     what = f"unknown option {name}" if name.startswith("-") else f"there is no command `{name}`"
     error(f"{what}; did you mean `{close[0]}`?" if close else f"{what}; `shardwright --help` lists the commands")

@@ -45,19 +45,31 @@ def schedule_seconds(layout: Layout, found: Passes, stages: list[StageSeconds]) 
     totals = [stage.total for stage in stages]
     if s.pipeline == 1:
         return m * totals[0]
-    simulated = s.schedule == "1f1b" or (m >= 2 * s.pipeline and s.pipeline <= MOST_SIMULATED_RANKS)
-    if s.virtual_stages > 1 or not simulated:
+    if not is_simulated(s):
         return m * max(totals) + (sum(totals) - max(totals)) / bubble_divisor(s)
-    # DualPipeV's second stages in order: from the last rank back to the first.
+    forward, backward = stage_passes(layout)
+    return step_seconds(s.schedule, m, forward, backward, found.send_seconds)
+
+
+def stage_passes(layout: Layout) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Seconds of one micro-batch's forward and backward pass over each stage, collectives included; DualPipeV's second
+    stages in order: from the last rank back to the first. What `schedule.events.simulate` takes."""
+    found = passes(layout)
     blocks = [ranks[0] for ranks in layout.ranks] + [ranks[1] for ranks in reversed(layout.ranks) if len(ranks) > 1]
-    extra = found.per_rank_seconds * s.pipeline / len(blocks)
+    extra = found.per_rank_seconds * layout.strategy.pipeline / len(blocks)
 
     def over(compute: tuple[float, ...], comm: tuple[float, ...], fixed: float) -> tuple[float, ...]:
         return tuple(compute[b.stop] - compute[b.start] + comm[b.stop] - comm[b.start] + fixed for b in blocks)
 
     forward = over(found.forward_compute, found.forward_comm, extra * FORWARD_SHARE)
     backward = over(found.backward_compute, found.backward_comm, extra * (1 - FORWARD_SHARE))
-    return step_seconds(s.schedule, m, forward, backward, found.send_seconds)
+    return forward, backward
+
+
+def is_simulated(s: Strategy) -> bool:
+    """Whether the step is the simulated one, not a bound by the slowest rank."""
+    enough = s.gradient_accumulation_steps >= 2 * s.pipeline and s.pipeline <= MOST_SIMULATED_RANKS
+    return s.virtual_stages == 1 and (s.pipeline == 1 or s.schedule == "1f1b" or enough)
 
 
 def bubble_divisor(s: Strategy) -> float:

@@ -38,18 +38,29 @@ class Interval:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """Messages that a rank waits for together: it comes at ready, they move from start to stop."""
+
+    ready_seconds: float
+    start_seconds: float
+    stop_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """ranks: what each pipeline rank computes, in order; the gaps are messages and waiting."""
+    """ranks: what each pipeline rank computes, in order; exchanges: its messages. It waits in the gaps."""
 
     seconds: float
     ranks: tuple[tuple[Interval, ...], ...]
+    exchanges: tuple[tuple[Exchange, ...], ...]
 
 
 @dataclass(slots=True)
 class _Message:
-    """ready: when each end came to it (sender, receiver); arrived: None until both have."""
+    """ready: when each end came to it (sender, receiver); started, arrived: None until both have."""
 
     ready: list[float | None]
+    started: float | None = None
     arrived: float | None = None
 
 
@@ -70,6 +81,7 @@ def simulate(
     waiting: list[list[_Message] | None] = [None] * ranks
     now, at = [0.0] * ranks, [0] * ranks
     done: list[list[Interval]] = [[] for _ in range(ranks)]
+    exchanged: list[list[Exchange]] = [[] for _ in range(ranks)]
 
     def post(rank: int, group: tuple[Instruction, ...]) -> list[_Message]:
         found = []
@@ -84,7 +96,8 @@ def simulate(
             sent, taken = message.ready
             if sent is not None and taken is not None:
                 before = messages[link][number - 1].arrived if number else None
-                message.arrived = max(sent, taken, before or 0.0) + send_seconds[min(link)]
+                message.started = max(sent, taken, before or 0.0)
+                message.arrived = message.started + send_seconds[min(link)]
             found.append(message)
         return found
 
@@ -95,6 +108,14 @@ def simulate(
             arrived = [m.arrived for m in pending if m.arrived is not None]
             if len(arrived) < len(pending):
                 return False
+            if pending:
+                exchanged[rank].append(
+                    Exchange(
+                        ready_seconds=now[rank],
+                        start_seconds=max(now[rank], min(m.started for m in pending if m.started is not None)),
+                        stop_seconds=max([now[rank], *arrived]),
+                    )
+                )
             now[rank] = max([now[rank], *arrived])
             waiting[rank] = None
             return True
@@ -127,7 +148,11 @@ def simulate(
                 moved = True
     if any(w is not None for w in waiting):
         raise ValueError(f"{schedule} over {ranks} ranks and {micro_batches} micro-batches waits for itself")
-    return Timeline(seconds=max(now), ranks=tuple(tuple(intervals) for intervals in done))
+    return Timeline(
+        seconds=max(now),
+        ranks=tuple(tuple(intervals) for intervals in done),
+        exchanges=tuple(tuple(exchanges) for exchanges in exchanged),
+    )
 
 
 def grouped(instructions: tuple[Instruction, ...], schedule: str) -> list[Instruction | tuple[Instruction, ...]]:

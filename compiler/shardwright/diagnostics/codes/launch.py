@@ -1,4 +1,5 @@
-"""SW5xxx: one line a code, what is wrong in general. 51 the compiled folder, 52 what launches it, 53 the hosts."""
+"""SW5xxx: one line a code, what is wrong in general. 51 the compiled folder, 52 what launches it, 53 the hosts,
+54 the proof on a tiny copy."""
 
 LAUNCH_CODES: dict[str, str] = {
     "SW5101": "the output path is not a folder",
@@ -27,4 +28,7 @@ LAUNCH_CODES: dict[str, str] = {
     "SW5310": "a host has too little memory for what is offloaded",
     "SW5311": "a host lacks weights or data",
     "SW5312": "a link is slower than the plan assumes",
+    "SW5401": "the layout computes something else than one process",
+    "SW5402": "the model has no tiny copy to verify",
+    "SW5403": "the tiny copy does not train to its end",
 }

@@ -1,4 +1,5 @@
-"""SW3xxx: one line a code, what is wrong in general. 30 cluster, 31 layout rules, 32 memory and search."""
+"""SW3xxx: one line a code, what is wrong in general. 30 cluster, 31 layout rules, 32 memory and search,
+33 what explains a plan."""
 
 STRATEGY_CODES: dict[str, str] = {
     "SW3001": "the GPU is not in the catalogue",
@@ -39,4 +40,7 @@ STRATEGY_CODES: dict[str, str] = {
     "SW3301": "a folder that compile did not write",
     "SW3302": "a compiled folder that cannot be read",
     "SW3303": "a layout that is asked about wrongly",
+    "SW3321": "the folder's recipe is not its plan's",
+    "SW3322": "the folder's model is not its plan's",
+    "SW3323": "a report's file cannot be written",
 }

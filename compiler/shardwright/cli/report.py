@@ -1,0 +1,30 @@
+"""`shardwright report DIR -o F.html`: a compiled folder, and its run, as one page. --trace: its step for Perfetto."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="DIR", type=Path, help="a folder that `shardwright compile` wrote")
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="the HTML file to write")
+    parser.add_argument(
+        "--trace", metavar="FILE", type=Path, help="also write the predicted step for Perfetto or chrome://tracing"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    from shardwright.report.write import write_report
+
+    written = write_report(args.folder, args.output, args.trace)
+    if args.json:
+        print(json.dumps({"files": [{"path": str(path), "bytes": size} for path, size in written]}))
+        return 0
+    from shardwright.diagnostics.render import visible
+
+    for path, size in written:
+        print(f"written   {visible(str(path))} ({size / 1e6:.1f} MB)")
+    return 0

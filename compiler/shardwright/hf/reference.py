@@ -1,0 +1,116 @@
+"""A plain single-process Hugging Face run: no plan, no DeepSpeed, nothing split. What every layout is compared with."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+Rows = list[dict[str, torch.Tensor]]
+"""The rows of one global batch, as model inputs with "labels"."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """unused: parameters that the loss does not reach: a plain optimizer leaves them alone, ZeRO's decays them."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    learning_rates: list[float]
+    weights: dict[str, torch.Tensor]
+    unused: frozenset[str]
+
+
+def initial_model(config: dict[str, Any], seed: int) -> nn.Module:
+    config = dict(config)
+    torch.manual_seed(seed)
+    model: nn.Module = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(config.pop("model_type"), **config), dtype=torch.float32
+    )
+    return model
+
+
+def train(
+    model: nn.Module,
+    blocks: list[Rows],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    warmup: int,
+    clipping: float,
+    dtype: torch.dtype = torch.float32,
+    own_loss: bool = True,
+) -> Reference:
+    """blocks: per step. The loss is Hugging Face's own, sum over the predicted tokens / their number over all rows of
+    the step. own_loss False: the model's own loss is another one, and next-token cross-entropy is taken from its
+    logits."""
+    model.train()
+    master = {n: p.detach().clone() for n, p in model.named_parameters()}
+    decay = [p for p in master.values() if p.ndim >= 2]
+    rest = [p for p in master.values() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}],
+        lr=lr,
+        betas=betas,
+        eps=eps,
+    )
+    model.to(dtype)
+    for buffer_name, buffer in list(model.named_buffers()):
+        if buffer.is_floating_point():
+            owner, _, leaf = buffer_name.rpartition(".")
+            model.get_submodule(owner)._buffers[leaf] = buffer.float()
+    losses, norms, rates = [], [], []
+    for step, rows in enumerate(blocks, 1):
+        items = sum(int((r["labels"][:, 1:] != -100).sum()) for r in rows)
+        loss = torch.zeros(())
+        for r in rows:
+            if own_loss:
+                loss = loss + model(**r, use_cache=False, num_items_in_batch=items).loss
+            else:
+                loss = loss + next_token_loss(model, **r) / items
+        loss.backward()  # type: ignore[no-untyped-call]
+        for name, p in model.named_parameters():
+            master[name].grad = None if p.grad is None else p.grad.float()
+            p.grad = None
+        gradients = [p.grad for p in master.values() if p.grad is not None]
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients))
+        if clipping:
+            nn.utils.clip_grad_norm_(list(master.values()), clipping)
+        rate = lr * step / warmup if step <= warmup else cosine(lr, step, warmup, len(blocks))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(master[name])
+        losses.append(float(loss.detach()))
+        norms.append(norm)
+        rates.append(rate)
+    unused = frozenset(n for n, p in master.items() if p.grad is None)
+    return Reference(losses, norms, rates, {n: p.detach() for n, p in master.items()}, unused)
+
+
+def next_token_loss(model: nn.Module, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+    """Sum over the predicted tokens."""
+    logits = model(**inputs, use_cache=False).logits[:, :-1].float()
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+    )
+
+
+def cosine(lr: float, step: int, warmup: int, steps: int) -> float:
+    return lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
+
+
+def token_rows(tokens: NDArray[np.integer[Any]], step: int, batch: int) -> Rows:
+    """Step k (from 1) of an unshuffled `tokens` data set, as one block of rows."""
+    ids = torch.from_numpy(tokens[(step - 1) * batch : step * batch].astype(np.int64))
+    return [{"input_ids": ids, "labels": ids}]

@@ -1,0 +1,180 @@
+"""The page: figures of the plan as text, the charts as Bokeh's JSON, styles and scripts, all in one file."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import cast
+
+from bokeh.embed import json_item
+from bokeh.plotting import figure
+from bokeh.resources import Resources
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+import shardwright
+from shardwright.cost.estimate import is_roomy
+from shardwright.cost.measured import measured_error
+from shardwright.ir.json_value import JsonObject, JsonValue
+from shardwright.plan.plan import Plan
+from shardwright.report import charts
+from shardwright.report.cluster_map import AXES, cluster_map, held_layers
+from shardwright.report.palette import groups
+from shardwright.report.run import Measured, read_run
+from shardwright.report.source import Subject
+from shardwright.report.space import Space, whole_space
+from shardwright.report.timeline import StepTimeline, drawn_ranks, step_timeline
+from shardwright.resources import templates_dir
+from shardwright.search.compare import layout_words
+
+GIB = 2**30
+LEGEND_UP_TO = 16  # groups with a swatch each; of more, the first and the last
+LOST_SHOWN = 8
+ARTIFACTS: dict[str, str] = {
+    "plan.json": "every decision: the lock, and all that the runtime reads",
+    "ds_config.json": "DeepSpeed's configuration",
+    "ds_config.autotp.json": "the same tensor-parallel map for DeepSpeed's AutoTP",
+    "recipe.resolved.json": "the recipe with every default",
+    "model/config.json": "the complete Hugging Face configuration",
+    "train.py": "what deepspeed starts on each rank",
+    "launch.sh": "starts the run without shardwright run",
+}
+
+
+def render_page(subject: Subject) -> tuple[str, StepTimeline]:
+    """The page's HTML, and the simulated step that it shows."""
+    plan = subject.plan
+    timeline = step_timeline(subject.layout, plan.predicted.time)
+    space = whole_space(subject.recipe, subject.graph, subject.layout.cluster, subject.estimate)
+    run = read_run(subject.folder, plan)
+    drawn = dict(_charts(subject, timeline, space, run))
+    figures = Figures(cast(JsonObject, json.loads(json.dumps(dataclasses.asdict(plan)))))
+    environment = Environment(
+        loader=FileSystemLoader(templates_dir() / "report"), undefined=StrictUndefined, autoescape=True
+    )
+    environment.globals |= {"n": figures.shown, "g": figures.gib}
+    html = environment.get_template("page.html.j2").render(
+        plan=plan,
+        recipe=subject.recipe,
+        layout=layout_words(plan.strategy),
+        verdict=_verdict(subject),
+        warnings=[d for d in subject.estimate.diagnostics if d.severity == "warning"],
+        error=measured_error(),
+        is_same=subject.is_same,
+        now=subject.estimate,
+        version=shardwright.__version__,
+        timeline=timeline,
+        drawn_ranks=drawn_ranks(timeline, charts.MOST_BARS),
+        space=space,
+        lost=space.lost[:LOST_SHOWN],
+        words=layout_words,
+        run=run,
+        held=held_layers(plan),
+        axes=[_axis(plan, axis) for axis in AXES],
+        first_axis=next((axis for axis in AXES if getattr(plan.strategy, axis) > 1), AXES[0]),
+        keys={name: charts.keys(chart) for name, chart in drawn.items()},
+        artifacts=list(_artifacts(subject.folder)),
+        style=Markup((templates_dir() / "report/page.css").read_text("utf-8")),
+        script=Markup((templates_dir() / "report/page.js").read_text("utf-8")),
+        bokeh=Markup("\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)),
+        items=_embedded({name: json_item(chart) for name, chart in drawn.items()}),
+        palettes=_embedded({axis: list(groups(getattr(plan.strategy, axis))) for axis in AXES}),
+        figures=_embedded(_plan_figures(plan)),
+    )
+    return html, timeline
+
+
+def _charts(
+    subject: Subject, timeline: StepTimeline, space: Space, run: Measured | None
+) -> Iterator[tuple[str, figure]]:
+    plan = subject.plan
+    yield "cluster", cluster_map(plan)
+    yield "memory", charts.memory_chart(plan.predicted.memory)
+    yield "timeline", charts.timeline_chart(timeline)
+    yield "parts", charts.parts_chart(timeline)
+    yield "space", charts.space_chart(space, layout_words(plan.strategy), plan.predicted.memory.capacity_bytes)
+    if run is not None:
+        yield "loss", charts.loss_chart(run)
+        yield "seconds", charts.seconds_chart(run, plan.predicted.time.step_seconds)
+
+
+class Figures:
+    """Numbers of plan.json by their path in it, marked with it: `<data data-key="predicted.time.mfu" value="0.4">`."""
+
+    def __init__(self, document: JsonObject) -> None:
+        self._document = document
+
+    def shown(self, key: str, form: str = "{}", scale: float = 1) -> Markup:
+        value: JsonValue = self._document
+        for part in key.split("."):
+            value = value[int(part)] if isinstance(value, list) else cast(JsonObject, value)[part]
+        assert isinstance(value, int | float), key
+        text = form.format(value if scale == 1 else value * scale)
+        return Markup('<data data-key="{}" value="{}">{}</data>').format(key, json.dumps(value), text)
+
+    def gib(self, key: str) -> Markup:
+        return self.shown(key, "{:,.1f}", 1 / GIB)
+
+
+def _verdict(subject: Subject) -> tuple[str, str]:
+    """A word for how safe the memory is, and the sentence behind it."""
+    memory = subject.plan.predicted.memory
+    left = f"{1 - memory.peak_bytes / memory.capacity_bytes:.0%} of the fullest one's memory is left"
+    if not memory.fits:
+        return "does not fit", "The fullest one is predicted to need more memory than it has."
+    if not is_roomy(subject.recipe, dataclasses.replace(subject.estimate, memory=memory)):
+        return "tight", f"{left}, less than what one prediction in twenty is off by."
+    return "fits", f"{left}, more than what 19 predictions of 20 are off by."
+
+
+def _axis(plan: Plan, axis: str) -> JsonObject:
+    """The legend of one colouring of the cluster."""
+    degree: int = getattr(plan.strategy, axis)
+    colors = groups(degree)
+    noun = "stage" if axis == "pipeline" else f"{axis} rank"
+    shown = list(range(degree)) if degree <= LEGEND_UP_TO else [0, degree - 1]
+    held = held_layers(plan)
+    return {
+        "name": axis,
+        "degree": degree,
+        "swatches": [
+            {
+                "color": colors[min(group, len(colors) - 1)] if degree <= 256 else colors[-1 if group else 0],
+                "text": f"{noun} {group}" + (f": {held[group]}" if axis == "pipeline" else ""),
+            }
+            for group in shown
+        ],
+        "gradient": ", ".join(colors[:: max(1, len(colors) // 12)]) if degree > LEGEND_UP_TO else "",
+    }
+
+
+def _artifacts(folder: Path) -> Iterator[tuple[str, int, str, str]]:
+    """Path, bytes, first digits of its sha256, what it is: of what `compile` wrote."""
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        name = path.relative_to(folder).as_posix()
+        root = name.split("/")[0]
+        if name in ARTIFACTS or root in ("accelerate", "launch", "model", "tokenizer"):
+            content = path.read_bytes()
+            yield name, len(content), hashlib.sha256(content).hexdigest()[:12], ARTIFACTS.get(name, "")
+
+
+def _plan_figures(plan: Plan) -> JsonObject:
+    """What of the plan a program may want to read off the page."""
+    return cast(
+        JsonObject,
+        {
+            "name": plan.name,
+            "recipe_hash": plan.recipe_hash,
+            "strategy": dataclasses.asdict(plan.strategy),
+            "predicted": dataclasses.asdict(plan.predicted),
+        },
+    )
+
+
+def _embedded(document: Mapping[str, object]) -> Markup:
+    """JSON for a script element: nothing in it can end the element."""
+    text = json.dumps(document, separators=(",", ":"))
+    return Markup(text.replace("<", "\\u003c"))

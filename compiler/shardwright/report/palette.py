@@ -1,0 +1,34 @@
+"""Colours that colour-blind readers tell apart: Okabe and Ito's eight for kinds, cividis for many of one kind."""
+
+from __future__ import annotations
+
+from bokeh.palettes import cividis
+
+# jfly.uni-koeln.de/color: blue, orange, green, vermillion, sky, purple, yellow, grey.
+CATEGORIES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#F0E442", "#8A8F98")
+BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, YELLOW, GREY = CATEGORIES
+
+MEMORY = {
+    "parameters": BLUE,
+    "gradients": SKY,
+    "optimizer": GREEN,
+    "activations": ORANGE,
+    "workspace": PURPLE,
+}
+STEP = {
+    "compute": BLUE,
+    "tensor collectives": SKY,
+    "messages between stages": ORANGE,
+    "data-parallel collectives": PURPLE,
+    "optimizer": GREEN,
+    "idle": GREY,
+}
+BARS = (SKY, BLUE, ORANGE, PURPLE, GREEN)
+"""Of timeline.KINDS."""
+VERDICTS = {"runs": BLUE, "tight": SKY, "does not fit": ORANGE, "ruled out": GREY}
+CHOSEN = VERMILLION
+
+
+def groups(count: int) -> tuple[str, ...]:
+    """A colour a group: categories while there are enough of them."""
+    return CATEGORIES[:count] if count <= len(CATEGORIES) else tuple(cividis(min(count, 256)))

@@ -1,0 +1,151 @@
+"""Every layout of the cluster with its price, those that a rule or the memory forbids included."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, fields
+
+from shardwright.cost.estimate import is_roomy, price
+from shardwright.ir.cluster import Cluster
+from shardwright.ir.estimate import Estimate
+from shardwright.ir.model_graph import ModelGraph
+from shardwright.ir.recipe import ParallelismSection, Recipe
+from shardwright.ir.strategy import Strategy
+from shardwright.rules.registry import check_layout
+from shardwright.search.compare import LostRegion, binding_constraint, lost_regions, pareto_front
+from shardwright.search.search import search
+from shardwright.search.space import candidates
+
+VERDICTS = ("runs", "tight", "does not fit", "ruled out")
+"""tight: it fits, but by less than what predictions fall short by."""
+MOST_FORBIDDEN = 4_000
+"""Layouts that a rule forbids, a millisecond each to price: of more, so many are taken evenly."""
+# The pins that a search leaves free. What is not about speed and memory (offload, experts) stays as the recipe says.
+_FREE = ("tensor", "pipeline", "data", "zero_stage", "micro_batch_size", "activation_checkpointing", "schedule")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """code, reason: of the first rule that forbids it, or of the memory; "" where it runs. pinned: within the pins."""
+
+    strategy: Strategy
+    step_seconds: float
+    peak_bytes: int
+    verdict: str
+    code: str
+    reason: str
+    pinned: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """front: of what runs within the pins, the fastest first. lost, binding: as `plan` says them.
+
+    today: the best of ZeRO-2 and of ZeRO-3 without tensor or pipeline parallelism, pinned or not; the one nearest to
+    fitting where none does. legal, forbidden: how many layouts there are; forbidden_drawn: of the latter, how many are
+    points.
+    """
+
+    points: tuple[Point, ...]
+    front: tuple[Strategy, ...]
+    today: tuple[Point, ...]
+    lost: tuple[LostRegion, ...]
+    binding: str
+    pins: tuple[str, ...]
+    legal: int
+    forbidden: int
+    forbidden_drawn: int
+
+
+def whole_space(recipe: Recipe, graph: ModelGraph, cluster: Cluster, chosen: Estimate) -> Space:
+    """Deterministic. Within the recipe's pins it is `plan`'s search; the rest shows what the pins leave out."""
+    free = dataclasses.replace(recipe, parallelism=_without_pins(recipe.parallelism))
+    legal: list[Point] = []
+    forbidden: list[tuple[Strategy, str, str]] = []
+    within: list[Estimate] = []
+    for strategy in candidates(free, graph, cluster):
+        found = check_layout(free, graph, cluster, strategy)
+        error = next((d for d in found if d.severity == "error"), None)
+        if error is not None:
+            forbidden.append((strategy, error.code, error.message))
+            continue
+        estimate = price(free, graph, cluster, strategy, found)
+        pinned = _is_pinned(recipe, strategy)
+        if pinned and estimate.feasible:
+            within.append(estimate)
+        legal.append(_legal_point(free, estimate, pinned))
+    stride = max(1, -(-len(forbidden) // MOST_FORBIDDEN))
+    drawn = [
+        _forbidden_point(recipe, price(free, graph, cluster, strategy, ()), code, reason)
+        for strategy, code, reason in forbidden[::stride]
+    ]
+    result = search(recipe, graph, cluster)
+    winner = result.ranked[0] if result.ranked else chosen
+    return Space(
+        points=(*drawn, *legal),
+        front=tuple(e.strategy for e in pareto_front(within)),
+        today=tuple(point for stage in (2, 3) for point in _today(legal, stage)),
+        lost=lost_regions(recipe, result.ranked),
+        binding=binding_constraint(winner, result.beyond_memory),
+        pins=tuple(f.name for f in fields(recipe.parallelism) if f.name in _FREE and _pin(recipe, f.name) is not None),
+        legal=len(legal),
+        forbidden=len(forbidden),
+        forbidden_drawn=len(drawn),
+    )
+
+
+def _today(legal: list[Point], zero_stage: int) -> list[Point]:
+    plain = [p for p in legal if (p.strategy.tensor, p.strategy.pipeline, p.strategy.zero_stage) == (1, 1, zero_stage)]
+    running = [p for p in plain if not p.code]
+    if running:
+        return [min(running, key=lambda p: p.step_seconds)]
+    return [min(plain, key=lambda p: p.peak_bytes)] if plain else []
+
+
+def _without_pins(pins: ParallelismSection) -> ParallelismSection:
+    """_FREE, as `auto`."""
+    return dataclasses.replace(
+        pins,
+        tensor=None,
+        pipeline=None,
+        data=None,
+        zero_stage=None,
+        micro_batch_size=None,
+        activation_checkpointing=None,
+        schedule=None,
+    )
+
+
+def _pin(recipe: Recipe, name: str) -> int | str | None:
+    value: int | str | None = getattr(recipe.parallelism, name)
+    return value
+
+
+def _is_pinned(recipe: Recipe, strategy: Strategy) -> bool:
+    return all(_pin(recipe, name) in (None, getattr(strategy, name)) for name in _FREE)
+
+
+def _legal_point(recipe: Recipe, estimate: Estimate, pinned: bool) -> Point:
+    error = next((d for d in estimate.diagnostics if d.severity == "error"), None)
+    verdict = "does not fit" if error else "runs" if is_roomy(recipe, estimate) else "tight"
+    return Point(
+        strategy=estimate.strategy,
+        step_seconds=estimate.time.step_seconds,
+        peak_bytes=estimate.memory.peak_bytes,
+        verdict=verdict,
+        code=error.code if error else "",
+        reason=error.message if error else "",
+        pinned=pinned,
+    )
+
+
+def _forbidden_point(recipe: Recipe, estimate: Estimate, code: str, reason: str) -> Point:
+    return Point(
+        strategy=estimate.strategy,
+        step_seconds=estimate.time.step_seconds,
+        peak_bytes=estimate.memory.peak_bytes,
+        verdict="ruled out",
+        code=code,
+        reason=reason,
+        pinned=_is_pinned(recipe, estimate.strategy),
+    )

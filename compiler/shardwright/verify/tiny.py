@@ -1,0 +1,103 @@
+"""The tiny copy: the same architecture and the same kinds of parallelism, sizes and degrees that one machine runs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from shardwright.ir.json_value import JsonObject, JsonValue
+from shardwright.ir.recipe import Recipe
+from shardwright.ir.strategy import Strategy
+
+STEPS, EVERY, LENGTH, SEED, WARMUP = 6, 3, 32, 11, 2
+LR, BETAS, EPS, DECAY, CLIPPING = 1e-3, (0.9, 0.95), 1e-3, 0.1, 0.5
+"""eps: a gradient that is zero in theory (a key's bias) is rounding noise, which Adam with a small one turns into
+steps of the learning rate."""
+ODD_VOCABULARY = 259
+_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads")
+_VOCABULARY = "vocab_size"
+MODEL, TOKENS = "model", "tokens.npy"
+
+
+def tiny_strategy(s: Strategy) -> Strategy:
+    """Degrees above 1 become 2; the fewest micro-batches that still accumulate, and that the schedule needs."""
+    pipeline, data = min(s.pipeline, 2), min(s.data, 2)
+    accumulation = min(s.gradient_accumulation_steps, 2)
+    if s.schedule == "dualpipev":
+        accumulation = 2 * pipeline
+    return dataclasses.replace(
+        s,
+        tensor=min(s.tensor, 2),
+        pipeline=pipeline,
+        data=data,
+        micro_batch_size=min(s.micro_batch_size, 2),
+        gradient_accumulation_steps=accumulation,
+    )
+
+
+def batch_of(s: Strategy) -> int:
+    return s.micro_batch_size * s.gradient_accumulation_steps * s.data
+
+
+def tiny_config(config: JsonObject, s: Strategy) -> dict[str, JsonValue]:
+    """config: the model's own, complete. What tensor ranks must do apart from sizes is kept: a vocabulary that they do
+    not divide, key/value heads that they share."""
+    from shardwright.hf.shrink import shrink
+
+    small: dict[str, JsonValue] = shrink(config)
+    small.pop("architectures", None)
+    _keep_uneven(config, small, s.tensor)
+    for name, value in small.items():
+        whole = config.get(name)
+        if isinstance(value, dict) and "model_type" in value and isinstance(whole, dict):
+            _keep_uneven(whole, value, s.tensor)
+    return small
+
+
+def _keep_uneven(config: JsonObject, small: dict[str, JsonValue], tensor: int) -> None:
+    vocabulary = config.get(_VOCABULARY)
+    if isinstance(vocabulary, int) and vocabulary % tensor:
+        small[_VOCABULARY] = ODD_VOCABULARY
+    for name in _KEY_VALUE_HEADS:
+        heads = config.get(name)
+        if isinstance(heads, int) and heads < tensor and isinstance(small.get(name), int):
+            small[name] = 1
+
+
+def tiny_recipe(recipe: Recipe, s: Strategy) -> JsonObject:
+    """The document beside the tiny model and its tokens. fp32: in half precision a wrong sum hides in the rounding."""
+    training = recipe.training
+    return {
+        "version": 1,
+        "name": "verify",
+        "model": {"source": f"./{MODEL}", "weights": "pretrained"},
+        "cluster": {"nodes": 1, "gpus_per_node": s.world_size, "gpu": "cpu"},
+        "training": {
+            "sequence_length": LENGTH,
+            "global_batch_size": batch_of(s),
+            "steps": STEPS,
+            "precision": "fp32",
+            "optimizer": {
+                "name": training.optimizer.name,
+                "lr": LR,
+                "betas": list(BETAS),
+                "eps": EPS,
+                "weight_decay": DECAY,
+            },
+            "scheduler": {"name": "cosine", "warmup_steps": WARMUP, "min_lr": 0},
+            "gradient_clipping": CLIPPING if training.gradient_clipping else 0.0,
+            "seed": SEED,
+        },
+        "data": {"kind": "tokens", "path": TOKENS, "shuffle": False, "packing": False},
+        "parallelism": {
+            "tensor": s.tensor,
+            "pipeline": s.pipeline,
+            "data": s.data,
+            "zero_stage": s.zero_stage,
+            "micro_batch_size": s.micro_batch_size,
+            "activation_checkpointing": s.activation_checkpointing,
+            "schedule": s.schedule,
+            "offload": s.offload,
+        },
+        "launch": {"env": {"OMP_NUM_THREADS": "1"}},
+        "checkpoint": {"every_steps": EVERY},
+    }

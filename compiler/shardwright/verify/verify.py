@@ -1,0 +1,277 @@
+"""Compile, launch, compare: the tiny copy under the real launcher against one plain process of the same weights."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwright.cluster.resolve import resolve_cluster
+from shardwright.compile import compile_recipe
+from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.ir.json_value import JsonObject
+from shardwright.ir.model_graph import ModelGraph
+from shardwright.ir.recipe import Recipe
+from shardwright.ir.strategy import Strategy
+from shardwright.lower.folder import write_folder
+from shardwright.model.build import build_model_graph
+from shardwright.plan.plan import Plan
+from shardwright.recipe.load import load_recipe
+from shardwright.search.compare import layout_words
+from shardwright.search.deadline import size_cluster
+from shardwright.search.search import choose
+from shardwright.verify import tiny
+from shardwright.verify.verdict import (
+    LOSS_ABSOLUTE,
+    NORM_RELATIVE,
+    RATE_ABSOLUTE,
+    WEIGHT_ABSOLUTE,
+    Check,
+    Verdict,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardwright.hf.reference import Reference
+
+LAUNCH_SECONDS = 300
+"""A launch of a tiny model that takes longer hangs."""
+Say = Callable[[str], None]
+Row = dict[str, float]
+"""A line of metrics.jsonl."""
+
+
+def verify_recipe(recipe: Recipe, say: Say) -> Verdict:
+    """say: told each stage as it begins. Raises Refusal: what compile says of the recipe; SW5402 the model has no tiny
+    copy; SW5403 the tiny run does not finish (its folder is kept)."""
+    began = time.monotonic()
+    graph, strategy = _planned(recipe)
+    small = tiny.tiny_strategy(strategy)
+    folder = Path(tempfile.mkdtemp(prefix="shardwright-verify-"))
+    try:
+        say(f"building a tiny {graph.architecture}")
+        wanted, plan = _prepare(recipe, graph, strategy, small, folder)
+        say(f"training it on {small.world_size} rank{'' if small.world_size == 1 else 's'}")
+        checks = _measure(folder, plan, wanted, say)
+    except Refusal as refusal:
+        if not any(d.code == "SW5403" for d in refusal.diagnostics):
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+    return Verdict(
+        architecture=graph.architecture,
+        parameters=plan.model.total_parameters,
+        layout=layout_words(strategy),
+        verified=layout_words(small),
+        checks=checks,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _planned(recipe: Recipe) -> tuple[ModelGraph, Strategy]:
+    """The layout that `compile` would take."""
+    graph, cluster = build_model_graph(recipe.model), resolve_cluster(recipe.cluster)
+    if recipe.model.trust_remote_code is not None:
+        raise Refusal(
+            Diagnostic(
+                code="SW5402",
+                message="a model with code of its own has no tiny copy here",
+                help="`verify` shrinks transformers' own types. Compile a small recipe for `gpu: cpu` and run that.",
+                key=("model", "trust_remote_code"),
+            )
+        )
+    recipe, cluster, _ = size_cluster(recipe, graph, cluster)
+    return graph, choose(recipe, graph, cluster).strategy
+
+
+def _prepare(
+    recipe: Recipe, graph: ModelGraph, strategy: Strategy, small: Strategy, folder: Path
+) -> tuple[Reference, Plan]:
+    """The tiny model's weights and tokens, its compiled folder `out`, and what one process makes of them."""
+    import numpy as np
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    from shardwright.hf.floats import untagged
+    from shardwright.hf.reference import token_rows, train
+
+    logging.set_verbosity_error()  # of a tiny configuration, transformers has much to say
+    logging.disable_progress_bar()
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    torch.set_num_threads(1)
+    try:
+        document = untagged(tiny.tiny_config(graph.config, strategy))
+        config = AutoConfig.for_model(document.pop("model_type"), **document)
+        torch.manual_seed(tiny.SEED)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():  # no bias is zero and no norm one: each of them has to count
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+        model.save_pretrained(folder / tiny.MODEL)
+        config.save_pretrained(folder / tiny.MODEL)
+    except Exception as error:  # whatever a type's own code raises at this size
+        raise Refusal(_no_copy(graph, f"{type(error).__name__}: {error}")) from None
+    vocabulary = config.get_text_config().vocab_size
+    batch = tiny.batch_of(small)
+    tokens = np.random.default_rng(tiny.SEED).integers(3, vocabulary, (tiny.STEPS * batch, tiny.LENGTH), dtype=np.int32)
+    np.save(folder / tiny.TOKENS, tokens)
+    (folder / "recipe.json").write_text(json.dumps(tiny.tiny_recipe(recipe, small), indent=1), encoding="utf-8")
+    try:
+        compiled = compile_recipe(load_recipe(folder / "recipe.json"))
+    except Refusal as refusal:
+        first = refusal.diagnostics[0]
+        raise Refusal(_no_copy(graph, f"{first.code}: {first.message}")) from None
+    write_folder(folder / "out", compiled.files)
+    plan = compiled.plan
+    plain = AutoModelForCausalLM.from_pretrained(
+        folder / tiny.MODEL, dtype=torch.float32, attn_implementation=plan.model.attention, local_files_only=True
+    )
+    wanted = train(
+        plain,
+        [token_rows(tokens, step, batch) for step in range(1, tiny.STEPS + 1)],
+        lr=tiny.LR,
+        betas=tiny.BETAS,
+        eps=tiny.EPS,
+        weight_decay=tiny.DECAY,
+        warmup=tiny.WARMUP,
+        clipping=plan.training.gradient_clipping,
+        own_loss=plan.model.cut.loss == "next_token",
+    )
+    return wanted, plan
+
+
+def _no_copy(graph: ModelGraph, why: str) -> Diagnostic:
+    return Diagnostic(
+        code="SW5402",
+        message=f"{graph.architecture} cannot be verified on a tiny copy: {' '.join(why.split())[:300]}",
+        help="`shardwright models TYPE` says what is proved of its type.",
+    )
+
+
+def _measure(folder: Path, plan: Plan, wanted: Reference, say: Say) -> tuple[Check, ...]:
+    """Where the training differs already, its resumption says no more."""
+    out = folder / "out"
+    _launch(out)
+    rows = _metrics(out)
+    say("exporting its last checkpoint")
+    first = _exported(out, folder / "first")
+    held = sum(_held(out, rank.rank) != rank.parameter_bytes for rank in plan.ranks)
+    used = {name: weight for name, weight in wanted.weights.items() if name not in wanted.unused}
+    trained = (
+        _check("losses", f"of {tiny.STEPS} steps", _differences(rows, "loss", wanted.losses), LOSS_ABSOLUTE),
+        _check("gradient norms", "relative", _relative(rows, wanted.grad_norms), NORM_RELATIVE),
+        _check("learning rates", "", _differences(rows, "learning_rate", wanted.learning_rates), RATE_ABSOLUTE),
+        _check("weights", "trained, saved and exported", _furthest(first, used), WEIGHT_ABSOLUTE),
+        _check("split", "ranks that hold other bytes than planned", [float(held)], 0.0),
+    )
+    if not all(check.passed for check in trained):
+        return trained
+    shutil.rmtree(out / plan.checkpoint.directory / f"step-{tiny.STEPS:08d}")
+    say(f"resuming from step {tiny.EVERY}")
+    _launch(out)
+    again, losses = _metrics(out), [row["loss"] for row in rows]
+    resumed = _exported(out, folder / "again")
+    return (
+        *trained,
+        _check("resume", "losses, against the uninterrupted run", _differences(again, "loss", losses), LOSS_ABSOLUTE),
+        _check("resumed weights", "against the uninterrupted run", _furthest(resumed, first), WEIGHT_ABSOLUTE),
+    )
+
+
+def _check(name: str, what: str, differences: Iterable[float], limit: float) -> Check:
+    """NaN is the worst of all."""
+    found = list(differences)
+    return Check(name=name, what=what, worst=math.nan if any(map(math.isnan, found)) else max(found), limit=limit)
+
+
+def _differences(rows: list[Row], key: str, wanted: list[float]) -> list[float]:
+    if len(rows) != len(wanted):
+        return [math.inf]
+    return [abs(row[key] - value) for row, value in zip(rows, wanted, strict=True)]
+
+
+def _relative(rows: list[Row], wanted: list[float]) -> list[float]:
+    if len(rows) != len(wanted):
+        return [math.inf]
+    return [abs(row["grad_norm"] / value - 1) for row, value in zip(rows, wanted, strict=True)]
+
+
+def _furthest(weights: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[float]:
+    if not wanted.keys() <= weights.keys():
+        return [math.inf]
+    return [float((weights[name] - weight).abs().max()) for name, weight in wanted.items()]
+
+
+def _exported(out: Path, target: Path) -> dict[str, torch.Tensor]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from shardwright.runtime.export import export_checkpoint
+
+    newest = max((out / "checkpoints").glob("step-*"))
+    export_checkpoint(newest, target)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, local_files_only=True)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def _metrics(out: Path) -> list[Row]:
+    return [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text("utf-8").splitlines()]
+
+
+def _held(out: Path, rank: int) -> int:
+    document: JsonObject = json.loads((out / "run" / "ranks" / f"rank-{rank:05d}.json").read_text("utf-8"))
+    return int(str(document["parameter_bytes"]))
+
+
+def _launch(out: Path) -> None:
+    """The command itself, in a process group that can be ended as one. Raises Refusal: SW5403."""
+    command = [sys.executable, "-m", "shardwright", "run", str(out)]
+    environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error"}
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        env=environment,
+    )
+    try:
+        output, _ = process.communicate(timeout=LAUNCH_SECONDS)
+    except BaseException as error:
+        os.killpg(process.pid, signal.SIGINT)
+        try:
+            process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise _not_finished(out, f"no end after {LAUNCH_SECONDS} s") from None
+        raise
+    if process.returncode != 0:
+        lines = [line for line in output.splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("error[")]
+        raise _not_finished(out, (errors or lines[-1:] or ["no output"])[0])
+
+
+def _not_finished(out: Path, why: str) -> Refusal:
+    return Refusal(
+        Diagnostic(
+            code="SW5403",
+            message=f"the tiny copy did not train to its end: {' '.join(why.split())[:300]}",
+            help=f"Its folder is kept: `shardwright logs {out}` has all of its output.",
+        )
+    )

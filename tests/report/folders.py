@@ -1,0 +1,64 @@
+"""Compiled folders to report on, made in this process: torch is imported once."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from shardwright.compile import compile_recipe
+from shardwright.lower.folder import write_folder
+from shardwright.recipe.load import load_recipe
+
+LLAMA_405B = {
+    "model_type": "llama",
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_hidden_layers": 126,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
+LARGEST: dict[str, Any] = {
+    "version": 1,
+    "name": "llama-405b-2048x8h100",
+    "model": {"config": LLAMA_405B, "weights": "random"},
+    "cluster": {"nodes": 2048, "gpus_per_node": 8, "gpu": "h100-sxm-80gb", "price_per_gpu_hour": 2.5},
+    "training": {"sequence_length": 8192, "global_batch_size": 2048, "tokens": 15.6e12, "precision": "bf16"},
+    "data": {"kind": "synthetic"},
+    "parallelism": {"tensor": 8, "pipeline": 16},
+}
+
+
+def compiled(document: dict[str, Any], folder: Path) -> Path:
+    """folder/out, from a recipe beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "recipe.json"
+    path.write_text(json.dumps(document))
+    write_folder(folder / "out", compile_recipe(load_recipe(path)).files)
+    return folder / "out"
+
+
+def with_run(folder: Path, steps: int, cause: str = "") -> Path:
+    """As a run would have left it, a half-written last line included."""
+    (folder / "run").mkdir()
+    lines = [
+        {
+            "step": k,
+            "loss": 2 + 3 * math.exp(-k / 40),
+            "grad_norm": 1.0,
+            "learning_rate": 1e-3,
+            "tokens": 256,
+            "step_seconds": 0.05 + 0.2 * (k == 1),
+            "tokens_per_second": 5120.0,
+            "attempt": 1,
+        }
+        for k in range(1, steps + 1)
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "run" / "metrics.jsonl").write_text(text + '{"step": 99')
+    (folder / "run" / "status.json").write_text(json.dumps({"status": "failed" if cause else "done", "cause": cause}))
+    (folder / "run" / "summary.json").write_text(json.dumps({"hosts": ["a"], "best_loss": 2.25}))
+    return folder

@@ -1,0 +1,214 @@
+"""The page's figures are the plan's, its timeline is the planner's step, and what it cannot read it says."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.diagnostics import Refusal
+from shardwright.report.page import render_page
+from shardwright.report.source import read_subject
+from shardwright.report.timeline import drawn_ranks, step_timeline
+from shardwright.report.write import write_report
+from shardwright.search.search import search
+from tests.conftest import SMALL_RECIPE
+from tests.report.folders import compiled, with_run
+
+
+class Figures(HTMLParser):
+    """Every `<data data-key>` of a page, and what its JSON script elements hold."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.values: list[tuple[str, Any]] = []
+        self.scripts: dict[str, Any] = {}
+        self._inside: str | None = None
+        self.feed(page)
+        self.scripts = {name: json.loads(text) for name, text in self.scripts.items()}
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        given = dict(attributes)
+        if tag == "data":
+            self.values.append((str(given["data-key"]), json.loads(str(given["value"]))))
+        self._inside = given.get("id") if tag == "script" else None
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = None
+
+    def handle_data(self, data: str) -> None:
+        if self._inside:
+            self.scripts[self._inside] = self.scripts.get(self._inside, "") + data
+
+
+def columns_of(item: Any) -> dict[str, list[float]]:
+    """Of the data source with stages in a chart's JSON."""
+    if isinstance(item, dict):
+        if item.get("type") == "map" and any(entry[0] == "stage" for entry in item["entries"]):
+            return dict(item["entries"])
+        item = list(item.values())
+    for part in item if isinstance(item, list) else []:
+        if found := columns_of(part):
+            return found
+    return {}
+
+
+def at(document: Any, key: str) -> Any:
+    for part in key.split("."):
+        document = document[int(part)] if isinstance(document, list) else document[part]
+    return document
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled(SMALL_RECIPE, tmp_path_factory.mktemp("small"))
+
+
+def small_with(parallelism: dict[str, Any], **training: Any) -> dict[str, Any]:
+    document = copy.deepcopy(SMALL_RECIPE)
+    document["parallelism"] = parallelism
+    document["training"] |= training
+    return document
+
+
+LAYOUTS = {
+    "1f1b": SMALL_RECIPE,
+    "dualpipev": small_with({"pipeline": 2, "data": 2, "schedule": "dualpipev", "micro_batch_size": 1}),
+    "zero3": small_with({"data": 4, "zero_stage": 3, "micro_batch_size": 1}),
+    "tensor": small_with({"tensor": 4}, global_batch_size=12),
+    "auto": small_with({}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_figure_is_the_plans_and_the_timeline_its_step(name: str, tmp_path: Path) -> None:
+    folder = compiled(LAYOUTS[name], tmp_path)
+    plan = json.loads((folder / "plan.json").read_text())
+    subject = read_subject(folder)
+    assert subject.is_same
+    page, timeline = render_page(subject)
+    found = Figures(page)
+    assert len(found.values) > 30
+    for key, value in found.values:
+        assert value == at(plan, key), key
+    assert found.scripts["plan-figures"]["predicted"] == plan["predicted"]
+    step = plan["predicted"]["time"]["step_seconds"]
+    assert timeline.simulated_seconds == pytest.approx(step, rel=1e-6)
+    assert max(bar.stop_seconds for bar in timeline.bars) == pytest.approx(step, rel=1e-6)
+    micro_batches = plan["strategy"]["gradient_accumulation_steps"]
+    passes = [bar for bar in timeline.bars if bar.kind < 2]
+    assert len(passes) == 2 * micro_batches * len(plan["stages"])
+    for rank in timeline.ranks:
+        parts = [getattr(rank, part) for part in rank.__slots__]
+        assert sum(parts) == pytest.approx(step, rel=1e-6)
+    memory = columns_of(found.scripts["items"]["memory"])
+    for part in ("parameters", "gradients", "optimizer", "activations", "workspace"):
+        told = [stage[f"{part}_bytes"] / 2**30 for stage in plan["predicted"]["memory"]["stages"]]
+        assert memory[part] == told
+
+
+def test_bars_of_a_rank_do_not_overlap(small: Path) -> None:
+    subject = read_subject(small)
+    timeline = step_timeline(subject.layout, subject.plan.predicted.time)
+    for rank in range(subject.plan.strategy.pipeline):
+        bars = sorted((b for b in timeline.bars if b.rank == rank), key=lambda b: (b.start_seconds, b.stop_seconds))
+        for before, after in itertools.pairwise(bars):
+            assert after.start_seconds >= before.stop_seconds - 1e-12
+
+
+def test_many_bars_leave_ranks_out_evenly(small: Path) -> None:
+    subject = read_subject(small)
+    timeline = step_timeline(subject.layout, subject.plan.predicted.time)
+    wide = dataclasses.replace(timeline, bars=timeline.bars * 32, ranks=timeline.ranks * 32)
+    drawn = drawn_ranks(wide, len(wide.bars) // 8)
+    assert drawn[0] == 0 and drawn[-1] == 63 and len(drawn) == 8
+    assert drawn_ranks(timeline, 10**6) == (0, 1)
+
+
+def test_the_space_holds_what_the_search_ranks(small: Path) -> None:
+    from shardwright.report.space import whole_space
+
+    subject = read_subject(small)
+    recipe, graph, cluster = subject.recipe, subject.graph, subject.layout.cluster
+    space = whole_space(recipe, graph, cluster, subject.estimate)
+    ranked = search(recipe, graph, cluster).ranked
+    running = {p.strategy: p for p in space.points if p.pinned and not p.code}
+    assert set(running) == {e.strategy for e in ranked}
+    for estimate in ranked:
+        point = running[estimate.strategy]
+        assert (point.step_seconds, point.peak_bytes) == (estimate.time.step_seconds, estimate.memory.peak_bytes)
+    assert subject.plan.strategy in running
+    assert set(space.pins) == {"tensor", "pipeline", "data", "schedule", "micro_batch_size"}
+    assert len(space.points) == space.legal + space.forbidden
+    assert all(
+        p.code.startswith("SW3") and p.reason for p in space.points if p.verdict in ("ruled out", "does not fit")
+    )
+
+
+def test_a_trace_that_perfetto_reads(small: Path, tmp_path: Path) -> None:
+    write_report(small, tmp_path / "page.html", tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    step = json.loads((small / "plan.json").read_text())["predicted"]["time"]["step_seconds"]
+    events = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert {e["tid"] for e in events} == {0, 1}
+    assert max(e["ts"] + e["dur"] for e in events) == pytest.approx(step * 1e6, rel=1e-6)
+    assert {e["name"] for e in trace["traceEvents"] if e["ph"] == "M"} == {"process_name", "thread_name"}
+
+
+def test_a_run_is_compared_and_its_text_is_only_text(small: Path, tmp_path: Path) -> None:
+    folder = with_run(Path(shutil.copytree(small, tmp_path / "out")), 60, cause="<script>alert('x')</script>")
+    page, _ = render_page(read_subject(folder))
+    assert "<script>alert" not in page and "&lt;script&gt;alert" in page
+    assert "5.0000" not in page and "→ 2.669" in page  # the last whole line
+    assert "best_loss" in page
+    assert page.count('id="chart-loss"') == 1
+    assert 'id="chart-loss"' not in render_page(read_subject(small))[0]
+
+
+def test_the_command_is_deterministic_offline_and_without_torch(small: Path, tmp_path: Path) -> None:
+    moved = Path(shutil.copytree(small, tmp_path / "elsewhere"))
+    code = (
+        "import sys, socket\n"
+        "def refuse(*a, **k): raise AssertionError('a network')\n"
+        "socket.socket.connect = refuse\n"
+        "from shardwright.cli.main import main\n"
+        "code = main(sys.argv[1:])\n"
+        "assert not {'torch', 'transformers', 'deepspeed'} & set(sys.modules), 'heavy'\n"
+        "sys.exit(code)"
+    )
+    pages = []
+    for name in ("a.html", "b.html"):
+        arguments = ["report", str(moved), "-o", str(tmp_path / name), "--json"]
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        written = json.loads(done.stdout)["files"]
+        assert written == [{"path": str(tmp_path / name), "bytes": (tmp_path / name).stat().st_size}]
+        pages.append((tmp_path / name).read_bytes())
+    assert pages[0] == pages[1]
+    assert str(tmp_path).encode() not in pages[0]
+
+
+def test_what_cannot_be_reported_on_is_said(small: Path, tmp_path: Path) -> None:
+    def code_of(folder: Path, output: Path) -> str:
+        with pytest.raises(Refusal) as refusal:
+            write_report(folder, output, None)
+        return refusal.value.diagnostics[0].code
+
+    assert code_of(tmp_path, tmp_path / "a.html") == "SW6001"
+    assert code_of(small, tmp_path) == "SW3323"
+    assert code_of(small, tmp_path / "no" / "a.html") == "SW3323"
+    other = Path(shutil.copytree(small, tmp_path / "other"))
+    recipe = other / "recipe.resolved.json"
+    recipe.write_text(recipe.read_text().replace('"steps": 10', '"steps": 11'))
+    assert code_of(other, tmp_path / "a.html") == "SW3321"
+    recipe.unlink()
+    assert code_of(other, tmp_path / "a.html") == "SW3321"
