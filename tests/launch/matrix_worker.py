@@ -14,6 +14,7 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed import ops
+from shardwright.runtime.corpus import open_rows
 
 from shardwright.compile import compile_recipe
 from shardwright.lower.folder import write_folder
@@ -22,7 +23,6 @@ from shardwright.plan.serialize import read_plan
 from shardwright.recipe.load import load_recipe
 from shardwright.runtime.batches import Batches
 from shardwright.runtime.checkpoint import load_checkpoint, save_checkpoint
-from shardwright.runtime.corpus import open_rows
 from shardwright.runtime.dropout import seed_dropout
 from shardwright.runtime.engine import Trainer, build_trainer
 from shardwright.runtime.schedule import learning_rate

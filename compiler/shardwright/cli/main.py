@@ -41,6 +41,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "export": ("shardwright.cli.export", "turn a checkpoint into a Hugging Face folder"),
 }
 
+
 class Command(Protocol):
     """What each module of cli/ has."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from shardwright.cost.compute import layer_seconds
 from shardwright.cost.layout import Layout
-from shardwright.cost.memory import framework_bytes, rank_memory
+from shardwright.cost.memory import RankBytes, framework_bytes
 from shardwright.cost.offload import host_transfer_seconds
 from shardwright.cost.passes import passes
 from shardwright.cost.timing import (
@@ -117,7 +117,7 @@ def _rank(layout: Layout, estimate: Estimate, rank: int, schedule: float, stage:
     if layout.strategy.offload != "none":  # another link, at the same time
         data_comm = max(data_comm, host_transfer_seconds(layout, rank, stage.compute))
     blocks, held = layout.ranks[rank], estimate.memory.stages[rank]
-    live = rank_memory(layout, rank, 0)  # no room to keep anything in
+    live = RankBytes(layout).of(rank, blocks, 0)  # no room to keep anything in
     framework = round(framework_bytes(layout))
     return RankBreakdown(
         pipeline_rank=rank,

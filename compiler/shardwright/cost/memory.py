@@ -17,7 +17,7 @@ ALL_CHANNELS_BYTES_PER_SECOND = 300e9
 
 def estimate_memory(layout: Layout) -> Memory:
     """Bytes as nvidia-smi would show them, per pipeline rank; `fits` honours memory_headroom and ignore_memory."""
-    usable, ranks = usable_bytes(layout), RankMemory(layout)
+    usable, ranks = usable_bytes(layout), RankBytes(layout)
     stages = tuple(ranks.of(rank, blocks, usable) for rank, blocks in enumerate(layout.ranks))
     peak = max(stage.peak_bytes for stage in stages)
     fits = peak <= usable or layout.recipe.assume.ignore_memory
@@ -33,7 +33,7 @@ def usable_bytes(layout: Layout) -> int:
 
 def live_bytes(layout: Layout) -> int:
     """The fullest rank's, without what the allocator keeps beside it: what decides whether a layout fits."""
-    ranks = RankMemory(layout)
+    ranks = RankBytes(layout)
     return max(ranks.of(rank, blocks, 0).peak_bytes for rank, blocks in enumerate(layout.ranks))
 
 
@@ -53,7 +53,7 @@ def states_bytes(layout: Layout, numel: float) -> tuple[float, float, float]:
     return parameters, gradients, optimizer
 
 
-class RankMemory:
+class RankBytes:
     """What a pipeline rank holds, by the blocks on it. What no partition changes is worked out once a layout: a
     partition is found by asking about thousands of blocks."""
 

@@ -16,7 +16,7 @@ from shardwright.cost.activations import activations
 from shardwright.cost.compute import ELEMENT_BYTES
 from shardwright.cost.constants import Constants, default_constants
 from shardwright.cost.layout import Block, Layout
-from shardwright.cost.memory import RankMemory, states_bytes, usable_bytes
+from shardwright.cost.memory import RankBytes, states_bytes, usable_bytes
 from shardwright.cost.passes import FORWARD_SHARE, passes
 from shardwright.cost.shapes import model_shapes
 from shardwright.cost.timing import MOST_SIMULATED_RANKS, once_a_step_seconds
@@ -117,7 +117,7 @@ class _Room:
 
     def __init__(self, layout: Layout, blocks: tuple[int, ...]) -> None:
         self._layout, self._usable = layout, usable_bytes(layout)
-        self._memory = RankMemory(layout)
+        self._memory = RankBytes(layout)
         self._in_flight = [_in_flight(layout.strategy, rank) for rank in range(layout.strategy.pipeline)]
         self._layers = (0, *itertools.accumulate(blocks))
         self._peaks: dict[tuple[int, ...], int] = {}

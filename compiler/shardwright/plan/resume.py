@@ -12,7 +12,6 @@ BIT_FOR_BIT, SAME_RANKS, CONVERTED, NO = "bit for bit", "same ranks", "converted
 # Keys that decide which rank holds what; the others change what is computed on the way.
 _PLACEMENT = ("tensor", "pipeline", "data", "zero_stage", "schedule", "offload")
 _SAMPLES = ("sequence_length", "global_batch_size", "seed")
-_DATA = ("kind", "path", "packing", "shuffle")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +75,8 @@ def _samples(a: Recipe, b: Recipe) -> tuple[str, ...]:
     """A step's number stands for the samples before it: true where these are the same."""
     changed = [f"training.{k}" for k in _SAMPLES if getattr(a.training, k) != getattr(b.training, k)]
     if a.data is not None and b.data is not None:
-        changed += [f"data.{k}" for k in _DATA if getattr(a.data, k) != getattr(b.data, k)]
-        changed += ["data"] * (a.data.options != b.data.options)
+        names = [field.name for field in fields(a.data) if field.name != "tokenizer"]
+        changed += [f"data.{k}" for k in names if getattr(a.data, k) != getattr(b.data, k)]
     if not changed:
         return ()
     return (f"the samples come in another order ({', '.join(changed)}): some may be seen twice, some not at all",)
