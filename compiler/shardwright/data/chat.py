@@ -97,45 +97,39 @@ def _spans(talk: Conversation, tokenizer: Tokenizer, template: str) -> tuple[str
 def _by_prefix(render: Renders, messages: list[Message], number: int, text: str) -> Span | None:
     """None where the conversation up to this turn is not what the whole one begins with."""
     try:
-        before = render(messages[:number], prompt=True) if number else _opening(render, messages, text)
+        before = render(messages[:number], prompt=True) if number else ""
         after = render(messages[: number + 1], prompt=False)
+        opens = bool(number) and before != render(messages[:number], prompt=False)
     except Refusal:  # a part of the conversation that the template does not take alone
         return None
-    if before is None or not after.startswith(before) or not text.startswith(after):
+    if not after.startswith(before) or not text.startswith(after):
         return None
-    return len(before), len(after.rstrip()) if after.rstrip() else len(after)
-
-
-def _opening(render: Renders, messages: list[Message], text: str) -> str | None:
-    """What stands before a first message of the assistant."""
-    span = _by_stand_in(render, messages, 0, text)
-    return None if span is None else text[: span[0]]
+    first = len(before)
+    if not opens:  # the template has no prompt for an answer: its header is no part of it
+        span = _by_stand_in(render, messages, number, text)
+        first = first if span is None else span[0]
+    return first, len(after.rstrip()) if len(after.rstrip()) > first else len(after)
 
 
 def _by_stand_in(render: Renders, messages: list[Message], number: int, text: str) -> Span | None:
-    """The message's own text, and what closes the turn where it is the last one."""
-
-    def place(of: list[Message]) -> tuple[str, Span] | None:
-        content = of[number].get("content")
-        if not isinstance(content, str) or not content.strip():
-            return None
-        whole = render(of, prompt=False)
-        other = render([*of[:number], {**of[number], "content": _STAND_IN}, *of[number + 1 :]], prompt=False)
-        first = other.find(_STAND_IN)
-        closing = len(other) - first - len(_STAND_IN)
-        if first < 0 or not whole.startswith(other[:first]) or not whole.endswith(other[len(other) - closing :]):
-            return None
-        return whole, (first, len(whole) - closing)
-
+    """The message's own text, and what closes the turn where it is the last one. None where it cannot be told."""
+    content = messages[number].get("content")
+    if not isinstance(content, str) or not content.strip():
+        return None
+    stand_in = [*messages[:number], {**messages[number], "content": _STAND_IN}]
     try:
-        here, alone = place(messages), place(messages[: number + 1])
+        other = render([*stand_in, *messages[number + 1 :]], prompt=False)
+        last = render(stand_in, prompt=False)
     except Refusal:
         return None
-    if here is None or alone is None:
+    first, at = other.find(_STAND_IN), last.find(_STAND_IN)
+    if first < 0 or at < 0:
         return None
-    (whole, (first, last)), (last_text, (_, stop)) = here, alone
-    closer = last_text[stop:].rstrip()
-    return first, last + (len(closer) if whole.startswith(closer, last) else 0)
+    rest = other[first + len(_STAND_IN) :]
+    if not text.startswith(other[:first]) or not text.endswith(rest) or len(text) < first + len(rest):
+        return None
+    closer = last[at + len(_STAND_IN) :].rstrip()
+    return first, len(text) - len(rest) + (len(closer) if rest.startswith(closer) else 0)
 
 
 def _render(talk: Conversation, tokenizer: Tokenizer, template: str) -> Renders:

@@ -6,6 +6,7 @@ trained.bin: one byte a token, 1 where it is a label; only where some are not. m
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import asdict, dataclass
@@ -110,12 +111,13 @@ class Writer:
         return manifest
 
     def close(self, *, sync: bool = False) -> None:
-        for file in (self._tokens, self._ends, self._trained):
-            if file is not None and not file.closed:
-                if sync:
-                    file.flush()
-                    os.fsync(file.fileno())
-                file.close()
+        with contextlib.ExitStack() as stack:  # each is closed, whatever the others say
+            for file in (self._tokens, self._ends, self._trained):
+                if file is not None and not file.closed:
+                    stack.callback(file.close)
+                    if sync:
+                        file.flush()
+                        os.fsync(file.fileno())
 
 
 def read_manifest(folder: Path) -> Manifest | None:

@@ -242,7 +242,7 @@ def _carried(calls: list[_Call]) -> tuple[int, ...]:
 
 def _with_payload(model: nn.Module, cut: Cut, calls: list[_Call], input_ids: torch.Tensor) -> Cut:
     """The arguments that another stage could not make: they differ on dummy ids, or where the embedding is stubs."""
-    skeleton = _isolated(model, cut, {id(p) for p in model.get_submodule(cut.stack).parameters()}, input_ids)
+    skeleton = isolated(model, cut, {id(p) for p in model.get_submodule(cut.stack).parameters()}, input_ids)
     hidden = dict(leaves(calls[0].arguments))[skeleton._hidden_path]
     dummy, slots = skeleton._context(hidden, None)
     known = {use for slot in slots for use in slot.uses}
@@ -278,21 +278,21 @@ def check_cut(
         pieces.append((first, ranges.get(first, first)))
     inside = [{id(p) for layer in layers[a : b + 1] for p in layer.parameters()} for a, b in pieces]
     before, behind = ({id(model.get_parameter(n)) for n in side} for side in (embedding, head))
-    state = _isolated(model, cut, before, input_ids).embed(input_ids, None)
+    state = isolated(model, cut, before, input_ids).embed(input_ids, None)
     for (first, last), own in zip(pieces, inside, strict=True):
-        skeleton = _isolated(model, cut, own, input_ids)
+        skeleton = isolated(model, cut, own, input_ids)
         entering = state
         for _ in range(2):
             skeleton.begin()
             state = entering
             for index in range(first, last + 1):
                 state = skeleton.decode(index, state)
-    got = _isolated(model, cut, behind, input_ids).head(state)
+    got = isolated(model, cut, behind, input_ids).head(state)
     if got.shape != plain.shape or not torch.equal(got, plain):
         raise NotCuttable("more than the hidden states crosses between its layers")
 
 
-def _isolated(model: nn.Module, cut: Cut, owned: set[int], input_ids: torch.Tensor) -> Skeleton:
+def isolated(model: nn.Module, cut: Cut, owned: set[int], input_ids: torch.Tensor) -> Skeleton:
     """A copy that owns these parameters of `model` only, by id."""
     memo: dict[int, Any] = {}
     twin = copy.deepcopy(model, memo)

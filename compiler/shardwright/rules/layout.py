@@ -13,10 +13,10 @@ from shardwright.ir.divisors import nearest_divisors
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import DOCUMENT_KINDS, Recipe
 from shardwright.ir.strategy import Strategy
+from shardwright.model.packing import proved_packing
 from shardwright.partition.stages import most_stages, too_few_layers
 from shardwright.partition.tensor import indivisible
 
-PACKING_TYPES = ("llama", "mistral", "qwen2", "gpt2")  # tests/parity/test_packing.py
 SLOW_LINK_BYTES_PER_SECOND = 200e9 / 8  # rule 36: ZeRO-3 across links under 200 Gb/s
 
 
@@ -201,13 +201,16 @@ def selective_attention(x: Subject) -> Diagnostic | None:
 
 
 def packed_documents(x: Subject) -> Diagnostic | None:
-    """Packing keeps documents apart by their positions; whether a type's masks follow them is proved per type."""
+    """Packing keeps documents apart by their positions; whether a type's masks follow them is proved per type and
+    attention (model/packing_proved.json)."""
     packed = [key for key, part in x.recipe.data_parts() if part.kind in DOCUMENT_KINDS and part.packing]
-    if not packed or x.graph.model_type in PACKING_TYPES:
+    model_type, attention = x.graph.model_type, x.graph.attention
+    if not packed or proved_packing(model_type, attention):
         return None
     return Diagnostic(
         code="SW3125",
-        message=f"packing is not proved for model_type {x.graph.model_type!r}: documents could see each other",
+        message=f"packing is not proved for model_type {model_type!r} with {attention} attention: documents could see "
+        "each other",
         help="Write `packing: false` under data: one stream of text cut into sequences; a conversation a sequence.",
         key=(*packed[0], "packing"),
     )

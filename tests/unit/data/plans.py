@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from shardwright.data.dataset import Dataset, resolve
 from shardwright.data.prepare import prepare
 from shardwright.diagnostics import Refusal
-from shardwright.plan.plan import PlanData, PlanScheduler, PlanTraining
+from shardwright.plan.plan import PlanData, PlanScheduler, PlanTraining, PlanValidation
 
 
 def part(kind: str, path: object = None, **more: Any) -> PlanData:
@@ -20,7 +21,13 @@ def part(kind: str, path: object = None, **more: Any) -> PlanData:
 
 
 def plan(
-    data: PlanData, *, length: int = 4, vocabulary: int = 256, batch: int = 2, epochs: float | None = None, **more: Any
+    data: PlanData,
+    *,
+    length: int = 4,
+    vocabulary: int = 256,
+    batch: int = 2,
+    epochs: float | None = None,
+    validation: PlanValidation | None = None,
 ) -> Any:
     training = PlanTraining(
         sequence_length=length,
@@ -38,15 +45,17 @@ def plan(
         training=training,
         scheduler=scheduler,
         model=SimpleNamespace(vocabulary_size=vocabulary),
-        validation=None,
-    ).with_(**more)
+        validation=validation,
+    )
 
 
-class PlanLike(SimpleNamespace):
-    def with_(self, **more: Any) -> PlanLike:
-        return PlanLike(**(vars(self) | more))
-
-    __replace__ = with_
+@dataclass(frozen=True)
+class PlanLike:
+    data: PlanData
+    training: PlanTraining
+    scheduler: PlanScheduler
+    model: Any
+    validation: PlanValidation | None
 
 
 def opened(p: Any, folder: Path, *, limit: int | None = None) -> Dataset:

@@ -1,0 +1,60 @@
+"""Do documents that share a row stay apart? Positions that start again at each one must be all that it takes."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shardwright.hf.probe import isolated
+from shardwright.hf.skeleton import Skeleton
+from shardwright.ir.cut import Cut
+
+LENGTHS = ((7, 5, 12), (1, 16, 7))
+"""Of the documents in each row of the probe: borders differ between the rows, and one document is a single token."""
+TOLERANCE = 2e-5
+"""Of the largest logit: other shapes of a matrix product sum in another order."""
+
+
+def positions() -> torch.Tensor:
+    """(2, 24) int64: each document counts from 0."""
+    return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS])
+
+
+@torch.no_grad()
+def why_not_packed(model: nn.Module, cut: Cut, input_ids: torch.Tensor) -> str:
+    """ "" where it is proved. model: tiny, nothing random; input_ids: (2, 24).
+
+    In one piece, each document's logits must be those of the document alone; in isolated pieces, as pipeline stages
+    run, those of one piece.
+    """
+    place = positions()
+    whole = model(input_ids=input_ids, position_ids=place, use_cache=False).logits
+    scale = TOLERANCE * max(1.0, float(whole.abs().max()))
+    for row, lengths in enumerate(LENGTHS):
+        at = 0
+        for length in lengths:
+            alone = model(input_ids=input_ids[row : row + 1, at : at + length], use_cache=False).logits[0]
+            off = float((whole[row, at : at + length] - alone).abs().max())
+            if not off <= scale:
+                return f"a packed document's logits differ by {off:.1e} from its own"
+            at += length
+    off = float((_in_pieces(model, cut, input_ids, place) - whole).abs().max())
+    return "" if off <= scale else f"packed logits of isolated layers differ by {off:.1e} from the model's"
+
+
+def _in_pieces(model: nn.Module, cut: Cut, input_ids: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """Every decoder layer in a copy of its own; layers that share state in one."""
+    layers = list(model.get_submodule(cut.stack).children())
+    outside = {id(p) for p in model.parameters()} - {id(p) for layer in layers for p in layer.parameters()}
+    state = isolated(model, cut, outside, input_ids).embed(input_ids, place)
+    together = dict(cut.together)
+    first = 0
+    while first < len(layers):
+        last = together.get(first, first)
+        own = {id(p) for layer in layers[first : last + 1] for p in layer.parameters()}
+        skeleton: Skeleton = isolated(model, cut, own, input_ids)
+        skeleton.begin()
+        for index in range(first, last + 1):
+            state = skeleton.decode(index, state)
+        first = last + 1
+    return isolated(model, cut, outside, input_ids).head(state)

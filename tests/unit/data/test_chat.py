@@ -1,0 +1,134 @@
+"""Conversations: what the assistant says is trained on, whatever the template; what a template refuses is told."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardwright.data.chat import conversation, encode
+from shardwright.data.tokenizers import ByteTokenizer
+from shardwright.diagnostics import Refusal
+from tests.unit.data.plans import opened, part, plan, refused
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+)
+LLAMA2 = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {{ m.content.strip() }} [/INST]"
+    "{% else %} {{ m.content.strip() }} </s>{% endif %}{% endfor %}"
+)
+# As Qwen3's: the reasoning of earlier turns is dropped, and the last turn has an empty one where it has none.
+REASONING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{% set c = m.content.split('</think>')[-1].lstrip() %}"
+    "{% if loop.last %}<think>\n{{ m.content.split('</think>')[0].split('<think>')[-1].strip() if '</think>' in "
+    "m.content else '' }}\n</think>\n\n{{ c }}{% else %}{{ c }}{% endif %}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Two and two?"},
+    {"role": "assistant", "content": "Four."},
+    {"role": "user", "content": "Four."},
+    {"role": "assistant", "content": "Four. Schön, ja."},
+]
+
+
+def trained_texts(template: str, messages: list[dict[str, Any]], train_on: str = "assistant") -> tuple[str, list[str]]:
+    """(the rendered text, each stretch of it that is trained)."""
+    ids, trained = encode(
+        conversation(({"messages": messages}, "here:1", 0), "messages"), ByteTokenizer(), template, train_on
+    )
+    text = bytes(ids.astype(np.uint8)).decode()
+    borders = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(ids)]
+    raw = bytes(ids.astype(np.uint8))
+    return text, [raw[a:b].decode() for a, b in itertools.pairwise(borders) if trained[a]]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["chatml", "marked"])
+def test_the_assistants_turns_and_their_ends_are_trained(template: str) -> None:
+    text, trained = trained_texts(template, TALK)
+    assert trained == ["Four.<|im_end|>", "Four. Schön, ja.<|im_end|>"]
+    assert text.count("<|im_start|>") == 5, "the generation prompt is not part of it"
+
+
+def test_a_template_without_a_generation_prompt() -> None:
+    _, trained = trained_texts(LLAMA2, TALK[1:])
+    assert trained == ["Four. </s>", "Four. Schön, ja. </s>"]
+
+
+def test_a_template_that_renders_earlier_turns_in_another_way() -> None:
+    messages = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "<think>hm</think>1"},
+        {"role": "user", "content": "two"},
+        {"role": "assistant", "content": "<think>well</think>2"},
+    ]
+    text, trained = trained_texts(REASONING, messages)
+    assert "hm" not in text and "well" in text
+    assert len(trained) == 2 and trained[0].endswith("1<|im_end|>") and trained[1].endswith("2<|im_end|>")
+    assert not any(re.search("im_start|user|one|two", t) for t in trained)
+
+
+def test_an_answer_that_repeats_the_question_is_found_in_its_own_place() -> None:
+    text, trained = trained_texts(CHATML, [{"role": "user", "content": "aa"}, {"role": "assistant", "content": "aa"}])
+    assert trained == ["aa<|im_end|>"] and text.endswith("aa<|im_end|>\n")
+
+
+def test_a_conversation_that_the_assistant_begins() -> None:
+    messages = [{"role": "assistant", "content": "Hello!"}, {"role": "user", "content": "Hi."}]
+    assert trained_texts(CHATML, messages)[1] == ["Hello!<|im_end|>"]
+
+
+def test_train_on_all() -> None:
+    text, trained = trained_texts(CHATML, TALK, "all")
+    assert trained == [text]
+
+
+def test_a_template_that_hides_the_answer_is_refused() -> None:
+    with pytest.raises(Refusal) as caught:
+        trained_texts("{% for m in messages | reverse %}{{ m.content | upper }}|{% endfor %}", TALK[3:])
+    assert caught.value.diagnostics[0].code == "SW6113"
+    assert "message 2" in caught.value.diagnostics[0].message
+
+
+def test_a_template_without_a_system_role(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": TALK[1:]}) + "\n" + json.dumps({"messages": TALK}))
+    code, message = refused(plan(part("chat", tmp_path / "a.jsonl", template=LLAMA2)), tmp_path)
+    assert code == "SW6112" and "a.jsonl:2" in message and "System role not supported" in message
+
+
+def test_a_template_that_is_no_jinja(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": TALK}))
+    assert refused(plan(part("chat", tmp_path / "a.jsonl", template="{% for %}")), tmp_path)[0] == "SW6112"
+
+
+def test_conversations_stay_whole_and_padding_is_no_label(tmp_path: Path) -> None:
+    talks = [[{"role": "user", "content": "q" * n}, {"role": "assistant", "content": "a" * n}] for n in (1, 2, 3, 30)]
+    talks.append([{"role": "user", "content": "u" * 60}, {"role": "assistant", "content": "too late"}])
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"messages": t}) for t in talks))
+    template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}.{% endfor %}"
+    for packing in (True, False):
+        p = plan(part("chat", tmp_path / "a.jsonl", template=template, packing=packing), length=20, batch=1)
+        rows = opened(p, tmp_path).train
+        block = rows.read(np.arange(len(rows)))
+        raw = block.tokens.astype(np.uint8)
+        assert block.trained is not None and (block.starts is not None) == packing
+        answers = "".join(bytes(t[m]).decode() for t, m in zip(raw, block.trained, strict=True))
+        assert len(rows) == (2 if packing else 3)
+        # The answer of the fourth is cut off at 20 tokens, and it is left out, like the fifth.
+        assert sorted(bytes(raw).replace(b"\0", b"").decode()) == sorted("uq.aa.uqq.aaa.uqqq.aaaa.")
+        assert sorted(answers) == sorted("a.aa.aaa.")
