@@ -22,6 +22,7 @@ LIGHT_RUNTIME = {
     "failure.py",
     "progress.py",
     "checkpoint_index.py",
+    "tracking.py",
 }
 # What finds a graph that was traced before.
 LIGHT_MODEL = {"build.py", "cache.py", "read.py", "hub.py", "shipped.py", "graphs.py"}

@@ -196,6 +196,19 @@ class CheckpointSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WandbSection:
+    project: str
+    entity: str | None
+    name: str | None  # None: the recipe's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackingSection:
+    tensorboard: bool
+    wandb: WandbSection | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """A recipe that passed stage 1. `document` is the merged input (extends and --set applied) with every
     default filled in, as plain JSON: what the compiled folder stores as its resolved recipe."""
@@ -213,6 +226,7 @@ class Recipe:
     assume: AssumeSection
     launch: LaunchSection
     checkpoint: CheckpointSection
+    tracking: TrackingSection
     extra: JsonObject  # keys of ds_config.json, as written
     directory: str  # absolute folder of the recipe file: relative paths start here
     document: JsonObject

@@ -139,6 +139,7 @@ def build_plan(
         predicted=Predicted(memory=estimate.memory, time=estimate.time, training=estimate.training),
         zero=zero_section(strategy, numel=_largest_numel(ranks, strategy, recipe), is_cpu=cluster.gpu.is_cpu),
         extra=recipe.extra,
+        tracking=recipe.tracking,
         validation=_validation(recipe),
     )
 

@@ -12,7 +12,7 @@ from shardwright.ir.estimate import Memory, Time, Training
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.own_code import OwnCode
 from shardwright.ir.partition import ModuleSplit
-from shardwright.ir.recipe import KubernetesSection, SlurmSection
+from shardwright.ir.recipe import KubernetesSection, SlurmSection, TrackingSection
 from shardwright.ir.strategy import Strategy
 
 PLAN_VERSION = 1
@@ -219,6 +219,7 @@ class Plan:
     predicted: Predicted
     zero: JsonObject
     extra: JsonObject = field(default_factory=dict)
+    tracking: TrackingSection | None = None
     validation: PlanValidation | None = None
 
     @property

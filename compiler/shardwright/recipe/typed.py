@@ -21,8 +21,10 @@ from shardwright.ir.recipe import (
     Recipe,
     SchedulerSection,
     SlurmSection,
+    TrackingSection,
     TrainingSection,
     ValidationSection,
+    WandbSection,
 )
 from shardwright.recipe.paths import absolute, absolute_data_path, is_folder
 
@@ -111,10 +113,25 @@ def build(document: JsonObject, directory: str, source: Source) -> Recipe:
             every_steps=_integer(checkpoint["every_steps"]),
             keep=_integer(checkpoint["keep"]),
         ),
+        tracking=_tracking(_section(document, "tracking")),
         extra=_section(document, "extra"),
         directory=directory,
         document=document,
         source=source,
+    )
+
+
+def _tracking(tracking: JsonObject) -> TrackingSection:
+    wandb = cast("JsonObject | None", tracking["wandb"])
+    return TrackingSection(
+        tensorboard=cast(bool, tracking["tensorboard"]),
+        wandb=None
+        if wandb is None
+        else WandbSection(
+            project=cast(str, wandb["project"]),
+            entity=cast("str | None", wandb["entity"]),
+            name=cast("str | None", wandb["name"]),
+        ),
     )
 
 

@@ -44,6 +44,7 @@ class Trainer(Protocol):
 
     engine: Any
     grid: PipelineParallelGrid
+    device: torch.device
     transposed: frozenset[str]
 
     def step(self, micro_batches: list[MicroBatch], learning_rate: float) -> StepResult: ...

@@ -13,6 +13,7 @@ from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.plan.build import NEEDS_HOSTS
 from shardwright.plan.hosts import SAFE_UNQUOTED, read_hosts
 from shardwright.plan.plan import Plan
+from shardwright.runtime.tracking import missing_trackers
 
 TESTED = {"deepspeed": ">=0.19.8,<0.20", "transformers": ">=5.20,<6", "torch": ">=2.10,<3"}
 
@@ -69,6 +70,7 @@ def _obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[Diag
             message="there is no `deepspeed` command in this environment",
             help="Install shardwright with its dependencies (pip install shardwright) and use its command.",
         )
+    yield from missing_trackers(plan)
     weights = plan.model.weights_path
     # Pods have a volume of their own, which need not be mounted here.
     if weights is not None and plan.launch.launcher != "kubernetes" and not Path(weights).is_dir():

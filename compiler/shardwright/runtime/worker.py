@@ -14,7 +14,7 @@ from shardwright.diagnostics import Refusal
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
 from shardwright.runtime.events import Event, is_echo
-from shardwright.runtime.journal import Evaluations, Metrics, read_json, write_json, write_status
+from shardwright.runtime.journal import read_json, write_json, write_status
 from shardwright.runtime.watch import Watch
 
 ECHO_GRACE_SECONDS = 4.0
@@ -93,67 +93,27 @@ def _train(plan: Plan, folder: Path, rank: int, attempt: int, resume: object, wa
     if rank == 0:
         write_status(folder, "running", attempt)
 
-    from deepspeed import comm as dist
+    from shardwright.runtime.session import Session
 
-    from shardwright.data.dataset import resolve
-    from shardwright.data.prepare import LARGEST_UNPREPARED_BYTES, prepare
-    from shardwright.runtime.batches import Batches, HeldOut
-    from shardwright.runtime.checkpoint import check_writable, load_checkpoint, save_checkpoint
-    from shardwright.runtime.dropout import seed_dropout
-    from shardwright.runtime.engine import build_trainer
-    from shardwright.runtime.live import live_record
-    from shardwright.runtime.schedule import learning_rate
-
-    check_writable(plan, folder)
-    if int(os.environ["LOCAL_RANK"]) == 0:
-        prepare(plan, folder, limit_bytes=LARGEST_UNPREPARED_BYTES)
-    dist.barrier()
-    plan, data = resolve(plan, folder)
-    batches = Batches(plan, data)
-
-    trainer = build_trainer(plan, folder)
-    write_json(folder / "run" / "ranks" / f"rank-{rank:05d}.json", live_record(trainer.engine.module, rank))
-    data_rank = trainer.grid.get_data_parallel_rank()
-    seed_dropout(plan, rank)
-    done = load_checkpoint(plan, trainer, Path(str(resume))) if resume else 0
-    metrics = Metrics(folder, attempt, done) if rank == 0 else None
-    held_out = HeldOut(plan, data.validation, data_rank) if data.validation else None
-    evaluations = Evaluations(folder, attempt, done) if rank == 0 and plan.validation else None
-
-    saved, every, tokens = (
-        done,
-        plan.checkpoint.every_steps,
-        plan.training.global_batch_size * plan.training.sequence_length,
-    )
+    session = Session(plan, folder, rank, attempt, str(resume) if resume else None)
+    steps = session.steps()
     status = "done"
-    for step in range(done + 1, plan.training.steps + 1):
-        began = time.perf_counter()
+    for step in steps:
         watch.at(f"in step {step}", step - 1)
-        rate = learning_rate(plan.optimizer, plan.scheduler, plan.training.steps, step)
-        result = trainer.step(batches.micro_batches(step, data_rank), rate)
-        if metrics:
-            metrics.write(step, result.loss, result.grad_norm, rate, tokens, time.perf_counter() - began)
-        done = step
-        if plan.validation and held_out and (step % plan.validation.every_steps == 0 or step == plan.training.steps):
+        session.train(step)
+        if session.evaluates:
             # Before the checkpoint: a run that resumes from it has the line.
             watch.at(f"evaluating step {step}", step)
-            began = time.perf_counter()
-            loss, predicted = trainer.evaluate(held_out)
-            if evaluations:
-                evaluations.write(step, loss, predicted, time.perf_counter() - began)
-        if every and step % every == 0:
+            session.evaluate()
+        if session.saves:
             watch.at(f"saving step {step}", step)
-            save_checkpoint(plan, folder, trainer, step)
-            saved = step
-        if step < plan.training.steps and stop.agreed():
+            session.save()
+        if step < steps.stop - 1 and stop.agreed():
             status = "preempted"
             break
-    watch.at("saving its last step", done)
-    if saved != done:
-        save_checkpoint(plan, folder, trainer, done)
-    dist.barrier()
-    if rank == 0:
-        write_status(folder, status, attempt, step=done)
+    watch.at("saving its last step", session.done)
+    session.save()
+    session.finish(status)
     watch.leave()
     close_groups()
     return int(os.environ.get("SHARDWRIGHT_PREEMPTED_EXIT", "0")) if status == "preempted" else 0

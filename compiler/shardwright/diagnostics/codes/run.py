@@ -43,5 +43,6 @@ RUN_CODES: dict[str, str] = {
     "SW6303": "a run does not move",
     "SW6304": "nothing is running",
     "SW6305": "there is no such log here",
+    "SW6501": "what follows the run is not installed",
     "SW6401": "export cannot write its folder",
 }

@@ -1,0 +1,163 @@
+"""A compiled folder in training on this rank: the engine, the data, the schedule, the checkpoints, the records.
+
+`runtime.worker` is one loop over it; `open_session` gives it to loops of one's own (docs/python-api.md).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from shardwright.data.dataset import resolve
+from shardwright.data.prepare import LARGEST_UNPREPARED_BYTES, prepare
+from shardwright.plan.plan import Plan
+from shardwright.runtime.batches import Batches, HeldOut, MicroBatch
+from shardwright.runtime.checkpoint import check_writable, load_checkpoint, save_checkpoint
+from shardwright.runtime.dropout import seed_dropout
+from shardwright.runtime.engine import StepResult, build_trainer
+from shardwright.runtime.journal import Evaluations, Metrics, write_json, write_status
+from shardwright.runtime.launcher import load_plan
+from shardwright.runtime.live import live_record
+from shardwright.runtime.measured import Measured
+from shardwright.runtime.schedule import learning_rate
+from shardwright.runtime.tracking import Tracking
+
+
+class Session:
+    """done: optimizer steps that are in the weights. engine: DeepSpeed's. Every rank makes the same calls.
+
+    plan: with the number of steps, also where the recipe counts epochs.
+    """
+
+    def __init__(self, plan: Plan, folder: Path, rank: int, attempt: int, resume: str | None) -> None:
+        """Process groups exist. resume: a checkpoint's folder."""
+        from deepspeed import comm as dist
+
+        check_writable(plan, folder)
+        if int(os.environ["LOCAL_RANK"]) == 0:
+            prepare(plan, folder, limit_bytes=LARGEST_UNPREPARED_BYTES)
+        dist.barrier()
+        self.plan, data = resolve(plan, folder)
+        self.folder, self.rank, self.attempt = folder, rank, attempt
+        self._batches = Batches(self.plan, data)
+        self._trainer = build_trainer(self.plan, folder)
+        write_json(folder / "run" / "ranks" / f"rank-{rank:05d}.json", live_record(self.engine.module, rank))
+        self.data_rank = self._trainer.grid.get_data_parallel_rank()
+        seed_dropout(self.plan, rank)
+        self.done = load_checkpoint(self.plan, self._trainer, Path(resume)) if resume else 0
+        self._saved = self.done
+        self._held_out = HeldOut(self.plan, data.validation, self.data_rank) if data.validation else None
+        self._measured = Measured(self.plan, self._trainer.device)
+        first = rank == 0
+        self._metrics = Metrics(folder, attempt, self.done) if first else None
+        self._evaluations = Evaluations(folder, attempt, self.done) if first and self.plan.validation else None
+        self._tracking = Tracking(self.plan, folder, self.done) if first else None
+
+    @property
+    def engine(self) -> Any:
+        return self._trainer.engine
+
+    def steps(self) -> range:
+        """Those still to train, counted from 1."""
+        return range(self.done + 1, self.plan.training.steps + 1)
+
+    def learning_rate(self, step: int) -> float:
+        """The recipe's, for this update."""
+        return learning_rate(self.plan.optimizer, self.plan.scheduler, self.plan.training.steps, step)
+
+    def micro_batches(self, step: int) -> list[MicroBatch]:
+        """This data rank's share of the step's global batch."""
+        return self._batches.micro_batches(step, self.data_rank)
+
+    def train(self, step: int, micro_batches: list[MicroBatch] | None = None, rate: float | None = None) -> StepResult:
+        """One optimizer step, recorded in run/metrics.jsonl. micro_batches: as many and as large as the plan's."""
+        began = time.perf_counter()
+        rate = self.learning_rate(step) if rate is None else rate
+        result = self._trainer.step(self.micro_batches(step) if micro_batches is None else micro_batches, rate)
+        seconds = time.perf_counter() - began
+        self.done = step
+        self._measured.step(result.loss, seconds)
+        training = self.plan.training
+        if self._metrics and self._tracking:
+            tokens = training.global_batch_size * training.sequence_length
+            self._metrics.write(step, result.loss, result.grad_norm, rate, tokens, seconds)
+            values = {"loss": result.loss, "grad_norm": result.grad_norm, "learning_rate": rate}
+            self._tracking.log(step, {**values, "tokens_per_second": tokens / seconds})
+        if self._measured.is_due:
+            line = self._measured.line()
+            if self.rank == 0:
+                print(line, flush=True)
+        return result
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the recipe wants the held-out data evaluated after the step that is done."""
+        validation = self.plan.validation
+        last = self.done == self.plan.training.steps
+        return (
+            self._held_out is not None and validation is not None and (self.done % validation.every_steps == 0 or last)
+        )
+
+    def evaluate(self) -> float:
+        """Loss over the held-out data, recorded in run/evaluation.jsonl. There is some: the recipe has `validation`."""
+        assert self._held_out is not None, "the recipe has no validation"
+        began = time.perf_counter()
+        loss, predicted = self._trainer.evaluate(self._held_out)
+        if self._evaluations and self._tracking:
+            self._evaluations.write(self.done, loss, predicted, time.perf_counter() - began)
+            self._tracking.log(self.done, {"validation_loss": loss})
+        return loss
+
+    @property
+    def saves(self) -> bool:
+        """Whether the recipe wants a checkpoint of the step that is done."""
+        every = self.plan.checkpoint.every_steps
+        return bool(every) and self.done % (every or 1) == 0
+
+    def save(self) -> None:
+        """A checkpoint of the step that is done; nothing where it has one."""
+        if self._saved != self.done:
+            save_checkpoint(self.plan, self.folder, self._trainer, self.done)
+            self._saved = self.done
+
+    def finish(self, status: str = "done") -> None:
+        """Writes run/summary.json and run/status.json. status: done | preempted."""
+        from deepspeed import comm as dist
+
+        self._measured.write(self.folder, status, self.done, self.attempt)
+        if self._tracking:
+            self._tracking.close()
+        dist.barrier()
+        if self.rank == 0:
+            write_status(self.folder, status, self.attempt, step=self.done)
+
+
+@contextmanager
+def open_session(folder: str | os.PathLike[str], resume: str = "auto") -> Iterator[Session]:
+    """For a script of one's own, started by `deepspeed` (or torchrun) with the plan's number of ranks.
+
+    resume: auto (the newest valid checkpoint, else from the start), never, or a step folder. At the end a checkpoint
+    of the last step is written and the process groups are closed. Raises Refusal where the folder, the world or the
+    data are not the plan's.
+    """
+    path = Path(folder).resolve()
+    plan, rank = load_plan(path), int(os.environ["RANK"])
+    if plan.is_cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    from shardwright.runtime.attempt import begin_on_ranks
+    from shardwright.runtime.distributed import check_world, close_groups, open_groups
+
+    check_world(plan)
+    open_groups(plan)
+    attempt, checkpoint = begin_on_ranks(plan, path, rank, resume)
+    if rank == 0:
+        write_status(path, "running", attempt)
+    session = Session(plan, path, rank, attempt, checkpoint)
+    yield session
+    session.save()
+    session.finish("done" if session.done == session.plan.training.steps else "preempted")
+    close_groups()
