@@ -21,11 +21,12 @@ from shardwright.runtime.batches import MicroBatch
 from shardwright.runtime.deepspeed_fixes import apply_fixes
 from shardwright.runtime.dropout import TENSOR_RANDOM
 from shardwright.runtime.loss import CausalLoss
+from shardwright.runtime.materialize import Filler
 from shardwright.runtime.pipeline import build_pipeline
 from shardwright.runtime.recompute import apply_recompute
 from shardwright.runtime.schedule import decay_groups
 from shardwright.runtime.tensor.split import TensorSplitter
-from shardwright.runtime.weights import build_model, conv1d_to_linear
+from shardwright.runtime.weights import conv1d_to_linear, open_model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -49,15 +50,20 @@ class Trainer(Protocol):
     def step(self, micro_batches: list[MicroBatch], learning_rate: float) -> StepResult: ...
 
 
-def build_trainer(plan: Plan, folder: Path) -> Trainer:
-    """Builds the model, cuts it as the plan says and hands it to the right engine. Process groups exist already."""
+def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer:
+    """Builds the model, cuts it as the plan says and hands it to the right engine. Process groups exist already.
+
+    resumes: a checkpoint is loaded next, so that no weights are read or drawn.
+    """
     # Before any parallel layer: without it their requires_grad is False, in silence.
     set_autotp_mode(training=True)
     apply_fixes()
-    model = build_model(plan, folder)
+    model, weights = open_model(plan, folder, resumes=resumes)
     transposed = conv1d_to_linear(model)
+    splits = {p.name: p for module in plan.tensor_parallel.modules for p in module.parameters}
+    filler = Filler(model, weights, splits, transposed, plan.ranks[dist.get_rank()].tensor)
     config = json.loads((folder / "ds_config.json").read_text(encoding="utf-8"))
-    trainer: Trainer = (PipelineTrainer if plan.strategy.pipeline > 1 else DataTrainer)(plan, model, config)
+    trainer: Trainer = (PipelineTrainer if plan.strategy.pipeline > 1 else DataTrainer)(plan, model, config, filler)
     trainer.transposed = transposed
     random_is_cut = plan.model.dropout > 0 and plan.strategy.tensor > 1
     TENSOR_RANDOM.use(trainer.grid.get_slice_parallel_rank() if random_is_cut else None)
@@ -114,11 +120,12 @@ class PipelineTrainer:
 
     transposed: frozenset[str]
 
-    def __init__(self, plan: Plan, model: nn.Module, config: dict[str, Any]) -> None:
+    def __init__(self, plan: Plan, model: nn.Module, config: dict[str, Any], filler: Filler) -> None:
         self.plan = plan
         self.device = torch.device(get_accelerator().current_device_name())
         self.loss_fn = CausalLoss(plan.model.vocabulary_size, None, None)
-        module = build_pipeline(model, plan, lambda *a: self.loss_fn(*a), self.device, DTYPES[plan.training.precision])
+        dtype = DTYPES[plan.training.precision]
+        module = build_pipeline(model, plan, lambda *a: self.loss_fn(*a), self.device, dtype, filler)
         self.grid = module.mpu()
         self.loss_fn = _causal_loss(plan, self.grid)
         self.engine = _initialize(plan, module, config, None)
@@ -141,7 +148,7 @@ class DataTrainer:
 
     transposed: frozenset[str]
 
-    def __init__(self, plan: Plan, model: nn.Module, config: dict[str, Any]) -> None:
+    def __init__(self, plan: Plan, model: nn.Module, config: dict[str, Any], filler: Filler) -> None:
         self.plan = plan
         strategy = plan.strategy
         self.device = torch.device(get_accelerator().current_device_name())
@@ -151,7 +158,9 @@ class DataTrainer:
         if strategy.tensor > 1:
             splitter = TensorSplitter(model, plan.tensor_parallel.modules, self.grid.get_slice_parallel_group())
             for split in plan.tensor_parallel.modules:
+                filler.fill([p.name for p in split.parameters])
                 splitter.split(split)
+        filler.fill_all()
         apply_recompute(layers, strategy.activation_checkpointing, plan.model.attention_module)
         self.loss_fn = _causal_loss(plan, self.grid)
         self.engine = _initialize(plan, model, config, self.grid)

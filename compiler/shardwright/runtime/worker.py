@@ -110,7 +110,7 @@ def _train(plan: Plan, folder: Path, rank: int, attempt: int, resume: object, wa
     dist.barrier()
     batches = Batches(plan, open_rows(plan, cache))
 
-    trainer = build_trainer(plan, folder)
+    trainer = build_trainer(plan, folder, resumes=bool(resume))
     write_json(folder / "run" / "ranks" / f"rank-{rank:05d}.json", live_record(trainer.engine.module, rank))
     data_rank = trainer.grid.get_data_parallel_rank()
     seed_dropout(plan, rank)
