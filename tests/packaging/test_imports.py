@@ -22,6 +22,8 @@ LIGHT_RUNTIME = {
     "failure.py",
     "progress.py",
     "checkpoint_index.py",
+    "checkpoint_manifest.py",
+    "checkpoint_store.py",
 }
 # What finds a graph that was traced before.
 LIGHT_MODEL = {"build.py", "cache.py", "read.py", "hub.py", "shipped.py", "graphs.py"}

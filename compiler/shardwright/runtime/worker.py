@@ -133,7 +133,7 @@ def _train(plan: Plan, folder: Path, rank: int, attempt: int, resume: object, wa
         done = step
         if every and step % every == 0:
             watch.at(f"saving step {step}", step)
-            save_checkpoint(plan, folder, trainer, step)
+            save_checkpoint(plan, folder, trainer, step, last=step == plan.training.steps)
             saved = step
         if step < plan.training.steps and stop.agreed():
             status = "preempted"
