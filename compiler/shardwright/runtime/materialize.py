@@ -83,15 +83,11 @@ class Filler:
         self._filled: set[int] = set()
 
     def fill(self, paths: Iterable[str]) -> None:
-        """The parameters under these paths, each a module's or a parameter's own."""
+        """The parameters under these paths, each a module's or a parameter's own; "" is the whole model."""
         wanted = tuple(paths)
         for name, parameter in self._parameters.items():
-            if any(name == path or name.startswith(path + ".") for path in wanted):
+            if any(path in ("", name) or name.startswith(path + ".") for path in wanted):
                 self._fill(name, parameter)
-
-    def fill_all(self) -> None:
-        for name, parameter in self._parameters.items():
-            self._fill(name, parameter)
 
     @torch.no_grad()
     def _fill(self, name: str, parameter: nn.Parameter) -> None:
