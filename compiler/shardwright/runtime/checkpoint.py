@@ -135,7 +135,8 @@ def _fetch_missing(plan: Plan, checkpoint: Path) -> None:
 
 
 def check_writable(plan: Plan, folder: Path) -> None:
-    """Collective. Before the first step is trained: a checkpoint that cannot be written would lose it."""
+    """Collective. Before the first step is trained: a checkpoint that cannot be written would lose it. Raises Refusal:
+    SW6209."""
     probe = checkpoint_root(plan, folder) / ".step-00000000.probe"
 
     def write() -> None:
@@ -144,7 +145,7 @@ def check_writable(plan: Plan, folder: Path) -> None:
         if plan.checkpoint.upload_to:
             CheckpointStore(plan.checkpoint.upload_to).check()
 
-    _together(lambda: write() if dist.get_rank() == 0 else None, probe)
+    _together(lambda: write() if dist.get_rank() == 0 else None, probe, code="SW6209")
 
 
 def remove_step(path: Path) -> None:
@@ -155,8 +156,8 @@ def remove_step(path: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
 
 
-def _together(work: Any, partial: Path) -> list[Any]:
-    """Runs `work` on every rank and tells each what all returned; where one failed, all raise Refusal: SW6205."""
+def _together(work: Any, partial: Path, code: str = "SW6205") -> list[Any]:
+    """Runs `work` on every rank and tells each what all returned; where one failed, all raise Refusal: `code`."""
     try:
         mine: tuple[Any, str | None] = (work(), None)
     except (OSError, SafetensorError) as error:
@@ -170,8 +171,9 @@ def _together(work: Any, partial: Path) -> list[Any]:
         shutil.rmtree(partial, ignore_errors=True)
     raise Refusal(
         Diagnostic(
-            code="SW6205",
-            message=f"rank {failed[0][0]} cannot write the checkpoint {partial.name.split('.')[1]} in "
+            code=code,
+            message=f"rank {failed[0][0]} cannot write "
+            f"{'checkpoints' if code == 'SW6209' else 'the checkpoint ' + partial.name.split('.')[1]} in "
             f"{str(partial.parent)!r}: {failed[0][1]}",
             help="Make room or give permission there, then `run` again: it continues from the newest checkpoint, "
             "which is unharmed. checkpoint.keep limits how many stay.",

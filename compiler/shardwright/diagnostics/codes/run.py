@@ -21,6 +21,7 @@ RUN_CODES: dict[str, str] = {
     "SW6206": "a checkpoint is skipped, because it is damaged",
     "SW6207": "a resumed run takes its samples in another order",
     "SW6208": "checkpoint.upload_to cannot be used",
+    "SW6209": "checkpoints cannot be written where the plan says, found before the first step",
     "SW6211": "pretrained weights that cannot be read",
     "SW6301": "training started and did not finish",
     "SW6302": "a rank cannot reach rank 0",
