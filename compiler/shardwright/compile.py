@@ -19,7 +19,7 @@ from shardwright.ir.recipe import Recipe
 from shardwright.ir.weights import Weights
 from shardwright.lower.autotp import AUTOTP_FILE, autotp_config
 from shardwright.lower.extra import check_extra
-from shardwright.lower.inputs import copied_inputs
+from shardwright.lower.inputs import copied_inputs, model_companions
 from shardwright.lower.launch import check_launch
 from shardwright.lower.lower import json_bytes, lower
 from shardwright.model.build import build_model_graph
@@ -138,6 +138,7 @@ def _lower(c: Compilation) -> Compilation:
     if c.own_code is not None:
         folder, code = c.own_code
         files |= {f"{MODEL_DIRECTORY}/{name}": (folder / name).read_bytes() for name, _ in code.files}
+    files |= model_companions(made(c.plan))
     files |= copied_inputs(c.recipe, made(c.cluster), _tokenizer_folder(c))
     return replace(c, files=files, warnings=warnings)
 

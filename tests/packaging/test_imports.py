@@ -23,6 +23,8 @@ LIGHT_RUNTIME = {
     "progress.py",
     "checkpoint_index.py",
     "tracking.py",
+    "checkpoint_manifest.py",
+    "checkpoint_store.py",
 }
 # What finds a graph that was traced before.
 LIGHT_MODEL = {"build.py", "cache.py", "read.py", "hub.py", "shipped.py", "graphs.py"}

@@ -11,11 +11,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", metavar="HF_FOLDER", type=Path, required=True, help="folder to write; must not exist"
     )
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "bf16", "fp16"),
+        help="of the written weights (default: the training's; the checkpoint has fp32)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     from shardwright.runtime.export import export_checkpoint
 
-    export_checkpoint(args.checkpoint, args.output)
+    export_checkpoint(args.checkpoint, args.output, args.precision)
     print(f"wrote {args.output}: load it with AutoModelForCausalLM.from_pretrained")
     return 0

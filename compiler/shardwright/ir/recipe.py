@@ -193,6 +193,7 @@ class CheckpointSection:
     directory: str
     every_steps: int | None  # None = only after the last step
     keep: int | None  # None = all
+    upload_to: str | None = None  # URL that fsspec opens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,9 @@ from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.weights import TOKENIZER_PATTERNS
-from shardwright.plan.build import HOSTFILE, SETUP_SCRIPT, TOKENIZER_DIRECTORY
+from shardwright.plan.build import HOSTFILE, MODEL_DIRECTORY, SETUP_SCRIPT, TOKENIZER_DIRECTORY
 from shardwright.plan.hosts import read_hosts
+from shardwright.plan.plan import Plan
 
 
 def copied_inputs(recipe: Recipe, cluster: Cluster, tokenizer: Path | None) -> dict[str, bytes]:
@@ -33,6 +34,16 @@ def copied_inputs(recipe: Recipe, cluster: Cluster, tokenizer: Path | None) -> d
     if errors:
         raise Refusal(*errors)
     return files
+
+
+def model_companions(plan: Plan) -> dict[str, bytes]:
+    """What lies beside pretrained weights and goes into the exported model: how it generates, and its tokenizer where
+    the data brings token ids instead of text. {} where there is none."""
+    if plan.model.weights_path is None:
+        return {}
+    patterns = ("generation_config.json", *(TOKENIZER_PATTERNS if plan.data.tokenizer is None else ()))
+    found = {path for pattern in patterns for path in Path(plan.model.weights_path).glob(pattern) if path.is_file()}
+    return {f"{MODEL_DIRECTORY}/{path.name}": path.read_bytes() for path in sorted(found)}
 
 
 def _tokenizer(folder: Path, name: str) -> dict[str, bytes]:

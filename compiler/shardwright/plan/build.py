@@ -134,6 +134,7 @@ def build_plan(
             directory=recipe.checkpoint.directory,
             every_steps=recipe.checkpoint.every_steps,
             keep=recipe.checkpoint.keep,
+            upload_to=recipe.checkpoint.upload_to,
         ),
         launch=_launch(recipe.launch, cluster.nodes),
         predicted=Predicted(memory=estimate.memory, time=estimate.time, training=estimate.training),

@@ -168,6 +168,7 @@ class PlanCheckpoint:
     directory: str
     every_steps: int | None
     keep: int | None
+    upload_to: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

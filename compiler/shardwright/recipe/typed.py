@@ -112,6 +112,7 @@ def build(document: JsonObject, directory: str, source: Source) -> Recipe:
             directory=cast(str, checkpoint["directory"]),
             every_steps=_integer(checkpoint["every_steps"]),
             keep=_integer(checkpoint["keep"]),
+            upload_to=cast("str | None", checkpoint["upload_to"]),
         ),
         tracking=_tracking(_section(document, "tracking")),
         extra=_section(document, "extra"),

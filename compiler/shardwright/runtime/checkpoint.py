@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import base64
+import contextlib
 import itertools
 import json
 import os
-import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from deepspeed import comm as dist
 from safetensors import SafetensorError
@@ -32,9 +31,12 @@ from shardwright.runtime.checkpoint_manifest import (
     SavedTensor,
     checksum,
     checksums_text,
+    damage,
+    read_checksums,
     write_manifest,
 )
 from shardwright.runtime.checkpoint_reader import CheckpointReader
+from shardwright.runtime.checkpoint_store import CheckpointStore
 from shardwright.runtime.optimizer_state import (
     LiveFragment,
     live_fragments,
@@ -42,10 +44,12 @@ from shardwright.runtime.optimizer_state import (
     set_optimizer_step,
     use_masters,
 )
+from shardwright.runtime.random_state import random_state, set_random_state
 from shardwright.runtime.tensor_files import save_readable
 
 FILE_BYTES = 2 * 2**30
 """A rank's file grows to about this: what is on the device is copied to the host a file at a time."""
+_RANK_FILE = re.compile(r"(rank|random)-\d.*")
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 Files = list[tuple[str, int, str]]
@@ -55,34 +59,93 @@ Written = tuple[int, str, tuple[int, ...], bool, tuple[str, ...], int, int, int]
 """(shard, name, shard shape, trained, states, number of the rank's file, start, elements)."""
 
 
-def save_checkpoint(plan: Plan, folder: Path, trainer: Any, step: int) -> None:
-    """Collective. Everything goes to a dot folder and to the disk; global rank 0 renames it and prunes to `keep`.
+def save_checkpoint(plan: Plan, folder: Path, trainer: Any, step: int, *, last: bool = True) -> None:
+    """Collective. Everything goes to a dot folder and to the disk; global rank 0 renames it. Then each rank copies its
+    files to checkpoint.upload_to, and rank 0 prunes to `keep`.
 
-    Raises Refusal on every rank where one cannot write: SW6205. Published checkpoints are as they were.
+    Raises Refusal on every rank where one cannot write: SW6205. Published checkpoints are as they were. A copy that
+    fails ends the run after the last step only (SW6208); before it, a warning says so and nothing is pruned.
     """
     root = checkpoint_root(plan, folder)
     name, rank = f"step-{step:08d}", dist.get_rank()
     partial = root / f".{name}.partial"
     _together(lambda: _begin(partial) if rank == 0 else None, partial)
+    _together(lambda: partial.mkdir(parents=True, exist_ok=True) if plan.ranks[rank].slot == 0 else None, partial)
     told = _together(lambda: _write_rank(plan, trainer, partial, rank), partial)
     _together(lambda: _finish(plan, folder, trainer, partial, step, told) if rank == 0 else None, partial)
-    if rank == 0:
-        os.rename(partial, root / name)
-        _flush(root)
-        for _, old in published_steps(root)[: -plan.checkpoint.keep] if plan.checkpoint.keep else []:
-            remove_step(old)
+    for leads in (rank == 0, plan.ranks[rank].slot == 0):
+        # The second time on hosts that do not see rank 0's file system.
+        if leads and partial.exists():
+            os.rename(partial, root / name)
+            _flush(root)
+        dist.barrier()
+    store = CheckpointStore(plan.checkpoint.upload_to) if plan.checkpoint.upload_to else None
+    failed = _upload(store, root / name, [file for file, _, _ in told[rank][1]]) if store else None
+    if failed is not None:
+        if last:
+            raise failed
+        if rank == 0:
+            print(f"warning[SW6208]: {failed.diagnostics[0].message}; {name} is on this disk only", flush=True)
+    elif plan.checkpoint.keep:
+        _prune(plan, root, store, plan.checkpoint.keep)
+    dist.barrier()
+
+
+def _prune(plan: Plan, root: Path, store: CheckpointStore | None, keep: int) -> None:
+    rank = dist.get_rank()
+    for leads in (rank == 0, plan.ranks[rank].slot == 0):
+        for _, old in published_steps(root)[:-keep] if leads else ():
+            with contextlib.suppress(OSError):  # it stays, and goes next time
+                remove_step(old)
+        dist.barrier()
+    if rank == 0 and store is not None:
+        try:
+            for copy in store.steps()[:-keep]:
+                store.remove(copy)
+        except Refusal as refusal:
+            print(f"warning[SW6208]: {refusal.diagnostics[0].message}", flush=True)
+
+
+def _upload(store: CheckpointStore, step: Path, mine: list[str]) -> Refusal | None:
+    """Collective. Each rank its own files; rank 0 the others when those are there, and the checksums last."""
+    rank = dist.get_rank()
+    for names in (mine, None):
+        error = None
+        try:
+            if names is not None:
+                store.put(step, names)
+            elif rank == 0:
+                rest = [name for name in read_checksums(step) if not _RANK_FILE.fullmatch(name)]
+                store.put(step, [*rest, CHECKSUMS])
+        except Refusal as refusal:
+            error = refusal
+        everyone: list[Any] = [None] * dist.get_world_size()
+        torch.distributed.all_gather_object(everyone, error.diagnostics[0] if error else None)
+        if diagnostics := [d for d in everyone if d is not None]:
+            return Refusal(diagnostics[0])
+    return None
+
+
+def _fetch_missing(plan: Plan, checkpoint: Path) -> None:
+    """Collective. Without a shared file system a host has its own ranks' files alone: one rank of it gets the others
+    from checkpoint.upload_to."""
+    if plan.checkpoint.upload_to and plan.ranks[dist.get_rank()].slot == 0 and damage(checkpoint, contents=False):
+        CheckpointStore(plan.checkpoint.upload_to).fetch(checkpoint.name, checkpoint.parent)
     dist.barrier()
 
 
 def check_writable(plan: Plan, folder: Path) -> None:
-    """Collective. Before the first step is trained: a checkpoint that cannot be written would lose it."""
+    """Collective. Before the first step is trained: a checkpoint that cannot be written would lose it. Raises Refusal:
+    SW6209."""
     probe = checkpoint_root(plan, folder) / ".step-00000000.probe"
 
     def write() -> None:
         probe.mkdir(parents=True, exist_ok=True)
         probe.rmdir()
+        if plan.checkpoint.upload_to:
+            CheckpointStore(plan.checkpoint.upload_to).check()
 
-    _together(lambda: write() if dist.get_rank() == 0 else None, probe)
+    _together(lambda: write() if dist.get_rank() == 0 else None, probe, code="SW6209")
 
 
 def remove_step(path: Path) -> None:
@@ -93,8 +156,8 @@ def remove_step(path: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
 
 
-def _together(work: Any, partial: Path) -> list[Any]:
-    """Runs `work` on every rank and tells each what all returned; where one failed, all raise Refusal: SW6205."""
+def _together(work: Any, partial: Path, code: str = "SW6205") -> list[Any]:
+    """Runs `work` on every rank and tells each what all returned; where one failed, all raise Refusal: `code`."""
     try:
         mine: tuple[Any, str | None] = (work(), None)
     except (OSError, SafetensorError) as error:
@@ -108,8 +171,9 @@ def _together(work: Any, partial: Path) -> list[Any]:
         shutil.rmtree(partial, ignore_errors=True)
     raise Refusal(
         Diagnostic(
-            code="SW6205",
-            message=f"rank {failed[0][0]} cannot write the checkpoint {partial.name.split('.')[1]} in "
+            code=code,
+            message=f"rank {failed[0][0]} cannot write "
+            f"{'checkpoints' if code == 'SW6209' else 'the checkpoint ' + partial.name.split('.')[1]} in "
             f"{str(partial.parent)!r}: {failed[0][1]}",
             help="Make room or give permission there, then `run` again: it continues from the newest checkpoint, "
             "which is unharmed. checkpoint.keep limits how many stay.",
@@ -140,7 +204,7 @@ def _write_rank(plan: Plan, trainer: Any, partial: Path, rank: int) -> tuple[lis
         save_readable(tensors, path)
         files.append(_flushed(path, partial))
     path = partial / f"random-{rank:05d}.json"
-    path.write_text(json.dumps(_random_state()), encoding="utf-8")
+    path.write_text(json.dumps(random_state()), encoding="utf-8")
     files.append(_flushed(path, partial))
     return written, files
 
@@ -254,6 +318,7 @@ def _manifest(plan: Plan, trainer: Any, step: int, told: list[tuple[list[Written
 
 def load_checkpoint(plan: Plan, trainer: Any, checkpoint: Path) -> int:
     """Collective. Of any layout. Returns the step that the checkpoint closed. Raises Refusal: SW6201."""
+    _fetch_missing(plan, checkpoint)
     rank, engine = dist.get_rank(), trainer.engine
     splits, at = parameter_splits(plan), plan.ranks[rank]
     with CheckpointReader(checkpoint) as reader, torch.no_grad():
@@ -272,38 +337,8 @@ def load_checkpoint(plan: Plan, trainer: Any, checkpoint: Path) -> int:
         setattr(scaler, attribute, type(getattr(scaler, attribute))(value))
     engine.global_steps, engine.global_samples = manifest.step, manifest.step * plan.training.global_batch_size
     if same_ranks(plan, read_plan(checkpoint)):
-        _set_random_state(json.loads((checkpoint / f"random-{rank:05d}.json").read_text(encoding="utf-8")))
+        set_random_state(json.loads((checkpoint / f"random-{rank:05d}.json").read_text(encoding="utf-8")))
     else:
         # The ranks of another layout hold other parts: new streams, none of which was drawn from before.
         torch.manual_seed(torch.initial_seed() + (manifest.step + 1) * plan.strategy.world_size)
     return manifest.step
-
-
-def _random_state() -> dict[str, Any]:
-    kind, keys, position, has_gauss, cached = np.random.get_state()
-    state: dict[str, Any] = {
-        "torch": _text(torch.get_rng_state()),
-        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached],
-        "python": random.getstate(),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = _text(torch.cuda.get_rng_state())
-    return state
-
-
-def _text(state: torch.Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode("ascii")
-
-
-def _bytes(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(_bytes(state["torch"]))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), *rest))
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_bytes(state["cuda"]))

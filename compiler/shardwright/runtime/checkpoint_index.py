@@ -11,6 +11,7 @@ from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
 from shardwright.runtime.checkpoint_manifest import checksum, damage
+from shardwright.runtime.checkpoint_store import CheckpointStore
 
 _STEP = re.compile(r"step-(\d{8})")
 
@@ -41,7 +42,8 @@ def published_steps(root: Path) -> list[tuple[int, Path]]:
 
 
 def choose_checkpoint(plan: Plan, folder: Path, resume: str) -> Chosen | None:
-    """auto: the newest whole one, if any; never: none; else the named folder. Every byte is checked.
+    """auto: the newest whole one, if any; never: none; else the named folder. Every byte is checked. What is here in
+    part or not at all is fetched from checkpoint.upload_to, if it is there.
 
     Raises Refusal: SW6201 not whole, SW6203 another model, SW6204 another tokenizer.
     """
@@ -52,9 +54,17 @@ def choose_checkpoint(plan: Plan, folder: Path, resume: str) -> Chosen | None:
         if why := damage(path, contents=True):
             raise Refusal(_not_whole(path, why))
         return Chosen(path=path, notes=check_fits(plan, folder, path))
+    root = checkpoint_root(plan, folder)
     skipped: list[str] = []
-    for _, path in reversed(published_steps(checkpoint_root(plan, folder))):
+    store = CheckpointStore(plan.checkpoint.upload_to) if plan.checkpoint.upload_to else None
+    copies = set(store.steps()) if store else set()
+    for name in sorted({path.name for _, path in published_steps(root)} | copies, reverse=True):
+        path = root / name
         why = damage(path, contents=True)
+        if why and store and name in copies:
+            print(f"fetching {name} from {store.url}: {why}", flush=True)
+            store.fetch(name, root)
+            why = damage(path, contents=True)
         if why is None:
             return Chosen(path=path.resolve(), notes=(*skipped, *check_fits(plan, folder, path)))
         skipped.append(f"warning[SW6206]: {path.name} is skipped: {why}")
@@ -62,7 +72,7 @@ def choose_checkpoint(plan: Plan, folder: Path, resume: str) -> Chosen | None:
         raise Refusal(
             Diagnostic(
                 code="SW6201",
-                message=f"none of the {len(skipped)} checkpoints in {str(checkpoint_root(plan, folder))!r} is whole; "
+                message=f"none of the {len(skipped)} checkpoints in {str(root)!r} is whole; "
                 f"{skipped[0].split(': ', 1)[1]}",
                 help="Bring a copy back, or start again with --resume never, which moves them aside.",
             )

@@ -14,6 +14,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.module_inject.layers import set_autotp_mode
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
+from deepspeed.runtime.zero.partition_parameters import Init
 from torch import nn
 
 from shardwright.plan.plan import Plan
@@ -21,11 +22,12 @@ from shardwright.runtime.batches import HeldOut, MicroBatch
 from shardwright.runtime.deepspeed_fixes import apply_fixes
 from shardwright.runtime.dropout import TENSOR_RANDOM
 from shardwright.runtime.loss import CausalLoss
+from shardwright.runtime.materialize import Filler
 from shardwright.runtime.pipeline import build_pipeline
 from shardwright.runtime.recompute import apply_recompute
 from shardwright.runtime.schedule import decay_groups
 from shardwright.runtime.tensor.split import TensorSplitter
-from shardwright.runtime.weights import build_model, conv1d_to_linear
+from shardwright.runtime.weights import conv1d_to_linear, open_model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -54,15 +56,20 @@ class Trainer(Protocol):
         ...
 
 
-def build_trainer(plan: Plan, folder: Path) -> Trainer:
-    """Builds the model, cuts it as the plan says and hands it to the right engine. Process groups exist already."""
+def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer:
+    """Builds the model, cuts it as the plan says and hands it to the right engine. Process groups exist already.
+
+    resumes: a checkpoint is loaded next, so that no weights are read or drawn.
+    """
     # Before any parallel layer: without it their requires_grad is False, in silence.
     set_autotp_mode(training=True)
     apply_fixes()
-    model = build_model(plan, folder)
+    model, weights = open_model(plan, folder, resumes=resumes)
     transposed = conv1d_to_linear(model)
+    splits = {p.name: p for module in plan.tensor_parallel.modules for p in module.parameters}
+    filler = Filler(model, weights, splits, transposed, plan.ranks[dist.get_rank()].tensor)
     config = json.loads((folder / "ds_config.json").read_text(encoding="utf-8"))
-    trainer: Trainer = (PipelineTrainer if plan.strategy.pipeline > 1 else DataTrainer)(plan, model, config)
+    trainer: Trainer = (PipelineTrainer if plan.strategy.pipeline > 1 else DataTrainer)(plan, model, config, filler)
     trainer.transposed = transposed
     random_is_cut = plan.model.dropout > 0 and plan.strategy.tensor > 1
     TENSOR_RANDOM.use(trainer.grid.get_slice_parallel_rank() if random_is_cut else None)
@@ -78,17 +85,12 @@ def _causal_loss(plan: Plan, grid: PipelineParallelGrid) -> CausalLoss:
     return CausalLoss(vocabulary, grid.get_slice_parallel_group(), (first, first + sizes[rank]))
 
 
-def _float_buffers(module: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    return [
-        (m, name, buffer.clone())
-        for m in module.modules()
-        for name, buffer in m.named_buffers(recurse=False)
-        if buffer.is_floating_point()
-    ]
+def _buffers(module: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    return [(m, name, buffer.clone()) for m in module.modules() for name, buffer in m.named_buffers(recurse=False)]
 
 
 def _initialize(plan: Plan, module: nn.Module, config: dict[str, Any], mpu: PipelineParallelGrid | None) -> Any:
-    buffers = _float_buffers(module)
+    buffers = _buffers(module)
     engine, *_ = deepspeed.initialize(
         model=module,
         model_parameters=decay_groups(module.named_parameters(), plan.optimizer.weight_decay),
@@ -96,7 +98,8 @@ def _initialize(plan: Plan, module: nn.Module, config: dict[str, Any], mpu: Pipe
         mpu=mpu,
         dist_init_required=False,
     )
-    # DeepSpeed casts every buffer to the compute dtype; rotary tables would lose positions that way.
+    # DeepSpeed casts every buffer to the compute dtype; rotary tables would lose positions that way. A model that is
+    # partitioned already (ZeRO-3) it does not move to the device.
     for owner, name, buffer in buffers:
         owner._buffers[name] = buffer.to(engine.device)
     return engine
@@ -123,11 +126,12 @@ class PipelineTrainer:
 
     transposed: frozenset[str]
 
-    def __init__(self, plan: Plan, model: nn.Module, config: dict[str, Any]) -> None:
+    def __init__(self, plan: Plan, model: nn.Module, config: dict[str, Any], filler: Filler) -> None:
         self.plan = plan
         self.device = torch.device(get_accelerator().current_device_name())
         self.loss_fn = CausalLoss(plan.model.vocabulary_size, None, None)
-        module = build_pipeline(model, plan, lambda *a: self.loss_fn(*a), self.device, DTYPES[plan.training.precision])
+        dtype = DTYPES[plan.training.precision]
+        module = build_pipeline(model, plan, lambda *a: self.loss_fn(*a), self.device, dtype, filler)
         self.grid = module.mpu()
         self.loss_fn = _causal_loss(plan, self.grid)
         self.engine = _initialize(plan, module, config, None)
@@ -158,20 +162,50 @@ class DataTrainer:
 
     transposed: frozenset[str]
 
-    def __init__(self, plan: Plan, model: nn.Module, config: dict[str, Any]) -> None:
+    def __init__(self, plan: Plan, model: nn.Module, config: dict[str, Any], filler: Filler) -> None:
         self.plan = plan
         strategy = plan.strategy
         self.device = torch.device(get_accelerator().current_device_name())
         topology = PipeModelDataParallelTopology(num_pp=1, num_mp=strategy.tensor, num_dp=strategy.data)
         self.grid = PipelineParallelGrid(topology=topology)
         layers = list(model.get_submodule(plan.model.cut.stack).children())
-        if strategy.tensor > 1:
-            splitter = TensorSplitter(model, plan.tensor_parallel.modules, self.grid.get_slice_parallel_group())
-            for split in plan.tensor_parallel.modules:
-                splitter.split(split)
+        self._cut_and_fill(model, config, filler)
         apply_recompute(layers, strategy.activation_checkpointing, plan.model.attention_module)
         self.loss_fn = _causal_loss(plan, self.grid)
         self.engine = _initialize(plan, model, config, self.grid)
+
+    def _cut_and_fill(self, model: nn.Module, config: dict[str, Any], filler: Filler) -> None:
+        """A decoder layer at a time, and then the rest. At ZeRO-3 each is partitioned before the next is read."""
+        plan, stack = self.plan, self.plan.model.cut.stack
+        splits = plan.tensor_parallel.modules if plan.strategy.tensor > 1 else ()
+        splitter = TensorSplitter(model, splits, self.grid.get_slice_parallel_group())
+        layers = [f"{stack}.{name}" for name, _ in model.get_submodule(stack).named_children()]
+        for path in (*layers, ""):
+            for split in splits:
+                of_a_layer = split.module.startswith(stack + ".")
+                if (split.module + ".").startswith(path + ".") if path else not of_a_layer:
+                    filler.fill([p.name for p in split.parameters])
+                    splitter.split(split)
+            filler.fill([path])
+            if plan.strategy.zero_stage == 3:
+                self._partition(model.get_submodule(path), config)
+
+    def _partition(self, module: nn.Module, config: dict[str, Any]) -> None:
+        """As DeepSpeed's engine does with a whole model (zero/parameter_offload.py, _convert_to_zero_parameters)."""
+        dtype = DTYPES[self.plan.training.precision]
+        for parameter in module.parameters():
+            if not hasattr(parameter, "ds_id"):
+                parameter.data = parameter.data.to(dtype)
+        offload = config["zero_optimization"].get("offload_param") or {}
+        Init(
+            module=module,
+            data_parallel_group=self.grid.get_data_parallel_group(),
+            dtype=dtype,
+            config_dict_or_path=config,
+            remote_device=offload.get("device"),
+            pin_memory=bool(offload.get("pin_memory", False)),
+            mpu=self.grid,
+        )
 
     def step(self, micro_batches: list[MicroBatch], learning_rate: float) -> StepResult:
         predicted = _predicted_tokens(micro_batches, self.grid.get_data_parallel_group(), self.device)

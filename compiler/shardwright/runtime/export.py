@@ -20,6 +20,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.own_code import OwnCode
+from shardwright.ir.weights import TOKENIZER_PATTERNS
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
 from shardwright.runtime.checkpoint_manifest import damage
@@ -138,10 +139,11 @@ def _write_configs(plan: Plan, model: PreTrainedModel, dtype: torch.dtype, check
     if plan.model.own_code is not None:
         _bring_own_code(plan.model.own_code, model, checkpoint / "model", folder)
     model.config.save_pretrained(folder)
-    if (checkpoint / "model" / _GENERATION).is_file():
-        shutil.copyfile(checkpoint / "model" / _GENERATION, folder / _GENERATION)
-    elif isinstance(model.generation_config, GenerationConfig):
+    if isinstance(model.generation_config, GenerationConfig):
         model.generation_config.save_pretrained(folder)
+    for pattern in (_GENERATION, *TOKENIZER_PATTERNS):
+        for path in (checkpoint / "model").glob(pattern):
+            shutil.copyfile(path, folder / path.name)
     if (checkpoint / "tokenizer").is_dir():
         shutil.copytree(checkpoint / "tokenizer", folder, dirs_exist_ok=True)
 

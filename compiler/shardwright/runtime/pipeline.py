@@ -19,6 +19,7 @@ from shardwright.hf.adapters import adapt
 from shardwright.hf.skeleton import Skeleton, State
 from shardwright.ir.partition import ModuleSplit
 from shardwright.plan.plan import Plan
+from shardwright.runtime.materialize import Filler
 from shardwright.runtime.recompute import apply_recompute
 from shardwright.runtime.tensor.split import TensorSplitter
 from shardwright.runtime.wire import Packing, Wire
@@ -27,8 +28,8 @@ from shardwright.runtime.wire import Packing, Wire
 class StageModel:
     """The skeleton and the plan, shared by the pieces of one rank; `group` is set once DeepSpeed's grid exists."""
 
-    def __init__(self, model: nn.Module, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, model: nn.Module, plan: Plan, filler: Filler) -> None:
+        self.plan, self.filler = plan, filler
         tokens = (plan.strategy.micro_batch_size, plan.training.sequence_length)
         self.skeleton = Skeleton(model, plan.model.cut, tokens)
         self.group: dist.ProcessGroup | None = None
@@ -40,11 +41,13 @@ class StageModel:
         """Paths of the modules (and single parameters) of `layer`, cut by tensor parallelism where the plan says so."""
         model, plan = self.skeleton.model, self.plan
         if layer not in ("embedding", "head"):
+            self.filler.fill([layer])
             self._cut([m for m in plan.tensor_parallel.modules if m.module.startswith(layer + ".")])
             decoder = model.get_submodule(layer)
             apply_recompute([decoder], plan.strategy.activation_checkpointing, plan.model.attention_module)
             return [layer]
         modules = plan.model.embedding_modules if layer == "embedding" else plan.model.head_modules
+        self.filler.fill(modules)
         # The embedding before a head that is tied to it: the head takes the slice that the embedding made.
         self._cut([m for m in plan.tensor_parallel.modules if m.module in modules or m.style == f"vocabulary_{layer}"])
         return list(modules)
@@ -181,11 +184,16 @@ class DualPipeVStages(DualPipeVModule, Stages):
 
 
 def build_pipeline(
-    model: nn.Module, plan: Plan, loss_fn: Callable[..., torch.Tensor], device: torch.device, dtype: torch.dtype
+    model: nn.Module,
+    plan: Plan,
+    loss_fn: Callable[..., torch.Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    filler: Filler,
 ) -> Stages:
     """The module of this rank; every parameter of other stages is freed."""
     adapt(model)
-    stage = StageModel(model, plan)
+    stage = StageModel(model, plan, filler)
     kind = DualPipeVStages if plan.strategy.schedule == "dualpipev" else Stages
     module = kind(stage, loss_fn)
     stage.skeleton.release({id(p) for p in module.parameters()}, device, dtype)

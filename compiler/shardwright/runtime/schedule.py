@@ -31,10 +31,11 @@ def learning_rate(optimizer: PlanOptimizer, scheduler: PlanScheduler, steps: int
 
 
 def decay_groups(parameters: Iterable[tuple[str, torch.nn.Parameter]], weight_decay: float) -> list[dict[str, object]]:
-    """Two groups: ndim >= 2 decays (embeddings and 3-D experts too), the rest does not. Splits keep ndim."""
+    """Two groups: ndim >= 2 decays (embeddings and 3-D experts too), the rest does not. Splits keep ndim, but a
+    parameter that ZeRO-3 has partitioned looks empty: ds_shape is what it was."""
     named = [(n, p) for n, p in parameters if p.requires_grad]
     groups = [
-        {"params": [p for _, p in named if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for _, p in named if len(getattr(p, "ds_shape", p.shape)) >= 2], "weight_decay": weight_decay},
+        {"params": [p for _, p in named if len(getattr(p, "ds_shape", p.shape)) < 2], "weight_decay": 0.0},
     ]
     return [g for g in groups if g["params"]]

@@ -44,7 +44,7 @@ class Session:
         self.plan, data = resolve(plan, folder)
         self.folder, self.rank, self.attempt = folder, rank, attempt
         self._batches = Batches(self.plan, data)
-        self._trainer = build_trainer(self.plan, folder)
+        self._trainer = build_trainer(self.plan, folder, resumes=bool(resume))
         write_json(folder / "run" / "ranks" / f"rank-{rank:05d}.json", live_record(self.engine.module, rank))
         self.data_rank = self._trainer.grid.get_data_parallel_rank()
         seed_dropout(self.plan, rank)
@@ -121,7 +121,9 @@ class Session:
     def save(self) -> None:
         """A checkpoint of the step that is done; nothing where it has one."""
         if self._saved != self.done:
-            save_checkpoint(self.plan, self.folder, self._trainer, self.done)
+            save_checkpoint(
+                self.plan, self.folder, self._trainer, self.done, last=self.done == self.plan.training.steps
+            )
             self._saved = self.done
 
     def finish(self, status: str = "done") -> None:

@@ -1,13 +1,17 @@
-"""The Hugging Face model with its first weights, and the one change of representation that every layout shares."""
+"""The Hugging Face model and its first weights, and the one change of representation that every layout shares."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
+from deepspeed import comm as dist
+from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.pytorch_utils import Conv1D
 
 from shardwright.diagnostics import Diagnostic, Refusal
@@ -15,6 +19,11 @@ from shardwright.hf.floats import untagged
 from shardwright.hf.own_code import register
 from shardwright.ir.names import pattern
 from shardwright.plan.plan import Plan
+from shardwright.runtime.materialize import DrawnByLayer, NoWeights, empty_model
+from shardwright.runtime.weight_files import WeightFiles, Weights
+
+EXACT_PARAMETERS = 10_000_000_000
+"""Up to here a random model is drawn as Hugging Face draws it; larger ones layer by layer, the same in every layout."""
 
 
 def load_config(plan: Plan, folder: Path) -> PretrainedConfig:
@@ -41,30 +50,66 @@ def _register_own_code(plan: Plan, folder: Path) -> None:
         ) from None
 
 
-def build_model(plan: Plan, folder: Path) -> nn.Module:
-    """The whole model on the CPU in fp32, in training mode.
+def open_model(plan: Plan, folder: Path, *, resumes: bool) -> tuple[nn.Module, Weights]:
+    """Collective. The model without storage, in training mode, and what fills it: nothing where a checkpoint will.
 
-    "random" is exactly what a plain process gets from `torch.manual_seed(seed)` and `from_config`.
+    "random" is exactly what a plain process gets from `torch.manual_seed(seed)` and `from_config`, up to
+    EXACT_PARAMETERS. Raises Refusal: SW6211.
     """
     config = load_config(plan, folder)
-    if plan.model.weights == "pretrained":
-        assert plan.model.weights_path is not None
-        model = AutoModelForCausalLM.from_pretrained(
-            plan.model.weights_path,
-            config=config,
-            dtype=torch.float32,
-            attn_implementation=plan.model.attention,
-            local_files_only=True,
-        )
-    else:
-        torch.manual_seed(plan.training.seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=plan.model.attention)
-    model.train()
+    model = empty_model(config, plan.model.attention)
     # ZeRO's flat optimizer takes a missing gradient for zero, and would let weight decay shrink these.
     for name, parameter in model.named_parameters():
         if pattern(name) in plan.model.cut.untrained:
             parameter.requires_grad_(False)
-    return model  # type: ignore[no-any-return]
+    if resumes:
+        return model, NoWeights(model)
+    weights = (
+        _pretrained(plan, config, model) if plan.model.weights == "pretrained" else _random(plan, folder, config, model)
+    )
+    stored = set(weights.names())
+    for name, buffer in model.named_buffers():
+        if name in stored:
+            buffer.copy_(weights.read(name, None))
+    return model, weights
+
+
+def _pretrained(plan: Plan, config: PretrainedConfig, model: PreTrainedModel) -> Weights:
+    assert plan.model.weights_path is not None
+    files = WeightFiles(Path(plan.model.weights_path), model)
+    stored = set(files.names())
+    by_tensor: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_tensor.setdefault(id(parameter), []).append(name)
+        if name in stored:
+            files.check(name, tuple(parameter.shape))
+    missing = [names[0] for names in by_tensor.values() if not stored & set(names)]
+    if missing:
+        raise files.refusal(f"they hold no {missing[0]} (and {len(missing) - 1} more)")
+    return files
+
+
+def _random(plan: Plan, folder: Path, config: PretrainedConfig, model: PreTrainedModel) -> Weights:
+    """One process a host draws the whole model, as only the whole sequence of draws gives Hugging Face's numbers, and
+    the host's other ranks read their slices from its file."""
+    if plan.model.total_parameters > EXACT_PARAMETERS:
+        return DrawnByLayer(model, plan.model.cut.stack, plan.training.seed)
+    mine = plan.ranks[dist.get_rank()]
+    drawn = folder / "run" / "initial" / f"node-{mine.node}"
+    if mine.slot == 0:
+        shutil.rmtree(drawn, ignore_errors=True)
+        drawn.mkdir(parents=True)
+        torch.manual_seed(plan.training.seed)
+        whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=plan.model.attention)
+        kept = remove_tied_weights_from_state_dict(dict(whole.state_dict()), whole)
+        save_file({name: tensor.contiguous() for name, tensor in kept.items()}, drawn / "model.safetensors")
+        del whole, kept
+    dist.barrier()
+    files = WeightFiles(drawn, None)
+    dist.barrier()
+    if mine.slot == 0:
+        shutil.rmtree(drawn)  # it is mapped by every rank that needs it
+    return files
 
 
 def conv1d_to_linear(model: nn.Module) -> frozenset[str]:
@@ -77,7 +122,8 @@ def conv1d_to_linear(model: nn.Module) -> frozenset[str]:
         if isinstance(module, Conv1D):
             with torch.device("meta"):
                 linear = nn.Linear(module.weight.shape[0], module.weight.shape[1])
-            linear.weight = nn.Parameter(module.weight.detach().t().contiguous())
+            # Without its memory yet: materialize.Filler turns round what it reads.
+            linear.weight = nn.Parameter(module.weight.detach().t(), requires_grad=module.weight.requires_grad)
             linear.bias = module.bias
             model.set_submodule(name, linear)
     return turned

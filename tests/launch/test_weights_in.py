@@ -1,0 +1,83 @@
+"""Initial weights: each rank reads its own slices and never holds the whole model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.launch.resume_matrix import ROOT
+from tests.parity.harness import must, shardwright
+
+MIB = 2**20
+SLACK_BYTES = 24 * MIB
+"""Modules, Python objects, the allocator."""
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "vocab_size": 8001,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """About 65 M parameters in shards of 64 MB, compiled for pipeline 2 x tensor 2."""
+    folder = tmp_path_factory.mktemp("large")
+    config = dict(CONFIG)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
+    model.save_pretrained(folder / "weights", max_shard_size="64MB")
+    assert len(list((folder / "weights").glob("*.safetensors"))) > 2
+    document = {
+        "version": 1,
+        "name": "large",
+        "model": {"source": "./weights"},
+        "cluster": {"nodes": 1, "gpus_per_node": 4, "gpu": "cpu"},
+        "training": {"sequence_length": 32, "global_batch_size": 4, "steps": 1, "precision": "fp32"},
+        "data": {"kind": "synthetic"},
+        "parallelism": {"tensor": 2, "pipeline": 2, "data": 1, "micro_batch_size": 1},
+    }
+    (folder / "recipe.json").write_text(json.dumps(document))
+    must(shardwright("compile", folder / "recipe.json", "-o", folder / "out"))
+    return folder / "out"
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rank_holds_its_shard_and_a_layer(out: Path, rank: int) -> None:
+    """pipeline rank 0 and 1, tensor rank 0 and 1."""
+    worker = Path(__file__).with_name("memory_worker.py")
+    environment = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "compiler"))),
+        "MALLOC_ARENA_MAX": "1",
+    }
+    done = must(
+        subprocess.run(
+            [sys.executable, str(worker), str(out), str(rank)], capture_output=True, text=True, env=environment
+        )
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    plan = json.loads((out / "plan.json").read_text())
+    splits = [p for m in plan["tensor_parallel"]["modules"] for p in m["parameters"]]
+    elements = {p["name"]: 1 for p in splits}
+    for p in splits:
+        for n in p["shape"]:
+            elements[p["name"]] *= n
+    whole = 4 * sum(elements.values())
+    layer = 4 * sum(n for name, n in elements.items() if name.startswith("model.layers.0."))
+    largest = max(layer, 4 * max(elements.values()))
+    assert found["held"] < 0.3 * whole
+    assert found["read"] == found["held"]  # its own slices, each once
+    assert found["peak"] <= found["held"] + largest + SLACK_BYTES, (found, largest)
