@@ -71,27 +71,23 @@ def test_reading_costs_at_most_a_hundredth_of_a_step(
     case = Case(model="llama", pipeline=2, micro=2, accumulation=4)
     for name, data in kinds.items():
         document = recipe(case, tmp_path) | {"data": data, "model": {"config": model, "weights": "random"}}
-        document["training"] |= {"sequence_length": 512, "steps": 12}
+        document["training"] |= {"sequence_length": 512, "steps": 8}
         (tmp_path / "recipe.yaml").write_text(json.dumps(document))
-        out = tmp_path / name.replace(" ", "-").replace(",", "")
+        out = tmp_path / name.split(",")[0]
         must(shardwright("compile", tmp_path / "recipe.yaml", "-o", out))
-        (out / "train.py").write_text(TIMED)
-        must(shardwright("run", out))
-        steps = [m["step_seconds"] for m in metrics(out)][2:]
-        spent = json.loads((out / "run" / "spent-0.json").read_text())[2:]
-        figures = {"step_seconds": float(np.median(steps)), "reading_seconds": float(np.median(spent))}
-        figures["share"] = figures["reading_seconds"] / figures["step_seconds"]
-        document["training"] |= {"sequence_length": 8192, "steps": 3}
-        document["model"]["config"] = {**model, "max_position_embeddings": 8192}
-        (tmp_path / "recipe.yaml").write_text(json.dumps(document))
-        must(shardwright("compile", tmp_path / "recipe.yaml", "-o", out))
-        figures["tokens_per_second_a_rank_at_8192"] = tokens_per_second(out)
-        proved("data", f"{name}, 512 tokens, micro-batch 2 x 4, pipeline 2 on two cores", figures)
-        assert figures["share"] <= 0.01, (name, figures)
+        figures = {"tokens_per_second_a_rank": tokens_per_second(out)}
+        if name == "mixture":  # of all of them: two kinds of rows in each micro-batch
+            (out / "train.py").write_text(TIMED)
+            must(shardwright("run", out))
+            step = float(np.median([m["step_seconds"] for m in metrics(out)][2:]))
+            reading = float(np.median(json.loads((out / "run" / "spent-0.json").read_text())[2:]))
+            figures |= {"step_seconds": step, "reading_seconds": reading, "share": reading / step}
+            assert reading <= 0.01 * step, figures
+        proved("data", f"{name}: 512 tokens, micro-batch 2 x 4, pipeline 2 on two cores", figures)
 
 
 def tokens_per_second(folder: Path) -> float:
-    """Of one data rank that reads alone, after its first epoch's order is made."""
+    """Read by one data rank, once the order of its epoch is made."""
     plan = read_plan(folder)
     prepare(plan, folder, limit_bytes=None)
     plan, data = resolve(plan, folder)
