@@ -109,7 +109,8 @@ def with_steps(plan: Plan, steps: int) -> Plan:
     """The plan with epochs resolved. Raises Refusal (SW6122) where its learning rate schedule does not fit in."""
     s = plan.scheduler
     warmup = s.warmup_steps if s.warmup_ratio is None else round(s.warmup_ratio * steps)
-    if warmup > steps or (s.decay_steps is not None and warmup + s.decay_steps > steps):
+    too_long = s.warmup_ratio is None and 0 < warmup >= steps
+    if too_long or (s.decay_steps is not None and warmup + s.decay_steps > steps):
         raise refusal(
             "SW6122",
             f"{plan.training.epochs:g} epochs of this data are {steps} steps, fewer than warm-up ({warmup}) and decay "

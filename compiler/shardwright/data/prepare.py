@@ -10,13 +10,12 @@ import contextlib
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import socket
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-
-import numpy as np
 
 from shardwright.data import chat
 from shardwright.data.progress import Progress, progress
@@ -63,7 +62,7 @@ def prepare(plan: Plan, folder: Path, *, limit_bytes: int | None) -> None:
             "SW6106",
             f"{size / 2**20:,.0f} MiB of data are not tokenized yet, and the GPUs would wait for it "
             f"(run does up to {limit_bytes // 2**20} MiB by itself)",
-            f"shardwright prepare {folder}",
+            f"shardwright prepare {shlex.quote(str(folder))}",
         )
     if not sources:
         return
@@ -88,7 +87,7 @@ def prepared_folder(part: PlanData, folder: Path) -> Path:
         raise refusal(
             "SW6120",
             f"the data of {part.path!r} is not tokenized on this host",
-            f"shardwright prepare {folder}",
+            f"shardwright prepare {shlex.quote(str(folder))}",
         )
     return at / name
 
@@ -190,43 +189,41 @@ def _read(
                 writer.add(*chat.encode(talk, tokenizer, template, part.train_on))
                 shown.add(record[2])
                 yield
-    elif part.kind == "text":
-        for name in files:
-            yield from _text(name, tokenizer, writer, shown)
     else:
-        batch: list[tuple[str, int]] = []
+        batch: list[Piece] = []
         size = 0
-        for name in files:
-            for text, size_bytes in texts(name, part.kind, part.field):
-                batch.append((text, size_bytes))
-                size += len(text)
-                if size >= BATCH_BYTES:
-                    yield from _flush(batch, tokenizer, writer, shown)
-                    batch, size = [], 0
-        yield from _flush(batch, tokenizer, writer, shown)
+        for piece in _pieces(part, files):
+            batch.append(piece)
+            size += len(piece[0])
+            if size >= BATCH_BYTES:
+                _flush(batch, tokenizer, writer, shown)
+                batch, size = [], 0
+                yield
+        _flush(batch, tokenizer, writer, shown)
+        yield
 
 
-def _flush(batch: list[tuple[str, int]], tokenizer: Tokenizer, writer: Writer, shown: Progress) -> Iterator[None]:
-    for ids in tokenizer.encode([text for text, _ in batch]):
-        writer.add(np.append(ids, np.asarray(tokenizer.end, dtype=ids.dtype)) if len(ids) else ids)
-    shown.add(sum(size for _, size in batch))
-    yield
+Piece = tuple[str, int, bool]
+"""(text, bytes of the source, whether its document ends with it)."""
 
 
-def _text(name: str, tokenizer: Tokenizer, writer: Writer, shown: Progress) -> Iterator[None]:
-    """A file is one document, however large."""
-    some = False
-    for text, size_bytes in text_pieces(name):
-        ids = tokenizer.encode([text])[0]
+def _pieces(part: PlanData, files: tuple[str, ...]) -> Iterator[Piece]:
+    """Of text files, each of which is one document, however large; or the records of the other kinds."""
+    for name in files:
+        if part.kind == "text":
+            for text, size in text_pieces(name):
+                yield text, size, False
+            yield "", 0, True
+        else:
+            for text, size in texts(name, part.kind, part.field):
+                yield text, size, True
+
+
+def _flush(batch: list[Piece], tokenizer: Tokenizer, writer: Writer, shown: Progress) -> None:
+    encoded = tokenizer.encode([text for text, _, _ in batch])
+    for ids, (_, _, ends) in zip(encoded, batch, strict=True):
         if len(ids):
             writer.extend(ids)
-            some = True
-        shown.add(size_bytes)
-        yield
-    if some:
-        if tokenizer.end:
-            writer.extend(np.asarray(tokenizer.end, dtype=np.int32))
-        writer.end_document()
-        yield
-    else:
-        writer.empty += 1
+        if ends:
+            writer.end_document(tokenizer.end)
+    shown.add(sum(size for _, size, _ in batch))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwright.data.trouble import refusal
-from shardwright.ir.recipe import TOKENIZED_KINDS
+from shardwright.ir.recipe import DOCUMENT_KINDS, TOKENIZED_KINDS
 from shardwright.plan.plan import Plan, PlanData
 
 FORMAT = 1
@@ -39,11 +39,21 @@ def parts_of(data: PlanData) -> tuple[PlanData, ...]:
     return data.mixture or (data,)
 
 
-def prepared_parts(plan: Plan) -> Iterator[PlanData]:
-    """The parts of the training and validation data that are tokenized; the others are memory-mapped as they lie."""
+def every_part(plan: Plan) -> Iterator[PlanData]:
+    """The parts of the training and of the validation data."""
     held_out = None if plan.validation is None else plan.validation.data
     for data in (plan.data, held_out):
-        yield from (p for p in (() if data is None else parts_of(data)) if p.kind in TOKENIZED_KINDS)
+        yield from () if data is None else parts_of(data)
+
+
+def prepared_parts(plan: Plan) -> Iterator[PlanData]:
+    """Those that are tokenized; the others are memory-mapped as they lie."""
+    return (part for part in every_part(plan) if part.kind in TOKENIZED_KINDS)
+
+
+def packs(plan: Plan) -> bool:
+    """Whether documents that share a row are kept apart, in any part."""
+    return any(part.packing and part.kind in DOCUMENT_KINDS for part in every_part(plan))
 
 
 def locate(part: PlanData, folder: Path, *, look: bool = True) -> Source:

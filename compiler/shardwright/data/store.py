@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -64,20 +65,19 @@ class Writer:
         self._trained = self._open("trained.bin") if masked else None
         self.tokens = self.documents = self.trained = self.empty = 0
         self.largest_id = -1
+        self._first = 0  # of the document that is being written
 
     def _open(self, name: str) -> BinaryIO:
         return (self.folder / name).open("wb", buffering=BUFFER_BYTES)
 
     def add(self, ids: npt.NDArray[np.integer], trained: npt.NDArray[np.bool_] | None = None) -> None:
-        """A document; one without tokens is counted as empty."""
-        if not len(ids):
-            self.empty += 1
-            return
-        self.extend(ids, trained)
-        self.end_document()
+        """A whole document."""
+        if len(ids):
+            self.extend(ids, trained)
+        self.end_document(())
 
     def extend(self, ids: npt.NDArray[np.integer], trained: npt.NDArray[np.bool_] | None = None) -> None:
-        """A piece of a document that is too long to be held at once."""
+        """A piece of a document, not empty."""
         self._tokens.write(ids.astype(self.dtype).tobytes())
         self.tokens += len(ids)
         self.largest_id = max(self.largest_id, int(ids.max()))
@@ -85,7 +85,14 @@ class Writer:
             self._trained.write(trained.astype(np.uint8).tobytes())
             self.trained += int(trained.sum())
 
-    def end_document(self) -> None:
+    def end_document(self, closing: Sequence[int]) -> None:
+        """closing: ids behind it. A document without any of its own is counted as empty and left out."""
+        if self.tokens == self._first:
+            self.empty += 1
+            return
+        if closing:
+            self.extend(np.asarray(closing, dtype=np.int32))
+        self._first = self.tokens
         self._ends.write(np.int64(self.tokens).tobytes())
         self.documents += 1
 

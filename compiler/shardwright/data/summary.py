@@ -107,14 +107,15 @@ def _trained(documents: Documents, part: PlanData) -> int:
 
 
 def samples(plan: Plan, folder: Path, data: Dataset) -> list[list[Piece]]:
-    """The beginnings of the first sequences of step 1."""
+    """The beginnings of the first sequences of the training."""
     names = [part.tokenizer for part in parts_of(plan.data) if part.tokenizer]
     tokenizer = load_tokenizer(names[0], folder) if names else None
 
     def text(ids: Ids) -> str:
         return " ".join(map(str, ids.tolist())) + " " if tokenizer is None else tokenizer.decode(ids)
 
-    return [_pieces(data.train.read(row[None]), text) for row in data.order.indices(1)[:SAMPLES]]
+    rows = np.concatenate([data.order.indices(step) for step in range(1, SAMPLES + 1)])[:SAMPLES]
+    return [_pieces(data.train.read(rows[n : n + 1]), text) for n in range(len(rows))]
 
 
 def _pieces(block: Block, text: Callable[[Ids], str]) -> list[Piece]:

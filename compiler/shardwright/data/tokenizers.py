@@ -80,13 +80,18 @@ class HubTokenizer:
         template = self._hf.chat_template
         # Several by name: for tools, for retrieval.
         self.template = cast("str | None", template.get("default") if isinstance(template, dict) else template)
-        self.has_places = bool(self._hf.is_fast)
 
     def encode(self, texts: list[str]) -> list[Ids]:
         found = self._hf(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
         return [np.asarray(ids, dtype=np.int32) for ids in found]
 
     def encode_with_places(self, text: str) -> Encoded:
+        if not self._hf.is_fast:
+            raise refusal(
+                "SW6113",
+                f"{type(self._hf).__name__} does not say which characters a token stands for",
+                "Save a fast tokenizer (tokenizer.json) and compile with it, or write train_on: all.",
+            )
         found = self._hf(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
         places = np.asarray(found["offset_mapping"], dtype=np.int64).reshape(-1, 2)
         return Encoded(ids=np.asarray(found["input_ids"], dtype=np.int32), first=places[:, 0], last=places[:, 1])

@@ -10,6 +10,7 @@ import torch
 
 from shardwright.data.dataset import Dataset, validation_batches
 from shardwright.data.rows import Block, Indices, Rows
+from shardwright.data.sources import packs
 from shardwright.plan.plan import Plan
 
 IGNORED = -100
@@ -42,6 +43,7 @@ class Batches:
             plan.strategy.gradient_accumulation_steps,
         )
         self.data_ranks = plan.strategy.data
+        self.packed = packs(plan)
 
     def indices(self, step: int) -> Indices:
         """Rows of the global batch of `step` (from 1)."""
@@ -50,7 +52,7 @@ class Batches:
     def micro_batches(self, step: int, data_rank: int) -> list[MicroBatch]:
         """The share of `data_rank`: micro-batch m takes rows [(m * data + rank) * B, ... + B) of the global batch."""
         indices = self.indices(step).reshape(self.accumulation, self.data_ranks, self.micro)[:, data_rank]
-        return [_micro_batch(self.data.train.read(i)) for i in indices]
+        return [_micro_batch(self.data.train.read(i), self.packed) for i in indices]
 
 
 class HeldOut:
@@ -63,6 +65,7 @@ class HeldOut:
         least = 2 * s.pipeline if s.schedule == "dualpipev" else 1
         numbers = validation_batches(len(rows), s.data * s.micro_batch_size, least)
         self._rows, self._numbers = rows, numbers.reshape(-1, s.data, s.micro_batch_size)[:, data_rank]
+        self._packed = packs(plan)
         self.predicted = sum(m.predicted for m in self)
 
     def __len__(self) -> int:
@@ -70,19 +73,20 @@ class HeldOut:
 
     def __iter__(self) -> Iterator[MicroBatch]:
         for numbers in self._numbers:
-            batch = _micro_batch(self._rows.read(np.maximum(numbers, 0)))
+            batch = _micro_batch(self._rows.read(np.maximum(numbers, 0)), self._packed)
             batch.labels[torch.from_numpy(numbers < 0)] = IGNORED
             yield batch
 
 
-def _micro_batch(block: Block) -> MicroBatch:
+def _micro_batch(block: Block, packed: bool) -> MicroBatch:
+    """packed: with position ids, whether this block needs them or not: what crosses stages must not change its form."""
     input_ids = torch.from_numpy(block.tokens.astype(np.int64))
     labels = input_ids.clone()
     if block.trained is not None:
         labels[torch.from_numpy(~block.trained)] = IGNORED
-    if block.starts is None:
+    if not packed:
         return MicroBatch(input_ids=input_ids, labels=labels, position_ids=None)
-    starts = torch.from_numpy(block.starts)
+    starts = torch.from_numpy(np.zeros(block.tokens.shape, dtype=np.bool_) if block.starts is None else block.starts)
     labels[starts] = IGNORED
     places = torch.arange(input_ids.shape[1]).expand_as(input_ids)
     begins = torch.where(starts, places, 0).cummax(dim=1).values

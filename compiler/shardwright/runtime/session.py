@@ -118,12 +118,12 @@ class Session:
         every = self.plan.checkpoint.every_steps
         return bool(every) and self.done % (every or 1) == 0
 
-    def save(self) -> None:
-        """A checkpoint of the step that is done; nothing where it has one."""
+    def save(self, *, last: bool = False) -> None:
+        """A checkpoint of the step that is done; nothing where it has one. last: nothing is trained after it, so that a
+        copy that fails (checkpoint.upload_to) is an error and not a warning."""
         if self._saved != self.done:
-            save_checkpoint(
-                self.plan, self.folder, self._trainer, self.done, last=self.done == self.plan.training.steps
-            )
+            last = last or self.done == self.plan.training.steps
+            save_checkpoint(self.plan, self.folder, self._trainer, self.done, last=last)
             self._saved = self.done
 
     def finish(self, status: str = "done") -> None:
@@ -160,6 +160,6 @@ def open_session(folder: str | os.PathLike[str], resume: str = "auto") -> Iterat
         write_status(path, "running", attempt)
     session = Session(plan, path, rank, attempt, checkpoint)
     yield session
-    session.save()
+    session.save(last=True)
     session.finish("done" if session.done == session.plan.training.steps else "preempted")
     close_groups()

@@ -112,7 +112,7 @@ def _train(plan: Plan, folder: Path, rank: int, attempt: int, resume: object, wa
             status = "preempted"
             break
     watch.at("saving its last step", session.done)
-    session.save()
+    session.save(last=True)
     session.finish(status)
     watch.leave()
     close_groups()

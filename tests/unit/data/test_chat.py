@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from shardwright.data.chat import conversation, encode
-from shardwright.data.tokenizers import ByteTokenizer
+from shardwright.data.tokenizers import ByteTokenizer, HubTokenizer
 from shardwright.diagnostics import Refusal
 from tests.unit.data.plans import opened, part, plan, refused
 
@@ -22,7 +22,7 @@ CHATML = (
 )
 MARKED = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
-    "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
 )
 LLAMA2 = (
     "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
@@ -132,3 +132,31 @@ def test_conversations_stay_whole_and_padding_is_no_label(tmp_path: Path) -> Non
         # The answer of the fourth is cut off at 20 tokens, and it is left out, like the fifth.
         assert sorted(bytes(raw).replace(b"\0", b"").decode()) == sorted("uq.aa.uqq.aaa.uqqq.aaaa.")
         assert sorted(answers) == sorted("a.aa.aaa.")
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["chatml", "marked"])
+def test_the_same_labels_as_transformers_gives_for_marks(template: str, tmp_path: Path) -> None:
+    """A byte-level BPE, whose tokens take a space in front and split characters."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    special = ["<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    bpe.train_from_iterator([m["content"] for m in TALK] * 5, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>")
+    fast.chat_template = MARKED
+    fast.save_pretrained(tmp_path / "tokenizer")
+    wanted = fast.apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
+    ids, trained = encode(
+        conversation(({"messages": TALK}, "here:1", 0), "messages"),
+        HubTokenizer(tmp_path / "tokenizer"),
+        template,
+        "assistant",
+    )
+    assert ids.tolist() == wanted["input_ids"]
+    assert trained.astype(int).tolist() == wanted["assistant_masks"] and 0 < trained.sum() < len(ids)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from shardwright.data.dataset import steps_of_epochs, with_steps
+from shardwright.data.megatron import open_megatron
 from shardwright.data.order import EpochOrder, MixtureOrder
 from shardwright.data.packing import pack
 from shardwright.diagnostics import Refusal
@@ -130,6 +131,18 @@ def test_megatron_files_are_rows_of_documents(tmp_path: Path) -> None:
     for name, damage in (("m.bin", b"x"), ("m.idx", b"MMIDIDX\0\0" + bytes(20)), ("m.idx", b"no index")):
         (tmp_path / name).write_bytes(damage)
         assert refused(plan(part("megatron", tmp_path / "m", tokenizer=None)), tmp_path)[0] == "SW6119"
+
+
+def test_megatron_core_agrees(tmp_path: Path) -> None:
+    written = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    import torch
+
+    builder = written.IndexedDatasetBuilder(str(tmp_path / "m.bin"), dtype=np.int32)
+    builder.add_document(torch.tensor([1, 2, 3, 4, 5]), [3, 2])
+    builder.add_document(torch.tensor([6]), [1])
+    builder.finalize(str(tmp_path / "m.idx"))
+    documents = open_megatron(str(tmp_path / "m"))
+    assert documents.tokens.tolist() == [1, 2, 3, 4, 5, 6] and documents.ends.tolist() == [5, 6]
 
 
 def write_megatron(path: Path, sequences: list[list[int]], documents: list[int]) -> None:

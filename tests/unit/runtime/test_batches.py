@@ -14,8 +14,12 @@ from shardwright.data.rows import ArrayRows, Block, Indices
 from shardwright.runtime.batches import Batches, HeldOut
 
 
-def plan(*, data: int = 2, micro: int = 2, accumulation: int = 3, schedule: str = "1f1b") -> SimpleNamespace:
+def plan(
+    *, data: int = 2, micro: int = 2, accumulation: int = 3, schedule: str = "1f1b", packing: bool = False
+) -> SimpleNamespace:
     return SimpleNamespace(
+        data=SimpleNamespace(kind="text", packing=packing, mixture=()),
+        validation=None,
         training=SimpleNamespace(global_batch_size=data * micro * accumulation),
         strategy=SimpleNamespace(
             data=data,
@@ -60,11 +64,18 @@ def test_packing_restarts_positions_and_drops_first_labels() -> None:
         trained=np.array([[True, True, True, True], [True, True, True, False]]),
     )
     data = Dataset(train=OneBlock(block), order=EpochOrder(2, 2, 0, shuffle=False), validation=None, steps=1)
-    batch = Batches(plan(data=1, micro=2, accumulation=1), data).micro_batches(1, 0)[0]
+    batch = Batches(plan(data=1, micro=2, accumulation=1, packing=True), data).micro_batches(1, 0)[0]
     assert batch.position_ids is not None
     assert batch.position_ids.tolist() == [[0, 1, 0, 1], [0, 0, 1, 2]]
     assert batch.labels.tolist() == [[5, 6, -100, 8], [-100, -100, 3, -100]]
     assert batch.predicted == 2 + 1
+
+
+def test_rows_without_documents_have_positions_where_others_have_them() -> None:
+    """What crosses pipeline stages keeps its form from one micro-batch to the next."""
+    batch = Batches(plan(packing=True), dataset(30)).micro_batches(1, 0)[0]
+    assert batch.position_ids is not None and batch.position_ids.tolist() == [[0, 1, 2, 3]] * 2
+    assert batch.predicted == 6
 
 
 @pytest.mark.parametrize(("count", "schedule", "batches"), [(5, "1f1b", 2), (8, "1f1b", 2), (5, "dualpipev", 4)])
