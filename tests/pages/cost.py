@@ -27,7 +27,7 @@ def errors() -> str:
     lines = [
         f"Measured {bench['date']} by `{bench['command']}`.",
         "",
-        "| left out of the fit | timed runs | step time off by | leaning | runs with a memory | memory off by | leaning |",
+        "| left out of the fit | timed runs | step time off by | leaning | weighed runs | memory off by | leaning |",
         "|---|---|---|---|---|---|---|",
     ]
     for kind in ("left_out", "hardware_left_out"):
@@ -39,8 +39,8 @@ def errors() -> str:
     lines += [
         f"In {mean['groups']} groups of the same model and GPUs the layout that is predicted fastest loses "
         f"{mean['regret']:.1%} to the best one, and predicted and measured order correlate with {mean['spearman']:.2f} "
-        f"(Spearman). Of {runs} runs that fitted {right} are said to fit; of {of} that ran out of memory {died} are said "
-        "to run out of it.",
+        f"(Spearman). Of {runs} runs that fitted {right} are said to fit, of {of} that ran out of memory {died} to run "
+        "out of it.",
     ]
     return "\n".join(lines)
 

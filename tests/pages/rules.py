@@ -54,8 +54,8 @@ def page() -> str:
         "<!-- made by `make docs` from compiler/shardwright/rules/registry.py -->",
         "",
         "`plan` leaves out what an error forbids, `estimate` prices it all the same and says the code, and "
-        "`shardwright explain R --why-not tensor=8,pipeline=2` tells which one forbids a layout. Warnings forbid nothing. "
-        "What is asked about each layout:",
+        "`shardwright explain R --why-not tensor=8,pipeline=2` tells which one forbids a layout. Warnings forbid "
+        "nothing. What is asked about each layout:",
     ]
     groups = (("Whatever engine runs it", GENERAL_RULES), ("For DeepSpeed (`target: deepspeed`)", DEEPSPEED_RULES))
     for title, rules in groups:
