@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := build/demo
 
-.PHONY: help setup demo test test-hosts prove proof lint golden graphs snapshot lint-docs recipes docs build calibrate bench-cost bench-schedule
+.PHONY: help setup demo test test-hosts prove proof lint golden graphs snapshot lint-docs recipes docs readme build calibrate bench-cost bench-schedule
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -75,6 +75,9 @@ recipes: setup ## plans every ready recipe: the table of recipes/README.md, and 
 
 docs: setup ## docs/recipe.md, docs/rules.md and the tables of docs/cost-model.md
 	$(BIN)/python -m tests.pages.write
+
+readme: setup ## the outputs of commands in README.md
+	$(BIN)/python -m tests.pages.readme
 
 build: setup ## sdist and wheel in dist/
 	$(BIN)/python -m build --no-isolation

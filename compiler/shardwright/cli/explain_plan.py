@@ -211,13 +211,7 @@ def _reason(reason: KeyReason) -> tuple[str, ...]:
         refused = reason.refused
         why = "" if refused is None else f"{refused.code}: {refused.reason}"
         return reason.key, value, "none tried" if refused is None else "none runs", "", why
-    return (
-        reason.key,
-        value,
-        f"{reason.key}={getattr(other.strategy, reason.key)}",
-        f"{other.slower:+.1%}",
-        _loses(other),
-    )
+    return reason.key, value, str(getattr(other.strategy, reason.key)), f"{other.slower:+.1%}", _loses(other)
 
 
 def _loses(other: Alternative) -> str:
