@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := build/demo
 
-.PHONY: help setup demo test test-hosts prove proof lint golden graphs snapshot lint-docs build calibrate bench-cost bench-schedule
+.PHONY: help setup demo test test-hosts prove proof lint golden graphs snapshot lint-docs recipes docs readme build calibrate bench-cost bench-schedule
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -69,6 +69,15 @@ snapshot: setup ## what the installed DeepSpeed takes in ds_config.json, for `li
 
 lint-docs: setup ## the table of rules in docs/lint.md
 	$(BIN)/python -m tests.lint.write_docs
+
+recipes: setup ## plans every ready recipe: the table of recipes/README.md, and tests/recipes/expected
+	$(BIN)/python -m tests.recipes.plans
+
+docs: setup ## docs/recipe.md, docs/rules.md and the tables of docs/cost-model.md
+	$(BIN)/python -m tests.pages.write
+
+readme: setup ## the outputs of commands in README.md
+	$(BIN)/python -m tests.pages.readme
 
 build: setup ## sdist and wheel in dist/
 	$(BIN)/python -m build --no-isolation

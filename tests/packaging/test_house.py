@@ -31,6 +31,9 @@ def test_make_targets_exist() -> None:
         "graphs",
         "snapshot",
         "lint-docs",
+        "docs",
+        "recipes",
+        "readme",
         "build",
     ):
         done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)

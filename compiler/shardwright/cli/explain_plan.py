@@ -126,7 +126,7 @@ def _memory(subject: Subject, found: Explanation) -> list[str]:
     """GiB, one row a pipeline rank."""
     header = ("pipeline rank", "layers", *MEMORY_COLUMNS, "total", "free")
     capacity = found.chosen.memory.capacity_bytes
-    names = [layer.name for layer in subject.graph.layers]
+    last = len(subject.graph.layers) - 1
     rows: list[tuple[str, ...]] = []
     bold: list[int] = []
     for rank in _shown(found):
@@ -134,7 +134,7 @@ def _memory(subject: Subject, found: Explanation) -> list[str]:
         total = rank.memory.peak_bytes
         bold += [len(rows)] * (rank.pipeline_rank == found.breakdown.fullest)
         cells = [f"{value / GIB:.2f}" for value in (*parts, total, capacity - total)]
-        rows.append((str(rank.pipeline_rank), _layers(rank, names), *cells))
+        rows.append((str(rank.pipeline_rank), _layers(rank, last), *cells))
     return [
         title(f"Memory: GiB on the fullest device of each pipeline rank, of {capacity / GIB:.1f}"),
         *table_lines(header, rows, text=(1,), bold=bold, indent="  "),
@@ -145,12 +145,13 @@ def _memory(subject: Subject, found: Explanation) -> list[str]:
     ]
 
 
-def _layers(rank: RankBreakdown, names: list[str]) -> str:
+def _layers(rank: RankBreakdown, last: int) -> str:
+    """Decoder layers by their numbers: "embedding, 0-3 and 33-35, head". last: the head's place."""
+
     def span(start: int, stop: int) -> str:
-        count = stop - start
-        if count <= 0:
-            return "none"
-        return names[start] if count == 1 else f"{count}: {names[start]} ... {names[stop - 1]}"
+        first, final = max(start, 1) - 1, min(stop, last) - 2
+        decoders = [] if final < first else [str(first) if first == final else f"{first}-{final}"]
+        return ", ".join(["embedding"] * (start == 0 < stop) + decoders + ["head"] * (start <= last < stop)) or "none"
 
     return " and ".join(span(*bounds) for bounds in rank.layers)
 
@@ -198,7 +199,7 @@ def _ms(seconds: float) -> str:
 
 
 def _reasons(found: Explanation) -> list[str]:
-    header = ("key", "value", "the best layout with another value", "step", "")
+    header = ("key", "value", "best other", "its step", "")
     rows = [_reason(reason) for reason in found.keys]
     return [title("Why these values"), *table_lines(header, rows, text=(0, 1, 2, 4), indent="  ")]
 
@@ -210,13 +211,7 @@ def _reason(reason: KeyReason) -> tuple[str, ...]:
         refused = reason.refused
         why = "" if refused is None else f"{refused.code}: {refused.reason}"
         return reason.key, value, "none tried" if refused is None else "none runs", "", why
-    return (
-        reason.key,
-        value,
-        f"{reason.key}={getattr(other.strategy, reason.key)}",
-        f"{other.slower:+.1%}",
-        _loses(other),
-    )
+    return reason.key, value, str(getattr(other.strategy, reason.key)), f"{other.slower:+.1%}", _loses(other)
 
 
 def _loses(other: Alternative) -> str:

@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         print_refusal(refusal, recipe.source)
         return 1
     result = search(recipe, graph, cluster)
-    rows = _rows(recipe, graph, cluster, result, args.top)
+    rows = ranked_rows(recipe, graph, cluster, result, args.top)
     if args.pin is not None and (problem := _unpinnable(args, rows)):
         error(problem)
         return 1
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
         planned = {} if model is None else {"planned_as": planned_as(recipe), "assumed": list(assumed_keys(args))}
         print(json.dumps({**_object(args.recipe, recipe, rows, result, sizing), **planned}))
     else:
-        print("\n".join([*heading(args, text), *_page(recipe, rows, result, sizing)]))
+        print("\n".join([*heading(args, text), *page_lines(recipe, rows, result, sizing)]))
     if args.pin is not None:
         _pin(args, recipe, text, rows[args.pin - 1])
     if result.ranked:
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
     return 1
 
 
-def _rows(recipe: Recipe, graph: ModelGraph, cluster: Cluster, result: SearchResult, top: int) -> list[Row]:
+def ranked_rows(recipe: Recipe, graph: ModelGraph, cluster: Cluster, result: SearchResult, top: int) -> list[Row]:
     """The best, and "what you would run today" (pipeline 1, tensor 1, ZeRO-2 and 3): within the ranking where the pins
     allow it, below it otherwise."""
     from shardwright.search.search import baselines
@@ -174,7 +174,8 @@ def _object(
     return found
 
 
-def _page(recipe: Recipe, rows: list[Row], result: SearchResult, sizing: Sizing | None) -> list[str]:
+def page_lines(recipe: Recipe, rows: list[Row], result: SearchResult, sizing: Sizing | None) -> list[str]:
+    """What `plan` prints, without a line end. rows: of ranked_rows."""
     from shardwright.cli.plan_table import error_note, table
     from shardwright.search.compare import binding_constraint, lost_regions, pareto_front
 

@@ -1,0 +1,71 @@
+"""The tables of docs/cost-model.md, from benchmarks/cost.json and cost/constants.json."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs/cost-model.md"
+ERRORS = ("<!-- errors: made by `make docs` from benchmarks/cost.json -->", "<!-- end of errors -->")
+CONSTANTS = ("<!-- constants: made by `make docs` from cost/constants.json -->", "<!-- end of constants -->")
+
+
+def page() -> str:
+    text = PAGE.read_text(encoding="utf-8")
+    for (begin, end), body in ((ERRORS, errors()), (CONSTANTS, constants())):
+        before, _, rest = text.partition(begin)
+        _, _, after = rest.partition(end)
+        text = f"{before}{begin}\n{body}\n{end}{after}"
+    return text
+
+
+def errors() -> str:
+    bench = json.loads((ROOT / "benchmarks/cost.json").read_text(encoding="utf-8"))
+    lines = [
+        f"Measured {bench['date']} by `{bench['command']}`.",
+        "",
+        "| left out of the fit | timed runs | step time off by | leaning | weighed runs | memory off by | leaning |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for kind in ("left_out", "hardware_left_out"):
+        lines += [_row(name, entry) for name, entry in bench[kind].items()]
+    lines += [_row("**the mean of the projects**", bench["left_out_mean"]), ""]
+    mean = bench["left_out_mean"]
+    right, runs = mean["fits_right"]
+    died, of = mean["oom_right"]
+    lines += [
+        f"In {mean['groups']} groups of the same model and GPUs the layout that is predicted fastest loses "
+        f"{mean['regret']:.1%} to the best one, and predicted and measured order correlate with {mean['spearman']:.2f} "
+        f"(Spearman). Of {runs} runs that fitted {right} are said to fit, of {of} that ran out of memory {died} to run "
+        "out of it.",
+    ]
+    return "\n".join(lines)
+
+
+def _row(name: str, entry: dict[str, Any]) -> str:
+    def share(key: str, *, signed: bool = False) -> str:
+        value = entry.get(key)
+        return "" if value is None else f"{value:+.1%}" if signed else f"{value:.1%}"
+
+    cells = (
+        name,
+        str(entry["time_rows"]),
+        share("time"),
+        share("time_bias", signed=True),
+        str(entry["memory_rows"] or ""),
+        share("memory"),
+        share("memory_bias", signed=True),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def constants() -> str:
+    text = resources.files("shardwright.cost").joinpath("constants.json").read_text("utf-8")
+    lines = ["| constant | value | unit | meaning | source |", "|---|---|---|---|---|"]
+    for name, entry in json.loads(text)["constants"].items():
+        cells = (f"`{name}`", f"{entry['value']:.4g}", entry["unit"], entry["meaning"], entry["source"])
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)

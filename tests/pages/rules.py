@@ -1,0 +1,124 @@
+"""docs/rules.md: the rules about layouts, from the registry, each with what it says where it is broken."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import itertools
+from collections.abc import Iterator
+
+from shardwright.cluster.resolve import resolve_cluster
+from shardwright.diagnostics import Diagnostic
+from shardwright.diagnostics.codes import CODES
+from shardwright.ir.recipe import DataSection, Recipe
+from shardwright.ir.strategy import Strategy
+from shardwright.model.build import build_model_graph
+from shardwright.rules.layout import Subject
+from shardwright.rules.registry import DEEPSPEED_RULES, GENERAL_RULES, Rule
+from tests.unit.model.factory import model_section, recipe_of
+
+MODELS = ("meta-llama/Llama-3.1-8B", "openai-community/gpt2", "mistralai/Mixtral-8x7B-v0.1", "bigscience/bloom-560m")
+PLAIN = Strategy(
+    tensor=1,
+    pipeline=1,
+    data=16,
+    zero_stage=1,
+    micro_batch_size=1,
+    gradient_accumulation_steps=4,
+    activation_checkpointing="none",
+    schedule="1f1b",
+    offload="none",
+)
+CHANGES: tuple[dict[str, object], ...] = (
+    {},
+    *({"tensor": t, "data": 16 // t if 16 % t == 0 else 1} for t in (3, 5, 8, 16)),
+    *({"pipeline": 4, "data": 4, "zero_stage": z} for z in (0, 1, 3)),
+    {"zero_stage": 0},
+    {"zero_stage": 3},
+    {"pipeline": 64, "data": 1},
+    {"pipeline": 4, "data": 4, "schedule": "dualpipev"},
+    {"schedule": "dualpipev"},
+    {"micro_batch_size": 3},
+    {"expert": 2},
+    {"zero_stage": 1, "offload": "parameters"},
+    {"zero_stage": 3, "offload": "parameters"},
+)
+TEXT = DataSection(kind="text", path="corpus/*.txt", tokenizer="byte", packing=True, shuffle=True, options={})
+
+
+def page() -> str:
+    lines = [
+        "# The rules about layouts",
+        "",
+        "<!-- made by `make docs` from compiler/shardwright/rules/registry.py -->",
+        "",
+        "`plan` leaves out what an error forbids, `estimate` prices it all the same and says the code, and "
+        "`shardwright explain R --why-not tensor=8,pipeline=2` tells which one forbids a layout. Warnings forbid "
+        "nothing. What is asked about each layout:",
+    ]
+    groups = (("Whatever engine runs it", GENERAL_RULES), ("For DeepSpeed (`target: deepspeed`)", DEEPSPEED_RULES))
+    for title, rules in groups:
+        lines += ["", f"## {title}"]
+        for code in sorted(rules):
+            lines += _rule(code, rules[code])
+    lines += [
+        "",
+        "## Memory and the search",
+        "",
+        "| code | finds |",
+        "|---|---|",
+        *(f"| {code} | {title} |" for code, title in CODES.items() if code.startswith("SW32")),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _rule(code: str, rule: Rule) -> list[str]:
+    found = examples().get(code)
+    severity = "" if found is None else f" ({found.severity})"
+    lines = ["", f"### {code}: {CODES[code]}{severity}", ""]
+    reads = ", ".join(f"`{name}`" for name in sorted(rule.reads)) or "none: the recipe alone decides it"
+    doc = " ".join(inspect.getdoc(rule.check).split()) if rule.check.__doc__ else ""
+    lines += [f"{doc}\n"] if doc else []
+    lines += [f"Keys of the layout that decide it: {reads}."]
+    if found is not None:
+        lines += ["", "```", f"{found.severity}[{code}]: {found.message}", f"  = help: {found.help}", "```"]
+    return lines
+
+
+@functools.cache
+def examples() -> dict[str, Diagnostic]:
+    """What each rule says of the first of these layouts that breaks it."""
+    found: dict[str, Diagnostic] = {}
+    for subject in subjects():
+        for code, rule in {**GENERAL_RULES, **DEEPSPEED_RULES}.items():
+            if code not in found and (diagnostic := rule.check(subject)) is not None:
+                found[code] = diagnostic
+    return found
+
+
+def subjects() -> Iterator[Subject]:
+    for source, recipe, change in itertools.product(MODELS, recipes(), CHANGES):
+        strategy = dataclasses.replace(PLAIN, **change)  # type: ignore[arg-type]
+        pins = dataclasses.replace(recipe.parallelism, expert=strategy.expert)
+        yield Subject(
+            recipe=dataclasses.replace(recipe, parallelism=pins),
+            graph=build_model_graph(model_section(source=source)),
+            cluster=resolve_cluster(recipe.cluster),
+            strategy=strategy,
+        )
+
+
+def recipes() -> tuple[Recipe, ...]:
+    cluster = {"nodes": 2, "gpus_per_node": 8, "gpu": "a100-sxm4-80gb"}
+    training = {"sequence_length": 1024, "global_batch_size": 64}
+    plain = recipe_of(cluster=cluster, training=training)
+    return (
+        plain,
+        dataclasses.replace(plain, data=TEXT),
+        recipe_of(cluster=cluster, training={**training, "sequence_length": 262_144}),
+        recipe_of(cluster=cluster, training={**training, "gradient_accumulation_dtype": "bf16"}),
+        recipe_of(cluster={**cluster, "gpu": "v100-sxm2-32gb"}, training=training),
+        recipe_of(cluster={**cluster, "gpu": "cpu"}, training={**training, "precision": "fp16"}),
+        recipe_of(cluster={**cluster, "inter_node_gbits_per_second": 50.0}, training=training),
+    )

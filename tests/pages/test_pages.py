@@ -1,0 +1,66 @@
+"""The pages of docs/ that are made are fresh, and what they name is there."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from shardwright.cli.main import COMMANDS
+from shardwright.recipe.schema import recipe_schema
+from shardwright.rules.registry import DEEPSPEED_RULES, GENERAL_RULES
+from tests.pages import readme
+from tests.pages.rules import examples
+from tests.pages.write import DOCS, PAGES
+
+ROOT = DOCS.parent
+WRITTEN_BY_HAND = ("cost-model.md", "extending.md")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_fresh(name: str) -> None:
+    assert (DOCS / name).read_text(encoding="utf-8") == PAGES[name](), "run `make docs`"
+
+
+def test_every_key_has_a_row() -> None:
+    page = (DOCS / "recipe.md").read_text(encoding="utf-8")
+
+    def keys(schema: object) -> set[str]:
+        """Every property name anywhere in the schema but those of Hugging Face's configurations."""
+        if isinstance(schema, list):
+            return set().union(*map(keys, schema)) if schema else set()
+        if not isinstance(schema, dict):
+            return set()
+        own = set(schema.get("properties", {})) if isinstance(schema.get("properties"), dict) else set()
+        return own.union(*(keys(value) for name, value in schema.items() if name not in ("if", "config")))
+
+    named = set(re.findall(r"[\w\[\]]+", " ".join(re.findall(r"^\| `([^`]+)`", page, re.MULTILINE))))
+    sections = {"model", "cluster", "training", "data", "parallelism", "launch", "checkpoint", "assume"}
+    assert keys(recipe_schema()) - named - sections <= {"optimizer", "scheduler", "slurm", "kubernetes", "model_type"}
+
+
+def test_every_rule_says_something() -> None:
+    """SW3113 needs a model that drops layers, SW3123 and SW3124 types that are not shipped."""
+    rare = {"SW3113", "SW3123", "SW3124", "SW3126", "SW3130", "SW3131"}
+    assert {*GENERAL_RULES, *DEEPSPEED_RULES} - set(examples()) <= rare
+
+
+@pytest.mark.parametrize("name", WRITTEN_BY_HAND)
+def test_what_a_page_names_is_there(name: str) -> None:
+    text = (DOCS / name).read_text(encoding="utf-8")
+    paths = re.findall(r"`((?:compiler|tests|benchmarks|templates|recipes|docs)/[\w./*-]+)`", text)
+    assert paths
+    for path in paths:
+        assert list(ROOT.glob(path.rstrip("/"))), f"{name} names {path}"
+    for command in re.findall(r"\bshardwright ([a-z]+)\b(?! on)", text):
+        assert command in COMMANDS, f"{name} names `shardwright {command}`"
+    targets = re.findall(r"`make ([a-z-]+)`", text)
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in targets:
+        assert f"\n{target}:" in makefile, f"{name} names `make {target}`"
+
+
+def test_the_readme_shows_what_the_commands_print() -> None:
+    text = readme.PAGE.read_text(encoding="utf-8")
+    assert text.count(readme.BEGIN) == text.count(readme.END) >= 3
+    assert text == readme.written(text), "run `make readme`"

@@ -1,0 +1,163 @@
+"""Each ready recipe, planned: the golden text of its plan, its row of recipes/README.md. `make recipes` writes both."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwright.cli.estimate import model_and_cluster
+from shardwright.cli.plan import page_lines, ranked_rows
+from shardwright.ir.estimate import Estimate
+from shardwright.ir.recipe import Recipe
+from shardwright.recipe.load import load_recipe
+from shardwright.search.search import pinned_estimate, search
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = ROOT / "recipes"
+EXPECTED = Path(__file__).parent / "expected"
+INDEX = RECIPES / "README.md"
+BEGIN, END = "<!-- made by `make recipes` -->", "<!-- end -->"
+TOP = 3
+GIB = 2**30
+NAMES = tuple(sorted(path.stem for path in RECIPES.glob("*.yaml")))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """text: what `plan --top 3` prints, less the seconds that the search took."""
+
+    recipe: Recipe
+    parameters: int
+    best: Estimate
+    text: str
+
+
+@functools.cache
+def planned(name: str) -> Planned:
+    recipe = load_recipe(RECIPES / f"{name}.yaml")
+    graph, cluster = model_and_cluster(recipe)
+    result = search(recipe, graph, cluster)
+    rows = ranked_rows(recipe, graph, cluster, result, TOP)
+    text = "\n".join(page_lines(recipe, rows, result, None))
+    return Planned(
+        recipe=recipe,
+        parameters=graph.total_parameters,
+        best=result.ranked[0],
+        text=re.sub(r"; searched in [\d.]+ s", "", text) + "\n",
+    )
+
+
+Run = dict[str, Any]
+"""An entry of recipes/published.toml."""
+
+
+@functools.cache
+def published() -> tuple[Run, ...]:
+    return tuple(tomllib.loads((RECIPES / "published.toml").read_text(encoding="utf-8"))["run"])
+
+
+def priced(run: Run) -> Estimate:
+    """Our estimate of the layout that others ran."""
+    pins = [f"parallelism.{key}={value}" for key, value in run["layout"].items()]
+    recipe = load_recipe(RECIPES / f"{run['recipe']}.yaml", [*run.get("set", ()), *pins])
+    return pinned_estimate(recipe, *model_and_cluster(recipe))
+
+
+def index() -> str:
+    """recipes/README.md as it should be."""
+    before, _, rest = INDEX.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{_table()}\n\n{_beside()}\n{END}{after}"
+
+
+def _table() -> str:
+    header = (
+        *("recipe", "model", "cluster", "run", "layout: TP x PP x DP, ZeRO, micro-batch, checkpointing"),
+        *("GiB of a GPU", "MFU", "days", "cost"),
+    )
+    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    order = sorted(NAMES, key=lambda name: (_gpus(planned(name).recipe), planned(name).parameters, name))
+    return "\n".join([*lines, *(_row(name) for name in order)])
+
+
+def _gpus(recipe: Recipe) -> tuple[bool, int]:
+    return recipe.cluster.gpu != "cpu", (recipe.cluster.nodes or 0) * recipe.cluster.gpus_per_node
+
+
+def _row(name: str) -> str:
+    found = planned(name)
+    e, cluster = found.best, found.recipe.cluster
+    cost = "" if e.training.cost is None else f"{e.training.cost:,.0f}"
+    cells = (
+        f"[{name}]({name}.yaml)",
+        f"{_model(found.recipe)}, {_count(found.parameters)}",
+        f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu}",
+        "fine-tuning" if found.recipe.model.weights == "pretrained" else "from scratch",
+        layout(e),
+        f"{e.memory.peak_bytes / GIB:.1f} of {e.memory.capacity_bytes / GIB:.0f}",
+        f"{e.time.mfu:.1%}",
+        f"{e.training.days:.3g}",
+        cost,
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _model(recipe: Recipe) -> str:
+    if recipe.model.source is not None:
+        return recipe.model.source
+    assert recipe.model.config is not None
+    return str(recipe.model.config["model_type"])
+
+
+def _count(parameters: int) -> str:
+    if parameters >= 1e12:
+        return f"{parameters / 1e12:.3g} T"
+    return f"{parameters / 1e9:.3g} B" if parameters >= 1e9 else f"{parameters / 1e6:.3g} M"
+
+
+def layout(e: Estimate) -> str:
+    s = e.strategy
+    words = f"{s.tensor} x {s.pipeline} x {s.data}, ZeRO-{s.zero_stage}, {s.micro_batch_size}, "
+    words += s.activation_checkpointing
+    words += "" if s.schedule == "1f1b" else f", {s.schedule}"
+    words += "" if s.virtual_stages == 1 else f", {s.virtual_stages} virtual stages"
+    return words + ("" if s.offload == "none" else f", offload {s.offload}")
+
+
+def _beside() -> str:
+    lines = [
+        "| recipe | published layout | reported | our estimate of it | our layout | its step |",
+        "|---|---|---|---|---|---|",
+    ]
+    for run in published():
+        found = planned(run["recipe"])
+        keys = ", ".join(f"{key}={value}" for key, value in run["layout"].items())
+        estimate = run.get("unpriced")
+        if estimate is None:
+            theirs = priced(run)
+            estimate = f"{theirs.time.step_seconds:.3g} s, {theirs.time.hardware_tflops_per_gpu:.0f} TFLOP/s per GPU"
+            broken = [d.code for d in theirs.diagnostics if d.severity == "error"]
+            estimate += f" ({', '.join(broken)})" if broken else ""
+        ours = f"{found.best.time.step_seconds:.3g} s"
+        cells = (run["recipe"], f"{keys} ({run['source']})", run["measured"], estimate, layout(found.best), ours)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    EXPECTED.mkdir(exist_ok=True)
+    for stale in {path.stem for path in EXPECTED.glob("*.txt")} - set(NAMES):
+        (EXPECTED / f"{stale}.txt").unlink()
+    for name in NAMES:
+        (EXPECTED / f"{name}.txt").write_text(planned(name).text, encoding="utf-8")
+    INDEX.write_text(index(), encoding="utf-8")
+    print(json.dumps({"recipes": len(NAMES), "published": len(published())}))
+
+
+if __name__ == "__main__":
+    main()

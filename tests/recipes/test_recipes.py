@@ -1,0 +1,65 @@
+"""Every ready recipe: its plan is the golden one, its page in recipes/README.md is fresh, and `check` takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shardwright.cli.main import main
+from shardwright.compile import compile_recipe
+from shardwright.recipe.load import load_recipe
+from tests.recipes.plans import EXPECTED, INDEX, NAMES, RECIPES, index, planned, priced, published
+
+FEWEST = 25
+ESTIMATED_ONLY = {"deepseek-v3-256x8h800"}
+"""Trained with expert parallelism; its page says so."""
+
+
+def test_there_are_enough() -> None:
+    assert len(NAMES) >= FEWEST
+    assert {run["recipe"] for run in published()} <= set(NAMES) and set(NAMES) >= ESTIMATED_ONLY
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_plan_is_the_golden_one(name: str) -> None:
+    found = planned(name)
+    assert found.recipe.name == name
+    assert found.best.feasible
+    assert found.text == (EXPECTED / f"{name}.txt").read_text(encoding="utf-8"), "`make recipes` writes it anew"
+
+
+def test_no_golden_plan_is_left_over() -> None:
+    assert {path.stem for path in EXPECTED.glob("*.txt")} == set(NAMES)
+
+
+def test_the_index_is_fresh() -> None:
+    assert INDEX.read_text(encoding="utf-8") == index(), "run `make recipes`"
+
+
+def test_check_takes_them_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", *(str(RECIPES / f"{name}.yaml") for name in NAMES)]) == 0
+
+
+def test_the_published_layouts_are_priced() -> None:
+    """Within what the cost model is known to be off by, where a step time or a rate was reported."""
+    reported = {
+        ("bloom-176b-48x8a100", 1): ("step_seconds", 105.2, 0.10),
+        ("gpt3-175b-96x8a100", 0): ("hardware_tflops_per_gpu", 149, 0.10),
+        ("gpt-1t-384x8a100", 0): ("hardware_tflops_per_gpu", 163, 0.15),
+    }
+    runs = {(run["recipe"], run["layout"]["zero_stage"]): run for run in published()}
+    for key, (figure, value, error) in reported.items():
+        assert getattr(priced(runs[key]).time, figure) == pytest.approx(value, rel=error), key
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(
+    "name",
+    [n for n in NAMES if n not in ESTIMATED_ONLY and "weights: random" in Path(RECIPES, f"{n}.yaml").read_text()],
+)
+def test_it_compiles(name: str, proved: Callable[..., None]) -> None:
+    compiled = compile_recipe(load_recipe(RECIPES / f"{name}.yaml"))
+    assert compiled.plan.strategy == planned(name).best.strategy
+    proved("recipes", name, {"ranks": len(compiled.plan.ranks), "files": len(compiled.files)})
