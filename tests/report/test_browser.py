@@ -91,6 +91,7 @@ def test_it_renders_without_error_or_request(page_file: Path, tmp_path: Path, wi
         page.script("document.getElementById('theme').click()")
         after = page.script("return getComputedStyle(document.querySelector('#memory')).backgroundColor")
         assert after != paper
+        assert page.script("return plots.memory.below[0].major_label_text_color") == ("#5b6573" if dark else "#a2acb9")
         assert page.screenshot(tmp_path / "page.png").stat().st_size > 50_000
 
 
@@ -144,8 +145,9 @@ def test_hover_zoom_switches_and_peers(page_file: Path) -> None:
 def test_it_prints_whole_and_light(page_file: Path) -> None:
     with browser(1440, dark=True) as driver:
         page = Page(driver, page_file)
-        page.script("dispatchEvent(new Event('beforeprint'))")
-        page.settle()
+        picture = "Bokeh.index.find_one(plots.memory).canvas_view.primary.canvas.toDataURL()"
+        # In one turn of the event loop: paper does not wait for the next frame.
+        assert page.script(f"const dark = {picture}; dispatchEvent(new Event('beforeprint')); return dark != {picture}")
         assert page.script("return document.documentElement.classList.contains('dark')") is False
         printed: dict[str, Any] = driver.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})
         assert len(printed["data"]) > 50_000
