@@ -5,12 +5,9 @@ const items = read("items"), palettes = read("palettes")
 const root = document.documentElement
 const system = matchMedia("(prefers-color-scheme: dark)")
 const plots = {}
-let chosen = null
-
-const isDark = () => chosen ?? system.matches
+let chosen = null, dark = system.matches
 
 function paint(plot) {
-  const dark = isDark()
   const ink = dark ? "#e8ebef" : "#14181f", soft = dark ? "#a2acb9" : "#5b6573"
   const line = dark ? "#323a45" : "#dfe3e8", idle = dark ? "#3a424d" : "#d9dde3"
   for (const model of plot.references()) {
@@ -24,7 +21,8 @@ function paint(plot) {
   }
 }
 
-function theme(dark) {
+function theme(wanted) {
+  dark = wanted
   root.classList.toggle("dark", dark)
   for (const plot of Object.values(plots)) paint(plot)
 }
@@ -36,10 +34,10 @@ function colour(axis) {
   const cells = plots.cluster?.renderers.find(renderer => renderer.name == "cells")
   if (cells == null) return
   const mapper = cells.glyph.fill_color.transform, source = cells.data_source
-  mapper.setv({palette: palettes[axis], high: palettes[axis].length - 0.5})
+  mapper.setv({palette: palettes[axis].colours, high: palettes[axis].degree - 0.5})
   cells.glyph.fill_color = {field: axis, transform: mapper}
   if (source.data.ink == null) return
-  source.data.ink = Array.from(source.data[axis], group => readable(palettes[axis][group]))
+  source.data.ink = Array.from(source.data[axis], group => readable(palettes[axis].colours[group]))
   source.change.emit()
 }
 
@@ -64,10 +62,13 @@ async function showAll() {
   root.dataset.ready = "true"
 }
 
-document.getElementById("theme").addEventListener("click", () => { chosen = !isDark(); theme(chosen) })
-system.addEventListener("change", () => theme(isDark()))
-addEventListener("beforeprint", () => theme(false))
-addEventListener("afterprint", () => theme(isDark()))
+document.getElementById("theme").addEventListener("click", () => theme(chosen = !dark))
+system.addEventListener("change", () => theme(chosen ?? system.matches))
+addEventListener("beforeprint", () => {
+  theme(false)
+  for (const plot of Object.values(plots)) Bokeh.index.find_one(plot)?.paint()  // now: paper does not wait for a frame
+})
+addEventListener("afterprint", () => theme(chosen ?? system.matches))
 for (const button of document.querySelectorAll("[data-axis]"))
   button.addEventListener("click", () => colour(button.dataset.axis))
 for (const button of document.querySelectorAll("[data-series]"))
@@ -76,5 +77,5 @@ for (const button of document.querySelectorAll("[data-series]"))
     button.setAttribute("aria-pressed", String(shown))
     for (const renderer of plots[chart].renderers) if (renderer.name == series) renderer.visible = shown
   })
-theme(isDark())
+theme(dark)
 showAll()

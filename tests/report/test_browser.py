@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +90,7 @@ def test_it_renders_without_error_or_request(page_file: Path, tmp_path: Path, wi
         page.script("document.getElementById('theme').click()")
         after = page.script("return getComputedStyle(document.querySelector('#memory')).backgroundColor")
         assert after != paper
+        assert page.script("return plots.memory.below[0].major_label_text_color") == ("#5b6573" if dark else "#a2acb9")
         assert page.screenshot(tmp_path / "page.png").stat().st_size > 50_000
 
 
@@ -144,8 +144,9 @@ def test_hover_zoom_switches_and_peers(page_file: Path) -> None:
 def test_it_prints_whole_and_light(page_file: Path) -> None:
     with browser(1440, dark=True) as driver:
         page = Page(driver, page_file)
-        page.script("dispatchEvent(new Event('beforeprint'))")
-        page.settle()
+        picture = "Bokeh.index.find_one(plots.memory).canvas_view.primary.canvas.toDataURL()"
+        # In one turn of the event loop: paper does not wait for the next frame.
+        assert page.script(f"const dark = {picture}; dispatchEvent(new Event('beforeprint')); return dark != {picture}")
         assert page.script("return document.documentElement.classList.contains('dark')") is False
         printed: dict[str, Any] = driver.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})
         assert len(printed["data"]) > 50_000
@@ -156,13 +157,11 @@ def test_the_largest_plan_opens_at_once(tmp_path: Path) -> None:
     [(path, size)] = write_report(folder, tmp_path / "large.html", None)
     assert size < 6_000_000
     with browser(1440) as driver:
-        seconds = [Page(driver, path).opened_seconds for _ in range(2)]
         page = Page(driver, path)
         cells = page.script("return plots.cluster.renderers.find(r => r.name == 'cells').data_source.data.rank.length")
         assert cells == 16_384
-        began = time.perf_counter()
         move(page, place(page, "cluster", 0, 0))
         assert "rank 0" in tooltip(page)
-        assert time.perf_counter() - began < 2
         assert page.console() == []
-    assert min(seconds) < 3, seconds
+    # Processor time: the tests share their cores. On an idle machine the wall clock says the same.
+    assert page.busy_seconds < 3, (page.busy_seconds, page.opened_seconds)

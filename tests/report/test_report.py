@@ -197,6 +197,23 @@ def test_the_command_is_deterministic_offline_and_without_torch(small: Path, tmp
     assert str(tmp_path).encode() not in pages[0]
 
 
+def test_the_folder_suffices_without_the_model_that_it_came_from(tmp_path: Path) -> None:
+    source = tmp_path / "model"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(SMALL_RECIPE["model"]["config"]))
+    document = small_with({"pipeline": 2})
+    document["model"] = {"source": str(source), "weights": "random"}
+    folder = compiled(document, tmp_path / "made")
+    shutil.rmtree(source)
+    subject = read_subject(folder)
+    assert subject.is_same and subject.graph.config_hash == subject.plan.model.config_hash
+    config = folder / "model" / "config.json"
+    config.write_text(config.read_text().replace('"intermediate_size": 96', '"intermediate_size": 80'))
+    with pytest.raises(Refusal) as refusal:
+        read_subject(folder)
+    assert refusal.value.diagnostics[0].code == "SW3322"
+
+
 def test_what_cannot_be_reported_on_is_said(small: Path, tmp_path: Path) -> None:
     def code_of(folder: Path, output: Path) -> str:
         with pytest.raises(Refusal) as refusal:

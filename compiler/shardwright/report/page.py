@@ -81,7 +81,7 @@ def render_page(subject: Subject) -> tuple[str, StepTimeline]:
         script=Markup((templates_dir() / "report/page.js").read_text("utf-8")),
         bokeh=Markup("\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)),
         items=_embedded({name: json_item(chart) for name, chart in drawn.items()}),
-        palettes=_embedded({axis: list(groups(getattr(plan.strategy, axis))) for axis in AXES}),
+        palettes=_embedded({axis: _palette(getattr(plan.strategy, axis)) for axis in AXES}),
         figures=_embedded(_plan_figures(plan)),
     )
     return html, timeline
@@ -142,13 +142,17 @@ def _axis(plan: Plan, axis: str) -> JsonObject:
         "degree": degree,
         "swatches": [
             {
-                "color": colors[min(group, len(colors) - 1)] if degree <= 256 else colors[-1 if group else 0],
+                "color": colors[-1 if group == degree - 1 else group],
                 "text": f"{noun} {group}" + (f": {held[group]}" if axis == "pipeline" else ""),
             }
             for group in shown
         ],
         "gradient": ", ".join(colors[:: max(1, len(colors) // 12)]) if degree > LEGEND_UP_TO else "",
     }
+
+
+def _palette(degree: int) -> JsonObject:
+    return {"degree": degree, "colours": list(groups(degree))}
 
 
 def _artifacts(folder: Path) -> Iterator[tuple[str, int, str, str]]:

@@ -25,10 +25,16 @@ STEP = {
 }
 BARS = (SKY, BLUE, ORANGE, PURPLE, GREEN)
 """Of timeline.KINDS."""
+DARKEST = 48
 VERDICTS = {"runs": BLUE, "tight": SKY, "does not fit": ORANGE, "ruled out": GREY}
 CHOSEN = VERMILLION
 
 
 def groups(count: int) -> tuple[str, ...]:
-    """A colour a group: categories while there are enough of them."""
-    return CATEGORIES[:count] if count <= len(CATEGORIES) else tuple(cividis(min(count, 256)))
+    """A colour a group: categories while there are enough of them; beyond DARKEST of cividis, so that all show on
+    black. At most 256 - DARKEST: more groups share colours."""
+    if count <= len(CATEGORIES):
+        return CATEGORIES[:count]
+    scale = cividis(256)[DARKEST:]
+    shown = min(count, len(scale))
+    return tuple(scale[round(i * (len(scale) - 1) / (shown - 1))] for i in range(shown))

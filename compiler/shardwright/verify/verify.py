@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,8 +45,8 @@ if TYPE_CHECKING:
 
     from shardwright.hf.reference import Reference
 
-LAUNCH_SECONDS = 300
-"""A launch of a tiny model that takes longer hangs."""
+LAUNCH_SECONDS = 600
+"""A launch of a tiny model takes half a minute; one that takes this long, even on a busy machine, hangs."""
 Say = Callable[[str], None]
 Row = dict[str, float]
 """A line of metrics.jsonl."""
@@ -83,7 +84,6 @@ def verify_recipe(recipe: Recipe, say: Say) -> Verdict:
 
 def _planned(recipe: Recipe) -> tuple[ModelGraph, Strategy]:
     """The layout that `compile` would take."""
-    graph, cluster = build_model_graph(recipe.model), resolve_cluster(recipe.cluster)
     if recipe.model.trust_remote_code is not None:
         raise Refusal(
             Diagnostic(
@@ -93,6 +93,7 @@ def _planned(recipe: Recipe) -> tuple[ModelGraph, Strategy]:
                 key=("model", "trust_remote_code"),
             )
         )
+    graph, cluster = build_model_graph(recipe.model), resolve_cluster(recipe.cluster)
     recipe, cluster, _ = size_cluster(recipe, graph, cluster)
     return graph, choose(recipe, graph, cluster).strategy
 
@@ -223,8 +224,10 @@ def _exported(out: Path, target: Path) -> dict[str, torch.Tensor]:
     from shardwright.runtime.export import export_checkpoint
 
     newest = max((out / "checkpoints").glob("step-*"))
-    export_checkpoint(newest, target)
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, local_files_only=True)
+    # DeepSpeed's reader of ZeRO-3 checkpoints prints what it does, where the verdict goes.
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        export_checkpoint(newest, target)
+        model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, local_files_only=True)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 

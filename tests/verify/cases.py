@@ -1,0 +1,92 @@
+"""What `verify` is tried on: twelve published families, and four faults that it has to find."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Pins = dict[str, int | str]
+PIPELINE: Pins = {"pipeline": 4, "schedule": "1f1b"}
+TENSOR: Pins = {"tensor": 4}
+BOTH: Pins = {"tensor": 2, **PIPELINE, "micro_batch_size": 2}
+
+FAMILIES: dict[str, tuple[str, Pins]] = {
+    "llama": ("meta-llama/Llama-3.1-8B", BOTH),
+    "qwen2": ("Qwen/Qwen2.5-7B", {"data": 4, "zero_stage": 3}),
+    "qwen3": ("Qwen/Qwen3-8B", PIPELINE),
+    "gpt2": ("openai-community/gpt2", BOTH),
+    "gpt_neox": ("EleutherAI/gpt-neox-20b", BOTH),
+    "bloom": ("bigscience/bloom-7b1", PIPELINE),
+    "mistral": (
+        "mistralai/Mistral-7B-v0.3",
+        {**TENSOR, "data": 2, "zero_stage": 2, "activation_checkpointing": "full"},
+    ),
+    "mixtral": ("mistralai/Mixtral-8x7B-v0.1", PIPELINE),
+    "gemma2": ("google/gemma-2-9b", PIPELINE),
+    "phi": ("microsoft/phi-2", TENSOR),
+    "olmo2": ("allenai/OLMo-2-1124-7B", {**PIPELINE, "schedule": "dualpipev"}),
+    "opt": ("facebook/opt-6.7b", TENSOR),
+}
+"""family -> (hub id, parallelism). The configurations come with the package: no network."""
+SAMPLE = ("gpt2", "qwen3")
+
+# Each is put into the ranks that the launcher starts, by a sitecustomize.py on their PYTHONPATH.
+FAULTS: dict[str, tuple[str, Pins, str]] = {
+    "a fused qkv that is cut as one block": (
+        "openai-community/gpt2",
+        TENSOR,
+        """
+import shardwright.runtime.tensor.linears as linears
+linears.PackedColumnLinear = lambda m, group, *, name, **blocks: linears.ColumnLinear(m, group, name=name)
+""",
+    ),
+    "a dropped all-reduce": (
+        "Qwen/Qwen3-8B",
+        TENSOR,
+        """
+from shardwright.runtime.tensor import regions
+regions._Leave.forward = staticmethod(lambda ctx, x, group: x.clone())
+""",
+    ),
+    "a tied gradient that stays on its stage": (
+        "openai-community/gpt2",
+        PIPELINE,
+        """
+from shardwright.runtime.pipeline import Stages
+Stages.get_tied_weights_and_groups = lambda self: []
+""",
+    ),
+    "a head scale that is applied twice": (
+        "CohereForAI/c4ai-command-r-v01",
+        PIPELINE,
+        """
+from shardwright.hf.skeleton import Skeleton
+head = Skeleton.head
+Skeleton.head = lambda self, state: head(self, state) * self.model.logit_scale
+""",
+    ),
+}
+FAULT_IN_TEST = "a tied gradient that stays on its stage"
+
+IN_RANKS = """
+import os
+if "RANK" in os.environ and "LOCAL_RANK" in os.environ:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+"""
+
+
+def recipe(source: str, parallelism: Pins) -> dict[str, Any]:
+    """A layout of GPUs that are not there."""
+    degrees = {"tensor": 1, "pipeline": 1, "data": 1, **parallelism}
+    return {
+        "version": 1,
+        "name": "verify",
+        "model": {"source": source, "weights": "random"},
+        "cluster": {
+            "nodes": 1,
+            "gpus_per_node": int(degrees["tensor"]) * int(degrees["pipeline"]) * int(degrees["data"]),
+            "gpu": "h200-sxm-141gb",
+        },
+        "training": {"sequence_length": 512, "global_batch_size": 64, "steps": 1000, "precision": "bf16"},
+        "parallelism": {"activation_checkpointing": "none", **degrees},
+        "assume": {"ignore_memory": True},
+    }

@@ -1,0 +1,131 @@
+"""`shardwright verify`: right layouts pass, planted faults do not, and what cannot be tried says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.hf.shrink import VOCABULARY
+from shardwright.ir.strategy import Strategy
+from shardwright.verify.tiny import ODD_VOCABULARY, tiny_config, tiny_strategy
+from shardwright.verify.verdict import Check
+from tests.parity.harness import shardwright
+from tests.verify.cases import FAMILIES, FAULT_IN_TEST, FAULTS, IN_RANKS, SAMPLE, recipe
+
+Record = Callable[[str, str, dict[str, Any]], None]
+CHECKS = ["losses", "gradient norms", "learning rates", "weights", "split", "resume", "resumed weights"]
+
+
+def verified(document: dict[str, Any], folder: Path) -> tuple[int, dict[str, Any], str]:
+    """Exit code, the JSON object and standard error of the command."""
+    path = folder / "recipe.json"
+    path.write_text(json.dumps(document))
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = shardwright("verify", path, "--json", timeout=900)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode in (0, 1), done.stderr
+    found = json.loads(done.stdout) if done.stdout else {}
+    found["cpu_seconds"] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return done.returncode, found, done.stderr
+
+
+def passes(name: str, folder: Path) -> dict[str, Any]:
+    code, found, errors = verified(recipe(*FAMILIES[name]), folder)
+    assert (code, found.get("same")) == (0, True), f"{found}\n{errors}"
+    assert [check["name"] for check in found["checks"]] == CHECKS
+    return found
+
+
+def is_found(name: str, folder: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The fault changes the losses or the norms, by far more than the limit."""
+    source, parallelism, fault = FAULTS[name]
+    planted = folder / "planted"
+    planted.mkdir()
+    (planted / "sitecustomize.py").write_text(IN_RANKS + textwrap.indent(fault.strip(), "    ") + "\n")
+    with patch.context() as context:
+        context.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(planted), os.environ.get("PYTHONPATH")))))
+        code, found, errors = verified(recipe(source, parallelism), folder)
+    assert (code, found.get("same")) == (1, False), f"{found}\n{errors}"
+    assert "error[SW5401]" in errors and "Do not pay for this run" in errors
+    wrong = {check["name"]: check["worst"] for check in found["checks"] if not check["passed"]}
+    assert any(found > 100 * 1e-5 for found in (wrong.get("losses", 0), wrong.get("gradient norms", 0))), wrong
+    return found
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_family_passes(name: str, tmp_path: Path) -> None:
+    passes(name, tmp_path)
+
+
+@pytest.mark.launch
+def test_a_fault_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_found(FAULT_IN_TEST, tmp_path, monkeypatch)
+
+
+@pytest.mark.prove
+@pytest.mark.launch
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_passes(name: str, tmp_path: Path, proved: Record) -> None:
+    proved("verify", name, _figures(FAMILIES[name][0], passes(name, tmp_path)))
+
+
+@pytest.mark.prove
+@pytest.mark.launch
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_fault_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proved: Record) -> None:
+    proved("verify", f"fault: {name}", _figures(FAULTS[name][0], is_found(name, tmp_path, monkeypatch)))
+
+
+def _figures(source: str, found: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model": source,
+        "verified": found["verified"],
+        "same": found["same"],
+        **{check["name"].replace(" ", "_"): check["worst"] for check in found["checks"]},
+        "seconds": round(found["seconds"], 1),
+        "cpu_seconds": round(found["cpu_seconds"], 1),
+    }
+
+
+def strategy(**values: Any) -> Strategy:
+    plain = {"tensor": 1, "pipeline": 1, "data": 1, "zero_stage": 1, "micro_batch_size": 4, "schedule": "1f1b"}
+    plain |= {"gradient_accumulation_steps": 16, "activation_checkpointing": "none", "offload": "none"}
+    return Strategy(**{**plain, **values})
+
+
+def test_the_tiny_layout_keeps_every_kind_of_parallelism() -> None:
+    small = tiny_strategy(strategy(tensor=8, pipeline=16, data=128, zero_stage=1))
+    assert (small.tensor, small.pipeline, small.data) == (2, 2, 2)
+    assert (small.micro_batch_size, small.gradient_accumulation_steps) == (2, 2)
+    assert tiny_strategy(strategy(zero_stage=3, data=64)).zero_stage == 3
+    assert tiny_strategy(strategy(gradient_accumulation_steps=1)).gradient_accumulation_steps == 1
+    assert tiny_strategy(strategy(pipeline=8, schedule="dualpipev")).gradient_accumulation_steps == 4
+
+
+def test_the_tiny_model_keeps_what_tensor_ranks_do_apart_from_sizes() -> None:
+    config = {"model_type": "llama", "vocab_size": 32000, "num_attention_heads": 32, "num_key_value_heads": 8}
+    even = tiny_config(config, strategy(tensor=8))
+    assert (even["vocab_size"], even["num_key_value_heads"]) == (VOCABULARY, 2)
+    assert tiny_config({**config, "vocab_size": 50257}, strategy(tensor=4))["vocab_size"] == ODD_VOCABULARY
+    assert tiny_config({**config, "vocab_size": 50257}, strategy())["vocab_size"] == VOCABULARY
+    assert tiny_config({**config, "num_key_value_heads": 2}, strategy(tensor=8))["num_key_value_heads"] == 1
+
+
+def test_a_number_that_is_none_does_not_pass() -> None:
+    assert not Check(name="losses", what="", worst=float("nan"), limit=1e-5).passed
+    assert Check(name="losses", what="", worst=1e-5, limit=1e-5).passed
+
+
+def test_what_the_recipe_refuses_is_refused_here(tmp_path: Path) -> None:
+    document = recipe("Qwen/Qwen3-8B", {"tensor": 2, "pipeline": 2})
+    document["parallelism"]["zero_stage"] = 3
+    code, _, errors = verified(document, tmp_path)
+    assert code == 1 and "SW3108" in errors
