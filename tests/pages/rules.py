@@ -44,7 +44,7 @@ CHANGES: tuple[dict[str, object], ...] = (
     {"zero_stage": 1, "offload": "parameters"},
     {"zero_stage": 3, "offload": "parameters"},
 )
-TEXT = DataSection(kind="text", path="corpus/*.txt", tokenizer="byte", packing=True, shuffle=True, options={})
+TEXT = DataSection(kind="text", path="corpus/*.txt", tokenizer="byte", packing=True, shuffle=True)
 
 
 def page() -> str:
