@@ -8,7 +8,8 @@ from importlib import resources
 
 
 @functools.cache
-def _table() -> dict[str, list[str]]:
+def proved_table() -> dict[str, list[str]]:
+    """Model type -> attention implementations. One dictionary a process: a test may override an entry."""
     text = resources.files("shardwright.model").joinpath("packing_proved.json").read_text(encoding="utf-8")
     table: dict[str, list[str]] = json.loads(text)
     return table
@@ -16,4 +17,4 @@ def _table() -> dict[str, list[str]]:
 
 def proved_packing(model_type: str, attention: str) -> bool:
     """attention: eager or sdpa, as the model will run."""
-    return attention in _table().get(model_type, ())
+    return attention in proved_table().get(model_type, ())
