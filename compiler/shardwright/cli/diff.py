@@ -30,9 +30,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit 0 whether or not anything differs; a recipe that cannot be read is refused."""
+    from shardwright.cli.estimate import diagnostic_objects
     from shardwright.cli.subject import read_subject
+    from shardwright.diagnostics import Refusal
 
-    a, b = read_subject(args.a), read_subject(args.b)
+    try:
+        a, b = read_subject(args.a), read_subject(args.b)
+    except Refusal as refusal:
+        if not args.json:
+            raise
+        print(json.dumps({"diagnostics": diagnostic_objects(refusal.diagnostics)}), flush=True)
+        return 1
     found = difference(a, b)
     print(json.dumps(as_object(a, b, found)) if args.json else page(a, b, found), flush=True)
     return 0

@@ -38,11 +38,27 @@ def run(args: argparse.Namespace) -> int:
     """Exit 1 where the plan that is explained does not run; --why-not has answered in any case."""
     if _is_code(args.subject):
         return _explain_code(args)
-    from shardwright.cli.console import error, print_diagnostics
+    from shardwright.cli.console import error
+    from shardwright.diagnostics import Refusal
 
     if args.overrides and os.path.isdir(args.subject):
         error("--set changes a recipe; a compiled folder is what it is")
         return 1
+    try:
+        return _explain_plan(args)
+    except Refusal as refusal:
+        if not args.json:
+            raise
+        from shardwright.cli.estimate import diagnostic_objects
+
+        found = diagnostic_objects(refusal.diagnostics)
+        print(json.dumps({"recipe": args.subject, "feasible": False, "diagnostics": found}), flush=True)
+        return 1
+
+
+def _explain_plan(args: argparse.Namespace) -> int:
+    from shardwright.cli.console import print_diagnostics
+
     if args.why_not is not None:
         from shardwright.cli import why_not
 
