@@ -8,7 +8,6 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwright.ir.json_value import JsonValue
 from shardwright.plan.plan import Plan
 from shardwright.runtime.journal import read_json
 
@@ -29,7 +28,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """drawn: at most MOST_POINTS of the steps, evenly. summary: the plain values of run/summary.json."""
+    """drawn: at most MOST_POINTS of the steps, evenly. peak_bytes: of the fullest rank, as run/summary.json
+    tells it; None where it does not."""
 
     status: str
     cause: str
@@ -39,7 +39,7 @@ class Measured:
     tokens_per_second_per_gpu: float
     first_loss: float
     last_loss: float
-    summary: tuple[tuple[str, str], ...]
+    peak_bytes: int | None
 
 
 def read_run(folder: Path, plan: Plan) -> Measured | None:
@@ -61,7 +61,7 @@ def read_run(folder: Path, plan: Plan) -> Measured | None:
         tokens_per_second_per_gpu=tokens / median / plan.strategy.world_size,
         first_loss=steps[0].loss,
         last_loss=steps[-1].loss,
-        summary=_plain(read_json(folder / "run" / "summary.json")),
+        peak_bytes=_peak_bytes(folder / "run" / "summary.json"),
     )
 
 
@@ -89,9 +89,7 @@ def _steps(path: Path) -> list[Step]:
     return [found[number] for number in sorted(found)]
 
 
-def _plain(document: dict[str, JsonValue]) -> tuple[tuple[str, str], ...]:
-    return tuple(
-        (name, f"{value:.6g}" if isinstance(value, float) else str(value))
-        for name, value in document.items()
-        if isinstance(value, str | int | float)
-    )
+def _peak_bytes(path: Path) -> int | None:
+    measured = read_json(path).get("measured")
+    peak = measured.get("peak_bytes") if isinstance(measured, dict) else None
+    return int(peak) if isinstance(peak, int | float) else None
