@@ -18,6 +18,7 @@ from shardwright.ir.recipe import (
     ParallelismSection,
     Recipe,
     SchedulerSection,
+    TrackingSection,
     TrainingSection,
 )
 from shardwright.model.build import build_model_graph
@@ -174,6 +175,7 @@ def recipe_of(
             kubernetes=None,
         ),
         checkpoint=CheckpointSection(directory="checkpoints", every_steps=None, keep=None),
+        tracking=TrackingSection(tensorboard=False, wandb=None),
         extra={},
         directory="/",
         document={},
