@@ -39,6 +39,11 @@ _LAYOUTS: dict[str, dict[str, object]] = {
     "offload-parameters-tp2-dp2": {"tensor": 2, "data": 2, "zero_stage": 3, "offload": "parameters"},
     "bf16-offload-dp2-zero2": {"data": 2, "zero_stage": 2, "offload": "optimizer", "precision": "bf16"},
     "bf16-offload-parameters-dp2": {"data": 2, "zero_stage": 3, "offload": "parameters", "precision": "bf16"},
+    # Other layouts of the chunked loss: test_chunked.py, many in one launch.
+    "chunked-pp2": {"pipeline": 2, "loss": "chunked"},
+    "chunked-dp2-zero3": {"data": 2, "zero_stage": 3, "loss": "chunked"},
+    "chunked-bf16-pp2-tp2": {"pipeline": 2, "tensor": 2, "precision": "bf16", "loss": "chunked"},
+    "chunked-bf16-dp2-zero3": {"data": 2, "zero_stage": 3, "precision": "bf16", "loss": "chunked"},
     "bf16-one": {"precision": "bf16"},
     "bf16-pp2": {"pipeline": 2, "precision": "bf16"},
     "bf16-pp2-tp2": {"pipeline": 2, "tensor": 2, "precision": "bf16"},

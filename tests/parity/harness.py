@@ -57,6 +57,10 @@ MODELS = {
         "decoder_sparse_step": 1,
         "norm_topk_prob": True,
     },
+    # A soft cap on the logits, a divisor, a factor.
+    "gemma2": {**LLAMA, "model_type": "gemma2", "head_dim": 16, "final_logit_softcapping": 0.5},
+    "granite": {**LLAMA, "model_type": "granite", "logits_scaling": 4.0},
+    "cohere": {**LLAMA, "model_type": "cohere", "logit_scale": 0.25},
     "gpt2-dropout": {**GPT2, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
 }
 STEPS, LENGTH, SEED, WARMUP = 8, 32, 11, 3
@@ -83,6 +87,7 @@ class Case:
     clipping: float = 0.5
     pretrained: bool = False
     offload: str = "none"
+    loss: str = "auto"
     nodes: int = 1
     launcher: str = "auto"
 
@@ -99,6 +104,7 @@ def recipe(case: Case, folder: Path) -> dict[str, Any]:
     model: dict[str, Any] = {"config": MODELS[case.model], "weights": "random"}
     if case.pretrained:
         model = {"source": "./weights", "weights": "pretrained"}
+    model["loss"] = case.loss
     return {
         "version": 1,
         "name": "parity",

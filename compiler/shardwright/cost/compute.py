@@ -100,7 +100,7 @@ def layer_seconds(recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Strategy, c: C
         (gpu.name, gpu.hbm_bytes_per_second, peak_flops(gpu, recipe.training.precision)),
         (recipe.training.precision, recipe.training.sequence_length, recipe.assume.kernels),
         (recipe.assume.mfu, runs_megatron(recipe, s)),
-        (s.tensor, s.micro_batch_size, s.sequence_parallel, s.activation_checkpointing),
+        (s.tensor, s.micro_batch_size, s.sequence_parallel, s.activation_checkpointing, s.loss),
         c,
     )
     found = _CACHE.get(key)
@@ -182,10 +182,11 @@ class _Micro:
         return forward, BACKWARD_OVER_FORWARD * forward, 0.0
 
     def head(self, width: int) -> tuple[float, float, float]:
-        """The last norm, the product with the vocabulary, and the loss (a third of its traffic in forward)."""
+        """The last norm, the product with the vocabulary, and the loss (a third of its traffic in forward); a chunked
+        loss makes its logits again."""
         if self.mfu is not None:
             forward = self._at_mfu(self.graph.layers[-1].matmul_flops_per_token, self.s.tensor)
-            return forward, BACKWARD_OVER_FORWARD * forward, 0.0
+            return forward, BACKWARD_OVER_FORWARD * forward, forward if self.s.loss == "chunked" else 0.0
         if self.kernels == "megatron":
             width = -(-width // 128) * 128  # Megatron pads the vocabulary to a multiple of 128 x t
         forward, backward = self._product(self.tokens, width, self.graph.hidden_size, 1)
@@ -193,7 +194,8 @@ class _Micro:
         loss = traffic_seconds(self.device, self.c, logits)
         moved = self.tokens * self.graph.layers[-1].activation_elements_per_token * self._element
         norm = traffic_seconds(self.device, self.c, moved)
-        return forward + loss / 3 + norm, backward + loss * 2 / 3 + 2 * norm, 0.0
+        again = forward + loss / 3 if self.s.loss == "chunked" else 0.0
+        return forward + loss / 3 + norm, backward + loss * 2 / 3 + 2 * norm, again
 
     @property
     def _element(self) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from shardwright.cost.constants import Constants, default_constants
 from shardwright.cost.layout import Layout
-from shardwright.cost.memory import estimate_memory
+from shardwright.cost.memory import estimate_memory, logits_are_peak
 from shardwright.cost.placement import make_layout
 from shardwright.cost.timing import estimate_time
 from shardwright.diagnostics import Diagnostic, Refusal
@@ -15,6 +16,7 @@ from shardwright.ir.estimate import Estimate, Memory, Time, Training
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.strategy import Strategy
+from shardwright.model.chunked import proved_chunked
 from shardwright.rules.registry import UNCOUNTABLE_CODES, check_layout
 
 SECONDS_PER_DAY = 86_400
@@ -47,9 +49,24 @@ def price(
 def weigh(
     recipe: Recipe, graph: ModelGraph, cluster: Cluster, strategy: Strategy, constants: Constants | None = None
 ) -> tuple[Layout, Memory]:
-    """The cheap half of a price: a search asks no more of what does not fit."""
-    layout = make_layout(recipe, graph, cluster, strategy, constants or default_constants())
-    return layout, estimate_memory(layout)
+    """The cheap half of a price: a search asks no more of what does not fit. Settles `loss: auto`: the layout's
+    strategy says how."""
+    constants = constants or default_constants()
+    layout = make_layout(recipe, graph, cluster, strategy, constants)
+    memory = estimate_memory(layout)
+    if not _may_chunk(recipe, graph, strategy, memory) or not logits_are_peak(layout):
+        return layout, memory
+    chunked = make_layout(recipe, graph, cluster, replace(strategy, loss="chunked"), constants)
+    lower = estimate_memory(chunked)
+    return (chunked, lower) if lower.peak_bytes < memory.peak_bytes else (layout, memory)
+
+
+def _may_chunk(recipe: Recipe, graph: ModelGraph, strategy: Strategy, memory: Memory) -> bool:
+    """`loss: auto` makes the head's product once more only for memory that is asked for or needed (decision 017)."""
+    own = recipe.target == "deepspeed" and recipe.assume.kernels == "auto"
+    unsettled = recipe.model.loss == "auto" and strategy.loss == "full"
+    wanted = recipe.objective == "memory" or not memory.fits
+    return own and unsettled and wanted and proved_chunked(graph.model_type)
 
 
 def price_layout(layout: Layout, memory: Memory, diagnostics: tuple[Diagnostic, ...]) -> Estimate:

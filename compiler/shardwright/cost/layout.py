@@ -10,6 +10,7 @@ from shardwright.cost.compute import runs_megatron
 from shardwright.cost.constants import Constants
 from shardwright.cost.shapes import ModelShapes
 from shardwright.ir.cluster import Cluster
+from shardwright.ir.loss_chunk import chunk_length
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.strategy import Strategy
@@ -44,6 +45,14 @@ class Layout:
     def tokens(self) -> int:
         """b x S: tokens of one micro-batch."""
         return self.strategy.micro_batch_size * self.recipe.training.sequence_length
+
+    @property
+    def logit_tokens(self) -> int:
+        """Tokens of a micro-batch whose logits exist at a time."""
+        if self.strategy.loss == "full":
+            return self.tokens
+        micro_batch = self.strategy.micro_batch_size
+        return micro_batch * chunk_length(micro_batch, self.recipe.training.sequence_length)
 
     def has_head(self, blocks: tuple[Block, ...]) -> bool:
         layers = len(self.graph.layers)

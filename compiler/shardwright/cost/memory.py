@@ -53,6 +53,13 @@ def states_bytes(layout: Layout, numel: float) -> tuple[float, float, float]:
     return parameters, gradients, optimizer
 
 
+def logits_are_peak(layout: Layout) -> bool:
+    """Whether the loss is the largest working set of the fullest rank: what chunks of it can lower."""
+    ranks = RankBytes(layout)
+    fullest = max(layout.ranks, key=lambda blocks: ranks.peak_bytes(blocks, 0))
+    return layout.has_head(fullest) and ranks.loss_is_largest
+
+
 class RankBytes:
     """What a pipeline rank holds, by the blocks on it. What no partition changes is worked out once a layout: a
     partition is found by asking about thousands of blocks."""
@@ -61,6 +68,7 @@ class RankBytes:
         self._layout = layout
         self._framework = framework_bytes(layout)
         self._working = {head: _working_bytes(layout, head) for head in (False, True)}
+        self.loss_is_largest = self._working[True] > self._working[False] + _kept_output_bytes(layout)
 
     def of(self, rank: int, blocks: tuple[Block, ...], usable: int) -> StageMemory:
         """usable: bytes that the allocator may fill with freed blocks."""
@@ -147,9 +155,12 @@ def _working_bytes(layout: Layout, with_head: bool) -> float:
     if with_head:
         kernels = layout.recipe.assume.kernels
         logits = c.logit_bytes("auto" if own_modules(layout.graph, kernels) else kernels) * layout.shapes.head_width
-        kept = _kept_logits_bytes(layout)
+        kept = _kept_output_bytes(layout)
         layer += kept
-        loss = layout.tokens * logits + held(found.head) + max(0.0, kept - _logits_bytes(layout))
+        loss = layout.logit_tokens * logits + held(found.head) + max(0.0, kept - _output_bytes(layout))
+        if s.loss == "chunked":
+            # The chunks' gradients of the head's weight are summed before they reach the parameter.
+            loss += layout.shapes.head_width * layout.graph.hidden_size * layout.element_bytes
     total = max(layer, loss) + held(found.context)
     if s.zero_stage >= 3 and s.data > 1:
         # The layer in use and the one fetched ahead, as far as DeepSpeed lets them live together.
@@ -158,18 +169,19 @@ def _working_bytes(layout: Layout, with_head: bool) -> float:
     return total
 
 
-def _logits_bytes(layout: Layout) -> float:
-    """One micro-batch's, as the head gives them."""
-    return layout.tokens * layout.shapes.head_width * layout.element_bytes
+def _output_bytes(layout: Layout) -> float:
+    """What one micro-batch gives the loss: logits, or the hidden states that chunks of them are made of."""
+    width = layout.graph.hidden_size if layout.strategy.loss == "chunked" else layout.shapes.head_width
+    return layout.tokens * width * layout.element_bytes
 
 
-def _kept_logits_bytes(layout: Layout) -> float:
+def _kept_output_bytes(layout: Layout) -> float:
     """Under 1F1B DeepSpeed's last stage does not clear a micro-batch's output after its backward pass, and has two
     buffers for them (pipe/engine.py, _exec_backward_pass; pipe/schedule.py, TrainSchedule.num_pipe_buffers)."""
     s = layout.strategy
     if s.pipeline == 1 or s.schedule == "dualpipev" or layout.is_megatron:
         return 0.0
-    return min(2, s.gradient_accumulation_steps) * _logits_bytes(layout)
+    return min(2, s.gradient_accumulation_steps) * _output_bytes(layout)
 
 
 def _bucket_bytes(layout: Layout, numel: int) -> float:

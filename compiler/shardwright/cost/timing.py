@@ -129,11 +129,15 @@ def forward_flops_per_token(layout: Layout) -> int:
 
 
 def recomputed_flops_per_token(layout: Layout) -> int:
-    """full: every decoder layer; selective: the scores and the attention module's projections, Megatron's the scores
-    alone, torch's by operator every second product (see keeps_products).
+    """As they are counted: what a checkpoint leaves out of a repeated layer because nobody reads it is in the time
+    alone."""
+    head = layout.shapes.head_flops if layout.strategy.loss == "chunked" else 0
+    return head + _recomputed_in_layers(layout)
 
-    As they are counted: what a checkpoint leaves out of a repeated layer because nobody reads it is in the time alone.
-    """
+
+def _recomputed_in_layers(layout: Layout) -> int:
+    """full: every decoder layer; selective: the scores and the attention module's projections, Megatron's the scores
+    alone, torch's by operator every second product (see keeps_products)."""
     products, projections, scores = layout.shapes.decoder_flops
     scores *= layout.recipe.training.sequence_length
     match layout.strategy.activation_checkpointing:

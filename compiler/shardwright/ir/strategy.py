@@ -20,6 +20,7 @@ class Strategy:
     context: int = 1
     virtual_stages: int = 1
     sequence_parallel: bool = False
+    loss: str = "full"  # full | chunked
 
     @property
     def world_size(self) -> int:

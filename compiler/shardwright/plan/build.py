@@ -96,7 +96,7 @@ def build_plan(
         name=recipe.name,
         recipe_hash=canonical_hash(recipe.document),
         versions=versions,
-        model=_model(recipe, graph, weights, own_code),
+        model=_model(recipe, graph, strategy, weights, own_code),
         strategy=strategy,
         nodes=cluster.nodes,
         gpus_per_node=cluster.gpus_per_node,
@@ -189,7 +189,9 @@ def accumulation_dtype(training: TrainingSection) -> str:
     return training.precision
 
 
-def _model(recipe: Recipe, graph: ModelGraph, weights: Weights | None, own_code: OwnCode | None) -> PlanModel:
+def _model(
+    recipe: Recipe, graph: ModelGraph, strategy: Strategy, weights: Weights | None, own_code: OwnCode | None
+) -> PlanModel:
     return PlanModel(
         model_type=graph.model_type,
         architecture=graph.architecture,
@@ -199,7 +201,7 @@ def _model(recipe: Recipe, graph: ModelGraph, weights: Weights | None, own_code:
         weights_path=None if weights is None else weights.path,
         revision=None if weights is None else weights.revision,
         attention=graph.attention,
-        loss="full",
+        loss=strategy.loss,
         shared_parameters=tuple(p.name for p in graph.layers[0].parameters if p in graph.layers[-1].parameters),
         cut=graph.cut,
         embedding_modules=_modules(graph, graph.layers[0]),

@@ -35,13 +35,6 @@ EXECUTABLE: tuple[Limit, ...] = (
         help="Write `target: deepspeed`; `shardwright estimate` takes the other targets.",
     ),
     Limit(
-        code="SW1904",
-        key=("model", "loss"),
-        value=lambda r: r.model.loss,
-        allowed=("auto", "full"),
-        help="Write `loss: auto`.",
-    ),
-    Limit(
         code="SW1905",
         key=("model", "attention"),
         value=lambda r: r.model.attention,

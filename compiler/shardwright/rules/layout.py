@@ -13,6 +13,7 @@ from shardwright.ir.divisors import nearest_divisors
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import DOCUMENT_KINDS, Recipe
 from shardwright.ir.strategy import Strategy
+from shardwright.model.chunked import proved_chunked
 from shardwright.model.packing import proved_packing
 from shardwright.partition.stages import most_stages, too_few_layers
 from shardwright.partition.tensor import indivisible
@@ -213,6 +214,19 @@ def packed_documents(x: Subject) -> Diagnostic | None:
         "each other",
         help="Write `packing: false` under data: one stream of text cut into sequences; a conversation a sequence.",
         key=(*packed[0], "packing"),
+    )
+
+
+def chunked_loss(x: Subject) -> Diagnostic | None:
+    """Whether a type's head can be run for some tokens alone is proved per type (model/chunked_proved.json)."""
+    if x.recipe.model.loss != "chunked" or proved_chunked(x.graph.model_type):
+        return None
+    return found(
+        "SW1431",
+        "model.loss",
+        f"the chunked loss is not proved for model_type {x.graph.model_type!r}",
+        "Write `loss: auto`, which keeps the logits of this type whole.",
+        ("auto", "full"),
     )
 
 

@@ -62,6 +62,7 @@ DEEPSPEED_RULES: dict[str, Rule] = {
     "SW3123": _rule(layout.tensor_styles, "tensor"),
     "SW3124": _rule(layout.selective_attention, "activation_checkpointing"),
     "SW3125": _rule(layout.packed_documents),
+    "SW1431": _rule(layout.chunked_loss),
     "SW3114": _rule(layout.zero_0_half_precision, "pipeline", "zero_stage"),
     "SW3119": _rule(layout.fp16_on_cpu),
     "SW3120": _rule(layout.zero_3_slow_links, "zero_stage"),

@@ -21,7 +21,7 @@ from shardwright.plan.plan import Plan
 from shardwright.runtime.batches import HeldOut, MicroBatch
 from shardwright.runtime.deepspeed_fixes import apply_fixes
 from shardwright.runtime.dropout import TENSOR_RANDOM
-from shardwright.runtime.loss import CausalLoss
+from shardwright.runtime.loss import CausalLoss, ChunkedLoss, compute_loss_inside
 from shardwright.runtime.materialize import Filler
 from shardwright.runtime.pipeline import build_pipeline
 from shardwright.runtime.recompute import apply_recompute
@@ -78,11 +78,12 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer
 
 def _causal_loss(plan: Plan, grid: PipelineParallelGrid) -> CausalLoss:
     sizes, vocabulary = plan.tensor_parallel.vocabulary_sizes, plan.model.vocabulary_size
+    kind = ChunkedLoss if plan.model.loss == "chunked" else CausalLoss
     if not sizes:
-        return CausalLoss(vocabulary, None, None)
+        return kind(vocabulary, None, None)
     rank = grid.get_slice_parallel_rank()
     first = sum(sizes[:rank])
-    return CausalLoss(vocabulary, grid.get_slice_parallel_group(), (first, first + sizes[rank]))
+    return kind(vocabulary, grid.get_slice_parallel_group(), (first, first + sizes[rank]))
 
 
 def _buffers(module: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
@@ -134,6 +135,9 @@ class PipelineTrainer:
         module = build_pipeline(model, plan, lambda *a: self.loss_fn(*a), self.device, dtype, filler)
         self.grid = module.mpu()
         self.loss_fn = _causal_loss(plan, self.grid)
+        if isinstance(self.loss_fn, ChunkedLoss):
+            assert module.tail is not None
+            self.loss_fn.tail = module.tail
         self.engine = _initialize(plan, module, config, None)
 
     def step(self, micro_batches: list[MicroBatch], learning_rate: float) -> StepResult:
@@ -172,6 +176,8 @@ class DataTrainer:
         self._cut_and_fill(model, config, filler)
         apply_recompute(layers, strategy.activation_checkpointing, plan.model.attention_module)
         self.loss_fn = _causal_loss(plan, self.grid)
+        if isinstance(self.loss_fn, ChunkedLoss):
+            compute_loss_inside(model, self.loss_fn)
         self.engine = _initialize(plan, model, config, self.grid)
 
     def _cut_and_fill(self, model: nn.Module, config: dict[str, Any], filler: Filler) -> None:
@@ -213,7 +219,7 @@ class DataTrainer:
         _set_rate(self.engine, learning_rate)
         total, norm = torch.zeros((), device=self.device), None
         for m in micro_batches:
-            loss = self.loss_fn(self._logits(m), m.labels.to(self.device))
+            loss = self._loss(m)
             self.engine.backward(loss)
             total += loss.detach()
             if self.plan.strategy.zero_stage == 0 and self.engine.is_gradient_accumulation_boundary():
@@ -231,14 +237,19 @@ class DataTrainer:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         self.engine.eval()
         for m in held_out:
-            total += self.loss_fn(self._logits(m), m.labels.to(self.device))
+            total += self._loss(m)
         self.engine.train()
         dist.all_reduce(total, group=group)
         return total.item(), predicted
 
-    def _logits(self, m: MicroBatch) -> torch.Tensor:
-        positions = {} if m.position_ids is None else {"position_ids": m.position_ids.to(self.device)}
-        return self.engine(input_ids=m.input_ids.to(self.device), use_cache=False, **positions).logits
+    def _loss(self, m: MicroBatch) -> torch.Tensor:
+        inputs = {"input_ids": m.input_ids.to(self.device), "use_cache": False}
+        if m.position_ids is not None:
+            inputs["position_ids"] = m.position_ids.to(self.device)
+        labels = m.labels.to(self.device)
+        if isinstance(self.loss_fn, ChunkedLoss):
+            return self.engine(labels=labels, **inputs)
+        return self.loss_fn(self.engine(**inputs).logits, labels)
 
     def _zero0_grad_norm(self) -> float:
         """DeepSpeed keeps no norm at ZeRO-0 in fp32, and none at all without clipping."""

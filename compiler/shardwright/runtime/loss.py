@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from deepspeed import comm as dist
 from deepspeed.sequence.cross_entropy import vocab_parallel_cross_entropy
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from shardwright.hf.tail import Tail
+from shardwright.ir.loss_chunk import chunk_length
 from shardwright.runtime.batches import IGNORED
 
 
@@ -26,21 +32,57 @@ class CausalLoss:
 
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
         target = labels[0] if isinstance(labels, tuple) else labels
-        logits, target = logits[:, :-1].float(), target[:, 1:]
+        return self.total(logits[:, :-1], target[:, 1:]) * self.scale
+
+    def total(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """The sum over tokens whose label stands at their own place."""
+        logits = logits.float()
         if self.held is None:
-            total = F.cross_entropy(
+            return F.cross_entropy(
                 logits.reshape(-1, logits.shape[-1]), target.reshape(-1), ignore_index=IGNORED, reduction="sum"
             )
-        else:
-            first, last = self.held
-            total = vocab_parallel_cross_entropy(
-                logits,
-                target,
-                tp_group=self.tensor_group,
-                vocab_start_index=first,
-                vocab_end_index=last,
-                global_vocab_size=self.vocabulary,
-                ignore_index=IGNORED,
-                reduction="none",
-            ).sum()
-        return total * self.scale
+        first, last = self.held
+        return vocab_parallel_cross_entropy(
+            logits,
+            target,
+            tp_group=self.tensor_group,
+            vocab_start_index=first,
+            vocab_end_index=last,
+            global_vocab_size=self.vocabulary,
+            ignore_index=IGNORED,
+            reduction="none",
+        ).sum()
+
+
+class ChunkedLoss(CausalLoss):
+    """(hidden states (B, S, H) behind the base model, labels (B, S)) -> the same loss, logits of one chunk at a time.
+
+    Each chunk's logits are made again in the backward pass (torch's non-reentrant checkpoint), which costs the head's
+    product once more. set `tail` before the first call.
+    """
+
+    tail: Tail
+
+    def __call__(self, hidden: torch.Tensor, labels: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+        target = labels[0] if isinstance(labels, tuple) else labels
+        length = chunk_length(*target.shape)
+        # The cuts before the checkpoints: each keeps a view, not a copy.
+        pairs = zip(hidden[:, :-1].split(length, dim=1), target[:, 1:].split(length, dim=1), strict=True)
+        # ZeRO-3 releases the head between forward and recomputation, so its shapes differ then: no metadata check.
+        totals = [checkpoint(self._chunk, *pair, use_reentrant=False, determinism_check="none") for pair in pairs]
+        return torch.stack(totals).sum() * self.scale
+
+    def _chunk(self, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.total(self.tail.logits(hidden), target)
+
+
+def compute_loss_inside(model: nn.Module, loss: ChunkedLoss) -> None:
+    """The model's forward takes `labels` too and returns the loss: ZeRO-3 gathers the head inside an engine's forward
+    only."""
+    tail = loss.tail = Tail(model)
+    inner = model.forward
+
+    def forward(labels: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        return loss(tail.hidden(lambda: inner(**inputs)), labels)
+
+    model.forward = forward

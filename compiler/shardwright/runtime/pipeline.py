@@ -17,6 +17,7 @@ from torch import nn
 
 from shardwright.hf.adapters import adapt
 from shardwright.hf.skeleton import Skeleton, State
+from shardwright.hf.tail import Tail
 from shardwright.ir.partition import ModuleSplit
 from shardwright.plan.plan import Plan
 from shardwright.runtime.materialize import Filler
@@ -32,6 +33,7 @@ class StageModel:
         self.plan, self.filler = plan, filler
         tokens = (plan.strategy.micro_batch_size, plan.training.sequence_length)
         self.skeleton = Skeleton(model, plan.model.cut, tokens)
+        self.tail = Tail(model) if plan.model.loss == "chunked" else None
         self.group: dist.ProcessGroup | None = None
         self.names: dict[int, str] = {}  # id of a parameter -> its Hugging Face name
         self._split: set[str] = set()
@@ -77,11 +79,14 @@ class Piece(nn.Module):
             _register(self, path, stage.skeleton.model)
 
     def forward(self, state: State) -> State | torch.Tensor:
-        """The embedding takes token ids as the hidden states; the head gives logits."""
-        skeleton = self._stage[0].skeleton
+        """The embedding takes token ids as the hidden states; the head gives logits, or the base model's hidden states
+        where the loss makes logits of them chunk by chunk."""
+        skeleton, tail = self._stage[0].skeleton, self._stage[0].tail
         if self.layer == "embedding":
             return skeleton.embed(state.hidden, state.position_ids)
-        return skeleton.head(state) if self.layer == "head" else skeleton.decode(self.index, state)
+        if self.layer == "head":
+            return skeleton.head(state) if tail is None else tail.hidden(lambda: skeleton.head(state))
+        return skeleton.decode(self.index, state)
 
 
 def _register(piece: nn.Module, path: str, model: nn.Module) -> None:
@@ -129,6 +134,10 @@ class Stages(PipelineModule):
         if crossing:
             return self._packing("out").pack(out)
         return out.hidden if out.position_ids is None else (out.hidden, out.position_ids)
+
+    @property
+    def tail(self) -> Tail | None:
+        return self.__dict__["stage_model"].tail  # type: ignore[no-any-return]
 
     def _packing(self, way: str) -> Packing:
         """DualPipeV has two stages a rank, so the stage's first layer is in the key."""

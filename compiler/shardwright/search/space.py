@@ -11,7 +11,7 @@ from typing import TypeVar
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.divisors import divisors
 from shardwright.ir.model_graph import ModelGraph
-from shardwright.ir.recipe import ParallelismSection, Recipe
+from shardwright.ir.recipe import Recipe
 from shardwright.ir.strategy import Strategy
 
 ZERO_STAGES = (0, 1, 2, 3)
@@ -85,7 +85,7 @@ def strategy_of(recipe: Recipe, placement: Placement, settled: Mapping[str, Valu
     values = {name: settled.get(name, choices[0]) for name, choices in placement.axes}
     micro_batch = int(values["micro_batch_size"])
     return _strategy(
-        recipe.parallelism,
+        recipe,
         tensor=placement.tensor,
         pipeline=placement.pipeline,
         data=placement.data,
@@ -109,7 +109,7 @@ def nearest(recipe: Recipe, cluster: Cluster) -> Strategy:
         pipeline = cluster.world_size // (tensor * data)
     micro_batch = pins.micro_batch_size or 1
     return _strategy(
-        pins,
+        recipe,
         tensor=tensor,
         pipeline=pipeline,
         data=data,
@@ -138,7 +138,7 @@ def without_pins(recipe: Recipe, *, zero_stage: int) -> Recipe:
 
 
 def _strategy(
-    pins: ParallelismSection,
+    recipe: Recipe,
     *,
     tensor: int,
     pipeline: int,
@@ -150,6 +150,7 @@ def _strategy(
     schedule: str,
     offload: str,
 ) -> Strategy:
+    pins = recipe.parallelism
     return Strategy(
         tensor=tensor,
         pipeline=pipeline,
@@ -164,6 +165,7 @@ def _strategy(
         context=pins.context,
         virtual_stages=pins.virtual_stages,
         sequence_parallel=pins.sequence_parallel,
+        loss="chunked" if recipe.model.loss == "chunked" else "full",  # auto: cost.estimate.weigh
     )
 
 

@@ -69,7 +69,7 @@ def tiny_recipe(recipe: Recipe, s: Strategy) -> JsonObject:
     return {
         "version": 1,
         "name": "verify",
-        "model": {"source": f"./{MODEL}", "weights": "pretrained"},
+        "model": {"source": f"./{MODEL}", "weights": "pretrained", "loss": s.loss},
         "cluster": {"nodes": 1, "gpus_per_node": s.world_size, "gpu": "cpu"},
         "training": {
             "sequence_length": LENGTH,

@@ -18,7 +18,6 @@ from shardwright.rules.executable import EXECUTABLE, check_executable
 # A value beyond the table for each row, as a user would write it; keys of the small recipe to go with it.
 BEYOND: dict[str, list[dict[str, Any]]] = {
     "target": [{"target": "megatron"}],
-    "model.loss": [{"model.loss": "chunked"}],
     "model.attention": [{"model.attention": "flash_attention_2"}],
     "assume.kernels": [{"assume": {"kernels": "compiled"}}],
     "assume.mfu": [{"assume": {"mfu": 0.4}}],
@@ -42,6 +41,7 @@ WITHIN: list[dict[str, Any]] = [
     {"validation": {"kind": "tokens", "path": "tokens.npy"}},
     {"training.steps": None, "training.epochs": 1, "data": {"kind": "tokens", "path": "tokens.npy"}},
     {"model.loss": "full"},
+    {"model.loss": "chunked"},
     {"model.attention": "sdpa"},
     {"model.attention": "eager"},
     {"launch": {"launcher": "local"}},

@@ -245,6 +245,16 @@ def test_types_without_a_tensor_map(monkeypatch: pytest.MonkeyPatch) -> None:
     assert codes(packed, whole) == {}
 
 
+def test_a_chunked_loss_where_the_head_is_proved_to_run_alone() -> None:
+    unproved = dataclasses.replace(graph_of(SMALL_LLAMA), model_type="prophetnet")
+    chunked = dataclasses.replace(recipe_of(), model=dataclasses.replace(recipe_of().model, loss="chunked"))
+    found = check_layout(chunked, unproved, resolve_cluster(chunked.cluster), GOOD)
+    assert [(d.code, d.severity, d.key) for d in found if d.code == "SW1431"] == [
+        ("SW1431", "error", ("model", "loss"))
+    ]
+    assert "SW1431" not in codes(chunked, GOOD)
+
+
 def test_selective_checkpointing_needs_an_attention_module() -> None:
     mamba: dict[str, JsonValue] = {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 260}
     selective = change(tensor=1, data=4, gradient_accumulation_steps=4, activation_checkpointing="selective")

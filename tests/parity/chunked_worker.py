@@ -1,0 +1,97 @@
+"""Under the `deepspeed` launcher: the chunked loss under many layouts and models in one launch, on the real engines.
+
+SHARDWRIGHT_CHUNKED_OUT names the folder for results, SHARDWRIGHT_CHUNKED_CASES the cases of test_chunked.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import deepspeed
+import numpy as np
+import torch
+import transformers
+from deepspeed import comm as dist
+from deepspeed import ops
+
+from shardwright.compile import compile_recipe
+from shardwright.data.dataset import open_dataset
+from shardwright.plan.plan import Plan
+from shardwright.recipe.load import load_recipe
+from shardwright.runtime.batches import Batches
+from shardwright.runtime.engine import build_trainer
+from shardwright.runtime.loss import CausalLoss
+from shardwright.runtime.schedule import learning_rate
+from tests.parity.groups import share_groups
+from tests.parity.harness import STEPS, Case, reference, write_inputs
+from tests.parity.test_chunked import CASES
+
+PLAIN_TOTAL = CausalLoss.total
+
+
+def measure(case: Case, folder: Path) -> dict[str, float]:
+    rank = dist.get_rank()
+    if rank == 0:
+        write_inputs(case, folder)
+    dist.barrier()
+    compiled = compile_recipe(load_recipe(folder / "recipe.yaml"))
+    if rank == 0:
+        for name, content in compiled.files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+    dist.barrier()
+    plan: Plan = compiled.plan
+    trainer = build_trainer(plan, folder)
+    batches = Batches(plan, open_dataset(plan, folder))
+    widest = _watch_logits()
+    results = []
+    for step in range(1, STEPS + 1):
+        rate = learning_rate(plan.optimizer, plan.scheduler, STEPS, step)
+        results.append(trainer.step(batches.micro_batches(step, plan.ranks[rank].data), rate))
+    wanted = reference(case, np.load(folder / "tokens.npy"))
+    return {
+        "loss": max(abs(r.loss - w) for r, w in zip(results, wanted.losses, strict=True)),
+        "norm": max(abs(r.grad_norm / w - 1) for r, w in zip(results, wanted.grad_norms, strict=True)),
+        "positions": max(widest, default=0),
+    }
+
+
+def _watch_logits() -> list[int]:
+    """Positions of each chunk whose logits are made on this rank from now on."""
+    seen: list[int] = []
+
+    def total(self: CausalLoss, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        seen.append(logits.shape[1])
+        return PLAIN_TOTAL(self, logits, target)
+
+    CausalLoss.total = total  # type: ignore[method-assign]
+    return seen
+
+
+def main() -> None:
+    ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    deepspeed.init_distributed(dist_backend="gloo")
+    share_groups()
+    out, rank = Path(os.environ["SHARDWRIGHT_CHUNKED_OUT"]), dist.get_rank()
+    for name in os.environ["SHARDWRIGHT_CHUNKED_CASES"].split(","):
+        try:
+            line: dict[str, object] = {"case": name, **measure(CASES[name], out / "work" / name)}
+        except Exception:
+            line = {"case": name, "error": traceback.format_exc()}
+        with (out / f"rank-{rank}.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        if "error" in line:
+            sys.stdout.flush()
+            os._exit(1)  # the other ranks may be inside a collective
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
