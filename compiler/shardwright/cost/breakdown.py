@@ -24,9 +24,9 @@ from shardwright.ir.estimate import Estimate
 class StepParts:
     """Seconds of one optimizer step, exposed time only; the sum is the step.
 
-    recompute: what activation checkpointing runs again. accumulate: adding each micro-batch's gradients up. host: what
-    a micro-batch costs beyond its layers. tensor_forward, tensor_backward: collectives of tensor parallelism. idle: the
-    pipeline's bubble, and on a rank that is not the slowest one its waiting.
+    recompute: what activation checkpointing and a chunked loss run again. accumulate: adding each micro-batch's
+    gradients up. host: what a micro-batch costs beyond its layers. tensor_forward, tensor_backward: collectives of
+    tensor parallelism. idle: the pipeline's bubble, and on a rank that is not the slowest one its waiting.
     """
 
     forward_seconds: float

@@ -50,7 +50,8 @@ def test_parts_add_up(model: str, nodes: int, strategy: Strategy) -> None:
     assert tensor == pytest.approx(time.tensor_comm_seconds, rel=1e-9)
     assert step.idle_seconds == pytest.approx(time.bubble_seconds, rel=1e-6, abs=1e-8 * total)
     again = sum(rank.time.recompute_seconds for rank in found.ranks)
-    assert (again > 0) == (strategy.activation_checkpointing != "none")
+    chosen = estimate.strategy  # the loss is settled by the estimate
+    assert (again > 0) == (chosen.activation_checkpointing != "none" or chosen.loss == "chunked")
     assert len(found.ranks) == strategy.pipeline
     for rank, stage in zip(found.ranks, estimate.memory.stages, strict=True):
         assert rank.memory.peak_bytes == stage.peak_bytes
