@@ -11,11 +11,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", metavar="HF_FOLDER", type=Path, required=True, help="folder to write; must not exist"
     )
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="of a LoRA run: the whole model, its adapters merged in",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     from shardwright.runtime.export import export_checkpoint
 
-    export_checkpoint(args.checkpoint, args.output)
-    print(f"wrote {args.output}: load it with AutoModelForCausalLM.from_pretrained")
+    if export_checkpoint(args.checkpoint, args.output, merge=args.merge):
+        print(f"wrote {args.output}: adapters; load them with peft's AutoPeftModelForCausalLM.from_pretrained")
+    else:
+        print(f"wrote {args.output}: load it with AutoModelForCausalLM.from_pretrained")
     return 0

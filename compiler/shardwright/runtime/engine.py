@@ -20,6 +20,7 @@ from shardwright.plan.plan import Plan
 from shardwright.runtime.batches import HeldOut, MicroBatch
 from shardwright.runtime.deepspeed_fixes import apply_fixes
 from shardwright.runtime.dropout import TENSOR_RANDOM
+from shardwright.runtime.lora import add_adapters
 from shardwright.runtime.loss import CausalLoss, ChunkedLoss, compute_loss_inside
 from shardwright.runtime.pipeline import build_pipeline
 from shardwright.runtime.recompute import apply_recompute
@@ -60,6 +61,7 @@ def build_trainer(plan: Plan, folder: Path) -> Trainer:
     apply_fixes()
     model = build_model(plan, folder)
     transposed = conv1d_to_linear(model)
+    add_adapters(model, plan)
     config = json.loads((folder / "ds_config.json").read_text(encoding="utf-8"))
     trainer: Trainer = (PipelineTrainer if plan.strategy.pipeline > 1 else DataTrainer)(plan, model, config)
     trainer.transposed = transposed
