@@ -14,9 +14,9 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed import ops
-from shardwright.runtime.corpus import open_rows
 
 from shardwright.compile import compile_recipe
+from shardwright.data.dataset import open_dataset
 from shardwright.lower.folder import write_folder
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
@@ -69,7 +69,7 @@ def main() -> None:
     for name, sources in targets.items():
         plan, folder = compiled(name)
         trainer = build_trainer(plan, folder)
-        batches = Batches(plan, open_rows(plan, folder / "run" / "data"))
+        batches = Batches(plan, open_dataset(plan, folder))
         seed_dropout(plan, dist.get_rank())
         if not sources:
             train(plan, trainer, batches, 1, SAVED)

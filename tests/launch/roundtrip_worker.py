@@ -15,10 +15,10 @@ import transformers
 from deepspeed import comm as dist
 from deepspeed import ops
 from safetensors.numpy import load_file
-from shardwright.runtime.corpus import open_rows
 from transformers import AutoModelForCausalLM
 
 from shardwright.compile import compile_recipe
+from shardwright.data.dataset import open_dataset
 from shardwright.lower.folder import write_folder
 from shardwright.model import graph
 from shardwright.model.trace import Traced
@@ -99,7 +99,7 @@ def measure(model_type: str, layout: str) -> dict[str, Any]:
     plan = read_plan(folder / "out")
     trainer: Trainer = build_trainer(plan, folder / "out")
     save_checkpoint(plan, folder / "out", trainer, 0)
-    batches = Batches(plan, open_rows(plan, folder))
+    batches = Batches(plan, open_dataset(plan, folder / "out"))
     steps = folder / "out" / "checkpoints"
     for step in range(1, STEPS):
         trainer.step(batches.micro_batches(step, plan.ranks[rank].data), 1e-3)
