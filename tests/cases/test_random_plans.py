@@ -66,7 +66,10 @@ def random_plans(count: int, seed: int, folder: Path) -> Iterator[Compiled]:
         if any(d.severity == "error" for d in check_layout(recipe, graph, cluster, strategy)):
             continue
         pins = dataclasses.asdict(strategy)
-        del pins["gradient_accumulation_steps"]
+        del (
+            pins["gradient_accumulation_steps"],
+            pins["loss"],
+        )  # these follow from the others, pins["loss"]  # of the model section
         path.write_text(json.dumps({**document, "parallelism": pins}))
         try:
             yield compile_recipe(load_recipe(path))

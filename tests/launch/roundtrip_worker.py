@@ -99,7 +99,7 @@ def measure(model_type: str, layout: str) -> dict[str, Any]:
     plan = read_plan(folder / "out")
     trainer: Trainer = build_trainer(plan, folder / "out")
     save_checkpoint(plan, folder / "out", trainer, 0)
-    batches = Batches(plan, open_dataset(plan, folder))
+    batches = Batches(plan, open_dataset(plan, folder / "out"))
     steps = folder / "out" / "checkpoints"
     for step in range(1, STEPS):
         trainer.step(batches.micro_batches(step, plan.ranks[rank].data), 1e-3)

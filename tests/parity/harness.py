@@ -65,6 +65,7 @@ MODELS = {
 }
 STEPS, LENGTH, SEED, WARMUP = 8, 32, 11, 3
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-3, 0.1
+LORA_ALPHA = 12
 LOSS_ABSOLUTE, NORM_RELATIVE, WEIGHT_ABSOLUTE = 1e-5, 1e-5, 2e-5
 BF16_RELATIVE = 2e-2
 
@@ -88,6 +89,7 @@ class Case:
     pretrained: bool = False
     offload: str = "none"
     loss: str = "auto"
+    lora_rank: int = 0
     nodes: int = 1
     launcher: str = "auto"
 
@@ -133,6 +135,7 @@ def recipe(case: Case, folder: Path) -> dict[str, Any]:
             "offload": case.offload,
         },
         "launch": {"launcher": case.launcher},
+        "lora": {"rank": case.lora_rank, "alpha": LORA_ALPHA} if case.lora_rank else None,
     }
 
 
@@ -205,8 +208,11 @@ def check_live_split(folder: Path) -> None:
 
 
 def reference(case: Case, tokens: np.ndarray, dtype: torch.dtype = torch.float32) -> Reference:
+    model = initial_model(MODELS[case.model], SEED)
+    if case.lora_rank:
+        model = with_adapters(model, case)
     return train(
-        initial_model(MODELS[case.model], SEED),
+        model,
         [token_rows(tokens, k, case.batch) for k in range(1, STEPS + 1)],
         lr=LR,
         betas=BETAS,
@@ -216,6 +222,22 @@ def reference(case: Case, tokens: np.ndarray, dtype: torch.dtype = torch.float32
         clipping=case.clipping,
         dtype=dtype,
     )
+
+
+def with_adapters(model: torch.nn.Module, case: Case) -> torch.nn.Module:
+    """As a plain peft run has it: every linear of the decoder layers."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(SEED)
+    turned = MODELS[case.model]["model_type"] == "gpt2"
+    config = LoraConfig(
+        r=case.lora_rank,
+        lora_alpha=LORA_ALPHA,
+        target_modules="all-linear",
+        fan_in_fan_out=turned,
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(model, config)
 
 
 @dataclass(frozen=True)

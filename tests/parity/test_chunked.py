@@ -12,11 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from shardwright.ir.loss_chunk import chunk_length
 from shardwright.runtime.launcher import free_port
-from tests.parity.harness import LENGTH, LOSS_ABSOLUTE, NORM_RELATIVE, Case
+from tests.parity.harness import LENGTH, LLAMA, LOSS_ABSOLUTE, NORM_RELATIVE, Case, recipe
+from tests.parity.launched import launched
 
 pytestmark = pytest.mark.launch
 
@@ -53,33 +55,6 @@ SAMPLE = (
 )
 
 
-def launched(names: list[str], out: Path) -> dict[str, dict[str, Any]]:
-    """Case -> its worst figures over the ranks. All of one world size."""
-    environment = {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "PYTHONPATH": os.pathsep.join(
-            [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        ),
-        "SHARDWRIGHT_CHUNKED_OUT": str(out),
-        "SHARDWRIGHT_CHUNKED_CASES": ",".join(names),
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    program, worker = Path(sys.executable).parent / "deepspeed", Path(__file__).with_name("chunked_worker.py")
-    ranks = str(CASES[names[0]].world)
-    launch = [str(program), "--hostfile", "none", "--num_gpus", ranks, "--master_port", str(free_port()), str(worker)]
-    result = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=1800)
-    found: dict[str, dict[str, Any]] = {}
-    for file in sorted(out.glob("rank-*.jsonl")):
-        for line in map(json.loads, file.read_text().splitlines()):
-            name = line.pop("case")
-            assert "error" not in line, f"{name}: {line['error']}"
-            before = found.setdefault(name, line)
-            before |= {key: max(before[key], value) for key, value in line.items()}
-    assert set(found) == set(names), result.stdout[-3000:] + result.stderr[-3000:]
-    return found
-
-
 def check(name: str, figures: dict[str, Any]) -> None:
     assert figures["loss"] <= LOSS_ABSOLUTE, (name, figures)
     assert figures["norm"] <= NORM_RELATIVE, (name, figures)
@@ -88,13 +63,50 @@ def check(name: str, figures: dict[str, Any]) -> None:
 
 
 def test_chunks_train_like_whole_logits(tmp_path: Path) -> None:
-    for name, figures in launched(list(SAMPLE), tmp_path).items():
+    for name, figures in launched({name: CASES[name] for name in SAMPLE}, tmp_path).items():
         check(name, figures)
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_layout(world: int, tmp_path: Path, proved: Callable[[str, str, dict[str, Any]], None]) -> None:
-    for name, figures in launched([n for n, case in CASES.items() if case.world == world], tmp_path).items():
+    cases = {name: case for name, case in CASES.items() if case.world == world}
+    for name, figures in launched(cases, tmp_path).items():
         proved("chunked-parity", name, figures)
         check(name, figures)
+
+
+@pytest.mark.parametrize("loss", ["full", "chunked"])
+def test_peak_memory_of_a_real_run(loss: str, tmp_path: Path) -> None:
+    """2048 tokens x 32,000 symbols: 250 MiB of fp32 logits, of which whole ones stand in memory several times."""
+    vocabulary, rows, length = 32_000, 4, 512
+    np.save(tmp_path / "tokens.npy", np.random.default_rng(0).integers(0, vocabulary, (2 * rows, length)))
+    case = Case(model="llama", loss=loss, micro=rows, accumulation=1)
+    document = recipe(case, tmp_path)
+    document["model"]["config"] = {**LLAMA, "vocab_size": vocabulary, "max_position_embeddings": length}
+    document["training"] |= {"sequence_length": length, "steps": 2, "scheduler": {"name": "constant"}}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(document))
+    environment = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ),
+    }
+    worker = [sys.executable, str(Path(__file__).with_name("memory_worker.py"))]
+    result = subprocess.run(
+        [*worker, str(tmp_path / "recipe.yaml"), str(tmp_path / "out")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    rose = int(result.stdout.split("rose ")[1])
+    logits = rows * length * vocabulary * 4
+    assert rose > 2 * logits if loss == "full" else rose < 1.5 * logits, rose / logits

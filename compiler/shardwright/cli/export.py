@@ -16,11 +16,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("fp32", "bf16", "fp16"),
         help="of the written weights (default: the training's; the checkpoint has fp32)",
     )
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="of a LoRA run: the whole model, its adapters merged in",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     from shardwright.runtime.export import export_checkpoint
 
-    export_checkpoint(args.checkpoint, args.output, args.precision)
-    print(f"wrote {args.output}: load it with AutoModelForCausalLM.from_pretrained")
+    if export_checkpoint(args.checkpoint, args.output, args.precision, merge=args.merge):
+        print(f"wrote {args.output}: adapters; load them with peft's AutoPeftModelForCausalLM.from_pretrained")
+    else:
+        print(f"wrote {args.output}: load it with AutoModelForCausalLM.from_pretrained")
     return 0

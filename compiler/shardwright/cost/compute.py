@@ -99,7 +99,7 @@ def layer_seconds(recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Strategy, c: C
         graph.attention,
         (gpu.name, gpu.hbm_bytes_per_second, peak_flops(gpu, recipe.training.precision)),
         (recipe.training.precision, recipe.training.sequence_length, recipe.assume.kernels),
-        (recipe.assume.mfu, runs_megatron(recipe, s)),
+        (recipe.assume.mfu, runs_megatron(recipe, s), recipe.lora is not None),
         (s.tensor, s.micro_batch_size, s.sequence_parallel, s.activation_checkpointing, s.loss),
         c,
     )
@@ -134,6 +134,7 @@ class _Micro:
         precision = recipe.training.precision
         self.graph, self.s, self.c = graph, s, c
         self.kernels, self.mfu, self.is_megatron = recipe.assume.kernels, recipe.assume.mfu, runs_megatron(recipe, s)
+        self.frozen = recipe.lora is not None  # no gradient of a weight; the adapters' own products are a few percent
         self.length = recipe.training.sequence_length
         self.tokens = s.micro_batch_size * self.length
         self.is_cpu = gpu.is_cpu
@@ -154,7 +155,8 @@ class _Micro:
             # Megatron's "selective" recomputes the products over S x S only (arXiv 2205.05198), not the projections.
             again = 0 if self.is_megatron else kind.attention_module_flops
             inside = self._at_mfu(again, self.s.tensor) + scores
-            return forward, BACKWARD_OVER_FORWARD * forward, {"none": 0.0, "selective": inside, "full": forward}[mode]
+            back = self._backward_at_mfu(forward)
+            return forward, back, {"none": 0.0, "selective": inside, "full": forward}[mode]
         outside, projections = self._products(kind, in_attention=False), self._products(kind, in_attention=True)
         scores, scores_backward = self._scores(kind)
         moved_inside, moved_outside = self._moved(kind)
@@ -186,7 +188,7 @@ class _Micro:
         loss makes its logits again."""
         if self.mfu is not None:
             forward = self._at_mfu(self.graph.layers[-1].matmul_flops_per_token, self.s.tensor)
-            return forward, BACKWARD_OVER_FORWARD * forward, forward if self.s.loss == "chunked" else 0.0
+            return forward, self._backward_at_mfu(forward), forward if self.s.loss == "chunked" else 0.0
         if self.kernels == "megatron":
             width = -(-width // 128) * 128  # Megatron pads the vocabulary to a multiple of 128 x t
         forward, backward = self._product(self.tokens, width, self.graph.hidden_size, 1)
@@ -201,6 +203,9 @@ class _Micro:
     def _element(self) -> int:
         return self.device.element_bytes
 
+    def _backward_at_mfu(self, forward: float) -> float:
+        return (BACKWARD_OVER_FORWARD - self.frozen) * forward
+
     def _at_mfu(self, flops_per_token: float, degree: int) -> float:
         """assume.mfu replaces every efficiency, and the traffic's time: FLOPs / (peak x mfu)."""
         assert self.mfu is not None
@@ -210,7 +215,7 @@ class _Micro:
         forward = product_seconds(self.device, self.c, m=m, n=n, k=k, batch=batch)
         inputs = product_seconds(self.device, self.c, m=m, n=k, k=n, batch=batch)
         weights = product_seconds(self.device, self.c, m=n, n=k, k=max(1, round(m)), batch=batch)
-        return forward, inputs + weights
+        return forward, inputs if self.frozen else inputs + weights
 
     def _products(self, kind: LayerShape, *, in_attention: bool) -> tuple[float, float]:
         """Forward and backward of the products inside or outside the attention module.

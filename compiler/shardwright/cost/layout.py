@@ -36,6 +36,7 @@ class Layout:
     ranks: tuple[tuple[Block, ...], ...]  # per pipeline rank; () until the layers are placed
     element_bytes: int
     accumulation_dtype: str
+    adapters: tuple[int, ...] = ()  # LoRA's elements, prefix sums over graph.layers; () where all is trained
 
     @property
     def is_megatron(self) -> bool:
@@ -66,6 +67,12 @@ class Layout:
     def numel(self, rank: int) -> int:
         """Parameters of one rank of this pipeline rank."""
         return self.numel_of(self.ranks[rank])
+
+    def trained_of(self, blocks: tuple[Block, ...]) -> int:
+        """Those of them that have a gradient; LoRA's adapters are not among numel_of."""
+        if not self.adapters:
+            return self.numel_of(blocks)
+        return sum(self.adapters[b.stop] - self.adapters[b.start] for b in blocks)
 
     def numel_of(self, blocks: tuple[Block, ...]) -> int:
         """Parameters of a rank with these blocks; a tied tensor that is on it twice counts once."""

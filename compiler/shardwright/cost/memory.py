@@ -37,10 +37,14 @@ def live_bytes(layout: Layout) -> int:
     return max(ranks.of(rank, blocks, 0).peak_bytes for rank, blocks in enumerate(layout.ranks))
 
 
-def states_bytes(layout: Layout, numel: float) -> tuple[float, float, float]:
-    """Parameters, gradients and optimizer states of a rank that holds so many parameters."""
+def states_bytes(layout: Layout, held: float, trained: float | None = None) -> tuple[float, float, float]:
+    """Parameters, gradients and optimizer states of a rank that holds so many parameters. trained: adapters beside
+    parameters that are frozen; None: all are trained."""
     s, element = layout.strategy, layout.element_bytes
-    parameters = numel * element / (s.data if s.zero_stage >= 3 else 1)
+    numel = held if trained is None else trained
+    if trained is not None:
+        held += trained
+    parameters = held * element / (s.data if s.zero_stage >= 3 else 1)
     gradients = numel * _gradient_bytes(layout) / (s.data if s.zero_stage >= 2 else 1)
     # Two float32 moments, and a float32 master copy (which ZeRO keeps for float32 parameters too).
     master = 0 if layout.recipe.training.precision == "fp32" and s.zero_stage == 0 else 4
@@ -89,8 +93,8 @@ class RankBytes:
     def _parts(self, blocks: tuple[Block, ...], usable: int) -> tuple[int, int, int, int, int]:
         """Parameters, gradients, optimizer states, activations, workspace."""
         layout = self._layout
-        numel = layout.numel_of(blocks)
-        states = states_bytes(layout, numel)
+        numel = layout.trained_of(blocks)
+        states = states_bytes(layout, layout.numel_of(blocks), numel if layout.adapters else None)
         activations = sum(_kept_bytes(layout, block) * block.in_flight for block in blocks)
         bucket = _bucket_bytes(layout, numel)
         # Two phases that never meet: the last backward pass, and the optimizer's step, when no activation is left.
@@ -158,7 +162,7 @@ def _working_bytes(layout: Layout, with_head: bool) -> float:
         kept = _kept_output_bytes(layout)
         layer += kept
         loss = layout.logit_tokens * logits + held(found.head) + max(0.0, kept - _output_bytes(layout))
-        if s.loss == "chunked":
+        if s.loss == "chunked" and not layout.adapters:
             # The chunks' gradients of the head's weight are summed before they reach the parameter.
             loss += layout.shapes.head_width * layout.graph.hidden_size * layout.element_bytes
     total = max(layer, loss) + held(found.context)

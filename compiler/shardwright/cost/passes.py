@@ -45,6 +45,7 @@ def passes(layout: Layout) -> Passes:
         (
             layout.is_megatron,
             r.assume.kernels,
+            layout.adapters,
             r.assume.mfu is None,
             s.schedule,
             s.pipeline,
@@ -94,10 +95,10 @@ def _accumulation_seconds(layout: Layout) -> list[float]:
     """Each micro-batch's gradient is read and added to the accumulated one, in its own type.
 
     Megatron's product adds it itself (gradient_accumulation_fusion)."""
-    numel = _each(layout.shapes.numel)
+    numel = _each(layout.adapters or layout.shapes.numel)
     if layout.is_megatron:
         return [0.0] * len(numel)
-    if layout.strategy.pipeline == 1 or layout.strategy.schedule == "dualpipev":
+    if not layout.adapters and (layout.strategy.pipeline == 1 or layout.strategy.schedule == "dualpipev"):
         numel[-1] -= layout.shapes.shared_numel  # the embedding is on the head's rank, and a tied tensor there is one
     moved = layout.element_bytes + 2 * ELEMENT_BYTES[layout.accumulation_dtype]
     rate = layout.cluster.gpu.hbm_bytes_per_second * layout.constants.memory_efficiency

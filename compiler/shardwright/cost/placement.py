@@ -23,6 +23,7 @@ from shardwright.cost.timing import MOST_SIMULATED_RANKS, once_a_step_seconds
 from shardwright.diagnostics import Refusal
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.cut import boundaries_of_blocks
+from shardwright.ir.lora import adapters, target_modules
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.partition import StagePartition
 from shardwright.ir.recipe import Recipe
@@ -64,7 +65,16 @@ def _unplaced(recipe: Recipe, graph: ModelGraph, cluster: Cluster, strategy: Str
         ranks=(),
         element_bytes=element_bytes,
         accumulation_dtype=accumulation_dtype(recipe.training),
+        adapters=_adapters(recipe, graph),
     )
+
+
+def _adapters(recipe: Recipe, graph: ModelGraph) -> tuple[int, ...]:
+    lora = recipe.lora
+    if lora is None:
+        return ()
+    names = target_modules(graph, lora)
+    return (0, *itertools.accumulate(sum(adapters(layer, names, lora.rank)) for layer in graph.layers))
 
 
 def _boundaries(layout: Layout) -> tuple[int, ...]:

@@ -103,7 +103,8 @@ def estimate_time(layout: Layout) -> Time:
     mean_busy = m * sum(stage.total for stage in stages) / s.pipeline
     world = s.world_size
     tokens = layout.recipe.training.global_batch_size * layout.recipe.training.sequence_length
-    model_flops = FORWARDS_PER_STEP * forward_flops_per_token(layout) * tokens
+    # No gradient of a frozen weight is computed.
+    model_flops = (FORWARDS_PER_STEP - bool(layout.adapters)) * forward_flops_per_token(layout) * tokens
     hardware_flops = model_flops + recomputed_flops_per_token(layout) * tokens
     peak = peak_flops(layout.cluster.gpu, layout.recipe.training.precision)
     return Time(
@@ -183,7 +184,8 @@ def data_comm_seconds(layout: Layout, rank: int, stage: StageSeconds) -> float:
     tied = _tied_seconds(layout)
     if s.data == 1:
         return tied
-    m, numel, element = s.gradient_accumulation_steps, layout.numel(rank), layout.element_bytes
+    m, element = s.gradient_accumulation_steps, layout.element_bytes
+    held, numel = layout.numel(rank), layout.trained_of(layout.ranks[rank])
     group = group_of(cluster, s.data, s.tensor)
     gradient = ELEMENT_BYTES[layout.accumulation_dtype] if s.zero_stage <= 1 else element
     buckets = max(1.0, numel / c.bucket_elements)
@@ -205,7 +207,7 @@ def data_comm_seconds(layout: Layout, rank: int, stage: StageSeconds) -> float:
     if s.zero_stage == 2:
         return tied + m * exposed(reduce, behind) + gather
     layers = sum(block.stop - block.start for block in layout.ranks[rank])
-    moved = 2 * gather_seconds(cluster, c, group, numel * element, 0)
+    moved = 2 * gather_seconds(cluster, c, group, held * element, 0)
     moved += gather_seconds(cluster, c, group, numel * gradient, 0)
     # The ring's steps do not hide: at each of them the ranks wait for one another.
     return tied + m * (exposed(moved, 1.0) + 3 * layers * ring_start_seconds(c, group))
@@ -234,7 +236,7 @@ def _tied_seconds(layout: Layout) -> float:
 
 
 def optimizer_seconds(layout: Layout, rank: int) -> float:
-    return _update_seconds(layout, layout.numel(rank))
+    return _update_seconds(layout, layout.trained_of(layout.ranks[rank]))
 
 
 def _update_seconds(layout: Layout, numel: float) -> float:

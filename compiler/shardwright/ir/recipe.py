@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from shardwright.diagnostics import KeyPath, Source
 from shardwright.ir.json_value import JsonObject
+from shardwright.ir.lora import LoraSection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +229,7 @@ class Recipe:
     launch: LaunchSection
     checkpoint: CheckpointSection
     tracking: TrackingSection
+    lora: LoraSection | None = None  # None: every parameter is trained
     extra: JsonObject  # keys of ds_config.json, as written
     directory: str  # absolute folder of the recipe file: relative paths start here
     document: JsonObject

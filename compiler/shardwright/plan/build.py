@@ -11,6 +11,7 @@ import shardwright
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.estimate import Estimate
+from shardwright.ir.lora import target_modules
 from shardwright.ir.model_graph import Layer, ModelGraph
 from shardwright.ir.own_code import OwnCode
 from shardwright.ir.partition import StagePartition, TensorParallelMap
@@ -24,6 +25,7 @@ from shardwright.plan.plan import (
     PlanCheckpoint,
     PlanData,
     PlanLaunch,
+    PlanLora,
     PlanModel,
     PlanOptimizer,
     PlanRank,
@@ -90,7 +92,7 @@ def build_plan(
     if recipe.data is None or errors:
         raise Refusal(*errors)
     steps = training_steps(recipe.training)
-    ranks = place_ranks(graph, cluster, strategy, partition, tensor_map, recipe.training.precision)
+    ranks = place_ranks(graph, cluster, strategy, partition, tensor_map, recipe)
     return Plan(
         version=PLAN_VERSION,
         name=recipe.name,
@@ -142,6 +144,7 @@ def build_plan(
         extra=recipe.extra,
         tracking=recipe.tracking,
         validation=_validation(recipe),
+        lora=_lora(recipe, graph),
     )
 
 
@@ -210,7 +213,7 @@ def _model(
         tied=graph.tied,
         total_parameters=graph.total_parameters,
         vocabulary_size=graph.vocabulary_size,
-        dropout=graph.max_dropout,
+        dropout=max(graph.max_dropout, 0.0 if recipe.lora is None else recipe.lora.dropout),
         own_code=own_code,
     )
 
@@ -270,6 +273,17 @@ def _tokenizer(data: DataSection) -> str | None:
     if data.kind not in TOKENIZED_KINDS or data.tokenizer is None:
         return None
     return "byte" if data.tokenizer == "byte" else TOKENIZER_DIRECTORY
+
+
+def _lora(recipe: Recipe, graph: ModelGraph) -> PlanLora | None:
+    if recipe.lora is None:
+        return None
+    return PlanLora(
+        rank=recipe.lora.rank,
+        alpha=recipe.lora.alpha,
+        dropout=recipe.lora.dropout,
+        target_modules=target_modules(graph, recipe.lora),
+    )
 
 
 def _validation(recipe: Recipe) -> PlanValidation | None:

@@ -83,6 +83,16 @@ class PlanTensorParallel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanLora:
+    """target_modules: the last part of the path of each adapted module, all inside decoder layers."""
+
+    rank: int
+    alpha: float
+    dropout: float
+    target_modules: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRank:
     """parameter_bytes: resident parameters in the compute dtype, after tensor, pipeline and ZeRO-3 splits."""
 
@@ -222,6 +232,7 @@ class Plan:
     extra: JsonObject = field(default_factory=dict)
     tracking: TrackingSection | None = None
     validation: PlanValidation | None = None
+    lora: PlanLora | None = None
 
     @property
     def boundaries(self) -> tuple[int, ...]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from shardwright.ir.cluster import Cluster
+from shardwright.ir.lora import adapters, target_modules
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.partition import StagePartition, TensorParallelMap
+from shardwright.ir.recipe import Recipe
 from shardwright.ir.strategy import Strategy
 from shardwright.plan.plan import PlanRank
 
@@ -17,11 +19,11 @@ def place_ranks(
     strategy: Strategy,
     partition: StagePartition,
     tensor_map: TensorParallelMap,
-    precision: str,
+    recipe: Recipe,
 ) -> tuple[PlanRank, ...]:
     """DeepSpeed's PipeModelDataParallelTopology: axes pipe, data, model, the last one fastest; nodes in order."""
     bytes_held = {
-        (pipeline, tensor): _parameter_bytes(graph, strategy, partition, tensor_map, precision, pipeline, tensor)
+        (pipeline, tensor): _parameter_bytes(graph, strategy, partition, tensor_map, recipe, pipeline, tensor)
         for pipeline in range(strategy.pipeline)
         for tensor in range(strategy.tensor)
     }
@@ -49,7 +51,7 @@ def _parameter_bytes(
     strategy: Strategy,
     partition: StagePartition,
     tensor_map: TensorParallelMap,
-    precision: str,
+    recipe: Recipe,
     pipeline: int,
     tensor: int,
 ) -> int:
@@ -65,4 +67,8 @@ def _parameter_bytes(
         for parameter in layer.parameters
     }
     parts = strategy.data if strategy.zero_stage == 3 else 1
-    return sum(-(-shard_numel[name] // parts) for name in names) * BYTES_PER_ELEMENT[precision]
+    held = [shard_numel[name] for name in names]
+    if recipe.lora is not None:
+        modules = target_modules(graph, recipe.lora)
+        held += [numel for layer in graph.layers for numel in adapters(layer, modules, recipe.lora.rank)]
+    return sum(-(-numel // parts) for numel in held) * BYTES_PER_ELEMENT[recipe.training.precision]

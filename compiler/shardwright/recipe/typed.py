@@ -7,6 +7,7 @@ from typing import cast
 
 from shardwright.diagnostics import Source
 from shardwright.ir.json_value import JsonObject, JsonValue
+from shardwright.ir.lora import LoraSection
 from shardwright.ir.recipe import (
     AssumeSection,
     CheckpointSection,
@@ -115,6 +116,7 @@ def build(document: JsonObject, directory: str, source: Source) -> Recipe:
             upload_to=cast("str | None", checkpoint["upload_to"]),
         ),
         tracking=_tracking(_section(document, "tracking")),
+        lora=_lora(cast("JsonObject | None", document["lora"])),
         extra=_section(document, "extra"),
         directory=directory,
         document=document,
@@ -239,6 +241,18 @@ def _data_section(data: JsonObject, directory: str) -> DataSection:
         train_on=cast(str, data.get("train_on", "assistant")),
         weight=cast(float, data.get("weight", 1.0)),
         mixture=tuple(_data_section(part, directory) for part in cast("list[JsonObject]", data.get("mixture", ()))),
+    )
+
+
+def _lora(lora: JsonObject | None) -> LoraSection | None:
+    if lora is None:
+        return None
+    names = lora["target_modules"]
+    return LoraSection(
+        rank=cast(int, lora["rank"]),
+        alpha=cast(float, lora["alpha"]),
+        dropout=cast(float, lora["dropout"]),
+        target_modules=None if names == "auto" else tuple(cast("list[str]", names)),
     )
 
 

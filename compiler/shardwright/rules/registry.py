@@ -10,7 +10,7 @@ from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.strategy import Strategy
-from shardwright.rules import layout, offload
+from shardwright.rules import layout, lora, offload
 from shardwright.rules.layout import Subject
 
 Check = Callable[[Subject], Diagnostic | None]
@@ -63,6 +63,9 @@ DEEPSPEED_RULES: dict[str, Rule] = {
     "SW3124": _rule(layout.selective_attention, "activation_checkpointing"),
     "SW3125": _rule(layout.packed_documents),
     "SW1431": _rule(layout.chunked_loss),
+    "SW1432": _rule(lora.no_pipeline, "pipeline"),
+    "SW1433": _rule(lora.no_tensor, "tensor"),
+    "SW1434": _rule(lora.modules),
     "SW3114": _rule(layout.zero_0_half_precision, "pipeline", "zero_stage"),
     "SW3119": _rule(layout.fp16_on_cpu),
     "SW3120": _rule(layout.zero_3_slow_links, "zero_stage"),

@@ -37,6 +37,7 @@ from shardwright.runtime.checkpoint_manifest import (
 )
 from shardwright.runtime.checkpoint_reader import CheckpointReader
 from shardwright.runtime.checkpoint_store import CheckpointStore
+from shardwright.runtime.lora import plain_name
 from shardwright.runtime.optimizer_state import (
     LiveFragment,
     live_fragments,
@@ -240,7 +241,8 @@ def parameter_splits(plan: Plan) -> dict[str, ParameterSplit]:
 def named_parameters(plan: Plan, module: nn.Module) -> dict[str, nn.Parameter]:
     """Of this rank, by one name each: of tied parameters the name that the plan lists, on every stage."""
     first = {alias: group[0] for group in plan.model.tied for alias in group}
-    return {first.get(name, name): parameter for name, parameter in module.named_parameters()}
+    named = ((plain_name(name), parameter) for name, parameter in module.named_parameters())
+    return {first.get(name, name): parameter for name, parameter in named}
 
 
 def named_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -251,7 +253,7 @@ def named_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
         for leaf, buffer in owner.named_buffers(recurse=False):
             if leaf not in owner._non_persistent_buffers_set:
                 name = f"{path}.{leaf}" if path else leaf
-                found[name.split(".", 1)[1] if pieces is not None else name] = buffer
+                found[name.split(".", 1)[1] if pieces is not None else plain_name(name)] = buffer
     return found
 
 

@@ -109,6 +109,14 @@ def check_fits(plan: Plan, folder: Path, checkpoint: Path) -> tuple[str, ...]:
                 help="Resume from a checkpoint of this model, or start again with --resume never.",
             )
         )
+    if saved.lora != plan.lora:
+        raise Refusal(
+            Diagnostic(
+                code="SW6254",
+                message=f"{checkpoint.name} {_adapters(saved)}, this plan {_adapters(plan)}",
+                help="Compile with the `lora` section that it was trained with, or export it and start from there.",
+            )
+        )
     if why := _other_tokenizer(plan, saved, folder, checkpoint):
         raise Refusal(
             Diagnostic(
@@ -123,6 +131,13 @@ def check_fits(plan: Plan, folder: Path, checkpoint: Path) -> tuple[str, ...]:
     if changed := _other_layout(plan, saved):
         notes.append(f"{checkpoint.name} was written under another layout: {changed}")
     return tuple(notes)
+
+
+def _adapters(plan: Plan) -> str:
+    lora = plan.lora
+    if lora is None:
+        return "trains all parameters"
+    return f"trains adapters of rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.target_modules)}"
 
 
 def same_ranks(plan: Plan, saved: Plan) -> bool:

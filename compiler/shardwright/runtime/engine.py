@@ -21,6 +21,7 @@ from shardwright.plan.plan import Plan
 from shardwright.runtime.batches import HeldOut, MicroBatch
 from shardwright.runtime.deepspeed_fixes import apply_fixes
 from shardwright.runtime.dropout import TENSOR_RANDOM
+from shardwright.runtime.lora import add_adapters
 from shardwright.runtime.loss import CausalLoss, ChunkedLoss, compute_loss_inside
 from shardwright.runtime.materialize import Filler
 from shardwright.runtime.pipeline import build_pipeline
@@ -67,7 +68,9 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer
     model, weights = open_model(plan, folder, resumes=resumes)
     transposed = conv1d_to_linear(model)
     splits = {p.name: p for module in plan.tensor_parallel.modules for p in module.parameters}
+    # Before the adapters, which have their values: it knows the parameters by Hugging Face's names.
     filler = Filler(model, weights, splits, transposed, plan.ranks[dist.get_rank()].tensor)
+    add_adapters(model, plan)
     config = json.loads((folder / "ds_config.json").read_text(encoding="utf-8"))
     trainer: Trainer = (PipelineTrainer if plan.strategy.pipeline > 1 else DataTrainer)(plan, model, config, filler)
     trainer.transposed = transposed

@@ -25,6 +25,7 @@ from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
 from shardwright.runtime.checkpoint_manifest import damage
 from shardwright.runtime.checkpoint_reader import CheckpointReader
+from shardwright.runtime.lora import ADAPTER_WEIGHTS, adapter_names, is_adapter, merged, saved_name, write_config
 from shardwright.runtime.tensor_files import save_readable
 from shardwright.runtime.weights import load_config
 
@@ -33,10 +34,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _GENERATION = "generation_config.json"
 
 
-def export_checkpoint(checkpoint: Path, output: Path, precision: str | None = None) -> None:
-    """Writes model weights, configs and tokenizer. precision: of the weights, the training's where None.
+def export_checkpoint(checkpoint: Path, output: Path, precision: str | None = None, *, merge: bool = False) -> bool:
+    """Writes model weights, configs and tokenizer; of a LoRA run peft's adapter folder, with `merge` the whole model.
+    precision: of the weights, the training's where None. Returns whether adapters alone were written.
 
-    Raises Refusal: SW6201, SW6401; leaves no half-written folder.
+    Raises Refusal: SW6201, SW6251, SW6253, SW6401; leaves no half-written folder.
     """
     if why := damage(checkpoint, contents=False):
         raise Refusal(_not_whole(checkpoint, why))
@@ -52,6 +54,9 @@ def export_checkpoint(checkpoint: Path, output: Path, precision: str | None = No
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_config(plan, checkpoint))
     dtype = DTYPES[precision or plan.training.precision]
+    alone = plan.lora is not None and not merge
+    if alone and plan.model.weights_path is None:
+        raise Refusal(_no_base(checkpoint))
     try:
         output.absolute().parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.absolute().parent))
@@ -59,8 +64,13 @@ def export_checkpoint(checkpoint: Path, output: Path, precision: str | None = No
         raise _cannot_write(output, error.strerror or str(error)) from None
     try:
         with CheckpointReader(checkpoint) as reader:
-            _write_shards(_exported(plan, model, reader, dtype), temporary)
-        _write_configs(plan, model, dtype, checkpoint, temporary)
+            if alone:
+                _write_adapters(plan, reader, dtype, temporary)
+            else:
+                _write_shards(_exported(plan, model, reader, dtype), temporary)
+        if not alone:
+            _write_configs(plan, model, dtype, checkpoint, temporary)
+        _write_tokenizer(checkpoint, temporary)
         if output.exists():
             output.rmdir()
         os.chmod(temporary, 0o755)
@@ -69,6 +79,26 @@ def export_checkpoint(checkpoint: Path, output: Path, precision: str | None = No
         raise _cannot_write(output, (error.strerror if isinstance(error, OSError) else "") or str(error)) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+    return alone
+
+
+def _write_adapters(plan: Plan, reader: CheckpointReader, dtype: torch.dtype, folder: Path) -> None:
+    """adapter_model.safetensors and adapter_config.json, as peft has them."""
+    assert plan.lora is not None and plan.model.weights_path is not None
+    names = [name for name in reader.manifest.tensors if is_adapter(name)]
+    _write({saved_name(n): reader.whole(n, "fp32").to(dtype).contiguous() for n in names}, folder / ADAPTER_WEIGHTS)
+    turned = any(tensor.transposed for tensor in reader.manifest.tensors.values())
+    write_config(plan.lora, plan.model.weights_path, folder, fan_in_fan_out=turned)
+
+
+def _whole(plan: Plan, reader: CheckpointReader, name: str) -> torch.Tensor:
+    """The parameter, with its adapter where it has one."""
+    saved = reader.saved(name)
+    tensor = reader.whole(name, saved.states[0])
+    a, b = adapter_names(name.removesuffix(".weight"))
+    if plan.lora is None or a not in reader.manifest.tensors:
+        return tensor
+    return merged(tensor, reader.whole(a, "fp32"), reader.whole(b, "fp32"), plan.lora, turned=saved.transposed)
 
 
 def _exported(
@@ -87,8 +117,7 @@ def _exported(
             stored = first.get(name, name)
             if name not in trained and stored not in reader.manifest.tensors:
                 continue  # a buffer outside every pipeline layer: from_pretrained makes it
-            state = reader.saved(stored).states[0]
-            tensor = reader.whole(stored, state)
+            tensor = _whole(plan, reader, stored)
             tensors[name] = tensor.to(dtype) if name in trained and tensor.is_floating_point() else tensor
         yield from revert_weight_conversion(model, tensors).items()
 
@@ -141,7 +170,12 @@ def _write_configs(plan: Plan, model: PreTrainedModel, dtype: torch.dtype, check
     model.config.save_pretrained(folder)
     if isinstance(model.generation_config, GenerationConfig):
         model.generation_config.save_pretrained(folder)
-    for pattern in (_GENERATION, *TOKENIZER_PATTERNS):
+    if (checkpoint / "model" / _GENERATION).is_file():
+        shutil.copyfile(checkpoint / "model" / _GENERATION, folder / _GENERATION)
+
+
+def _write_tokenizer(checkpoint: Path, folder: Path) -> None:
+    for pattern in TOKENIZER_PATTERNS:
         for path in (checkpoint / "model").glob(pattern):
             shutil.copyfile(path, folder / path.name)
     if (checkpoint / "tokenizer").is_dir():
@@ -163,6 +197,14 @@ def _cannot_write(output: Path, why: str) -> Refusal:
             message=f"{str(output)!r} cannot be written: {why}",
             help="Give a folder that you may write to, on a disk with room. The checkpoint is unharmed.",
         )
+    )
+
+
+def _no_base(checkpoint: Path) -> Diagnostic:
+    return Diagnostic(
+        code="SW6253",
+        message=f"{str(checkpoint)!r} holds adapters of a model with random weights, which is in no other place",
+        help="Add --merge: the whole model is written, adapters merged into it.",
     )
 
 

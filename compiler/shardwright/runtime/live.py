@@ -8,6 +8,7 @@ import socket
 from torch import nn
 
 from shardwright.ir.json_value import JsonValue
+from shardwright.runtime.lora import plain_name
 
 
 def live_record(module: nn.Module, rank: int) -> dict[str, JsonValue]:
@@ -20,5 +21,5 @@ def live_record(module: nn.Module, rank: int) -> dict[str, JsonValue]:
         # ds_tensor is ZeRO-3's own partition of the parameter, ds_shape the shape that it cuts.
         resident = getattr(p, "ds_tensor", p)
         total += resident.numel() * p.element_size()
-        shapes[name] = list(getattr(p, "ds_shape", p.shape))
+        shapes[plain_name(name)] = list(getattr(p, "ds_shape", p.shape))
     return {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "parameter_bytes": total, "shapes": shapes}

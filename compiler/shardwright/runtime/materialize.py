@@ -125,7 +125,9 @@ class DrawnByLayer:
     no rank draws what it does not hold. The distributions are the model's own `_init_weights`."""
 
     def __init__(self, model: PreTrainedModel, stack: str, seed: int) -> None:
-        self.model, self.stack, self.seed = model, stack, seed
+        # The structure as it is now, around the same tensors: the model's own modules are replaced and wrapped later.
+        shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
+        self.model, self.stack, self.seed = copy.deepcopy(model, shared), stack, seed
         self._parameters = dict(model.named_parameters())
         self._shapes = {name: tuple(p.shape) for name, p in self._parameters.items()}
         self._drawn: tuple[str, dict[str, torch.Tensor]] = ("", {})

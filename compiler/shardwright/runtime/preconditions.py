@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import sys
@@ -16,6 +17,18 @@ from shardwright.plan.plan import Plan
 from shardwright.runtime.tracking import missing_trackers
 
 TESTED = {"deepspeed": ">=0.19.8,<0.20", "transformers": ">=5.20,<6", "torch": ">=2.10,<3"}
+
+
+def missing_peft() -> Diagnostic | None:
+    """The optional package that LoRA trains through."""
+    if importlib.util.find_spec("peft") is not None:
+        return None
+    return Diagnostic(
+        code="SW6251",
+        message="the run trains LoRA adapters, and peft is not installed here",
+        help="pip install 'shardwright[lora]', on every host of the run.",
+        key=("lora",),
+    )
 
 
 def check_versions(plan: Plan) -> list[str]:
@@ -58,6 +71,8 @@ def check_machine(plan: Plan, folder: Path, hostfile: Path | None) -> None:
 
 
 def _obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[Diagnostic]:
+    if plan.lora is not None and (absent := missing_peft()):
+        yield absent
     if plan.is_cpu and plan.training.precision == "fp16":
         yield Diagnostic(
             code="SW6004",

@@ -128,7 +128,8 @@ def _work_seconds(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> float:
     tokens = training.global_batch_size * training.sequence_length
     # Fused causal attention skips half of the scores that are counted.
     forward -= scores * training.sequence_length // 2
-    return FORWARDS_PER_STEP * forward * tokens / peak_flops(cluster.gpu, training.precision)
+    forwards = FORWARDS_PER_STEP - (recipe.lora is not None)
+    return forwards * forward * tokens / peak_flops(cluster.gpu, training.precision)
 
 
 def _too_slow(days: float, steps: int, fastest: tuple[float, int] | None, cluster: Cluster) -> Diagnostic:

@@ -9,6 +9,7 @@ import pytest
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.diagnostics.codes import CODES
 from shardwright.ir.json_value import JsonValue
+from shardwright.ir.lora import LoraSection
 from shardwright.ir.recipe import DataSection, Recipe
 from shardwright.ir.strategy import Strategy
 from shardwright.model import packing
@@ -253,6 +254,18 @@ def test_a_chunked_loss_where_the_head_is_proved_to_run_alone() -> None:
         ("SW1431", "error", ("model", "loss"))
     ]
     assert "SW1431" not in codes(chunked, GOOD)
+
+
+def test_where_lora_runs() -> None:
+    everything = LoraSection(rank=8, alpha=16, dropout=0.0, target_modules=None)
+    adapted = dataclasses.replace(recipe_of(), lora=everything)
+    alone = change(tensor=1, pipeline=1, data=8, gradient_accumulation_steps=2, zero_stage=2)
+    assert codes(adapted, alone) == {}
+    assert codes(adapted, GOOD) == {"SW1432": "error", "SW1433": "error"}
+    misspelt = dataclasses.replace(everything, target_modules=("q_proj", "k_prjo"))
+    assert codes(dataclasses.replace(adapted, lora=misspelt), alone) == {"SW1434": "error"}
+    head = dataclasses.replace(everything, target_modules=("lm_head",))
+    assert codes(dataclasses.replace(adapted, lora=head), alone) == {"SW1434": "error"}
 
 
 def test_selective_checkpointing_needs_an_attention_module() -> None:

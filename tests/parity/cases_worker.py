@@ -1,6 +1,6 @@
-"""Under the `deepspeed` launcher: the chunked loss under many layouts and models in one launch, on the real engines.
+"""Under the `deepspeed` launcher: many parity cases of one world size in one launch, on the real engines.
 
-SHARDWRIGHT_CHUNKED_OUT names the folder for results, SHARDWRIGHT_CHUNKED_CASES the cases of test_chunked.py.
+SHARDWRIGHT_CASES_OUT names the folder for results, SHARDWRIGHT_CASES is JSON: name -> the case's fields.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from shardwright.runtime.loss import CausalLoss
 from shardwright.runtime.schedule import learning_rate
 from tests.parity.groups import share_groups
 from tests.parity.harness import STEPS, Case, reference, write_inputs
-from tests.parity.test_chunked import CASES
 
 PLAIN_TOTAL = CausalLoss.total
 
@@ -78,10 +77,10 @@ def main() -> None:
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")
     share_groups()
-    out, rank = Path(os.environ["SHARDWRIGHT_CHUNKED_OUT"]), dist.get_rank()
-    for name in os.environ["SHARDWRIGHT_CHUNKED_CASES"].split(","):
+    out, rank = Path(os.environ["SHARDWRIGHT_CASES_OUT"]), dist.get_rank()
+    for name, fields in json.loads(os.environ["SHARDWRIGHT_CASES"]).items():
         try:
-            line: dict[str, object] = {"case": name, **measure(CASES[name], out / "work" / name)}
+            line: dict[str, object] = {"case": name, **measure(Case(**fields), out / "work" / name)}
         except Exception:
             line = {"case": name, "error": traceback.format_exc()}
         with (out / f"rank-{rank}.jsonl").open("a") as file:

@@ -1,0 +1,41 @@
+"""Many parity cases in one launch of cases_worker.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from shardwright.runtime.launcher import free_port
+from tests.parity.harness import Case
+
+
+def launched(cases: dict[str, Case], out: Path) -> dict[str, dict[str, Any]]:
+    """Case -> its worst figures over the ranks. All of one world size."""
+    environment = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ),
+        "SHARDWRIGHT_CASES_OUT": str(out),
+        "SHARDWRIGHT_CASES": json.dumps({name: dataclasses.asdict(case) for name, case in cases.items()}),
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    program, worker = Path(sys.executable).parent / "deepspeed", Path(__file__).with_name("cases_worker.py")
+    (ranks,) = {str(case.world) for case in cases.values()}
+    launch = [str(program), "--hostfile", "none", "--num_gpus", ranks, "--master_port", str(free_port()), str(worker)]
+    result = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=1800)
+    found: dict[str, dict[str, Any]] = {}
+    for file in sorted(out.glob("rank-*.jsonl")):
+        for line in map(json.loads, file.read_text().splitlines()):
+            name = line.pop("case")
+            assert "error" not in line, f"{name}: {line['error']}"
+            before = found.setdefault(name, line)
+            before |= {key: max(before[key], value) for key, value in line.items()}
+    assert set(found) == set(cases), result.stdout[-3000:] + result.stderr[-3000:]
+    return found

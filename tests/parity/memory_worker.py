@@ -1,0 +1,40 @@
+"""One process on the CPU: two steps of a recipe with a large vocabulary, and how far its memory rose over them.
+
+argv: recipe, folder. Prints bytes.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+import deepspeed
+from deepspeed import ops
+
+from shardwright.compile import compile_recipe
+from shardwright.data.dataset import open_dataset
+from shardwright.recipe.load import load_recipe
+from shardwright.runtime.batches import Batches
+from shardwright.runtime.engine import build_trainer
+
+
+def main() -> None:
+    recipe, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo")
+    compiled = compile_recipe(load_recipe(recipe))
+    for name, content in compiled.files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    trainer = build_trainer(compiled.plan, folder)
+    batches = Batches(compiled.plan, open_dataset(compiled.plan, folder))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for step in (1, 2):
+        trainer.step(batches.micro_batches(step, 0), 1e-3)
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(f"rose {(after - before) * 1024}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""LoRA trains as one plain process under peft does; its checkpoints resume bit for bit and export what peft loads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.parity.harness import (
+    LOSS_ABSOLUTE,
+    NORM_RELATIVE,
+    STEPS,
+    Case,
+    metrics,
+    must,
+    newest_checkpoint,
+    reference,
+    shardwright,
+    write_inputs,
+)
+from tests.parity.launched import launched
+
+pytestmark = pytest.mark.launch
+
+CASES: dict[str, Case] = {
+    f"{model} {name}": dataclasses.replace(Case(model=model, data=2, lora_rank=4), **fields)
+    for model in ("llama", "gpt2", "llama-tied", "qwen2")
+    for name, fields in {
+        "zero0": {"zero_stage": 0},
+        "zero1": {"zero_stage": 1},
+        "zero2": {"zero_stage": 2},
+        "zero3": {"zero_stage": 3},
+        "full-zero1": {"zero_stage": 1, "checkpointing": "full"},
+        "full-zero3": {"zero_stage": 3, "checkpointing": "full"},
+        "chunked-zero2": {"zero_stage": 2, "loss": "chunked"},
+        "chunked-zero3": {"zero_stage": 3, "loss": "chunked"},
+    }.items()
+}
+SAMPLE = ("llama zero0", "gpt2 zero1", "llama-tied full-zero3", "qwen2 chunked-zero2")
+
+
+def check(name: str, figures: dict[str, Any]) -> None:
+    assert figures["loss"] <= LOSS_ABSOLUTE, (name, figures)
+    assert figures["norm"] <= NORM_RELATIVE, (name, figures)
+
+
+def test_adapters_train_as_under_peft(tmp_path: Path) -> None:
+    for name, figures in launched({name: CASES[name] for name in SAMPLE}, tmp_path).items():
+        check(name, figures)
+
+
+@pytest.mark.prove
+def test_every_zero_stage(tmp_path: Path, proved: Callable[[str, str, dict[str, Any]], None]) -> None:
+    for name, figures in launched(CASES, tmp_path).items():
+        proved("lora", name, figures)
+        check(name, figures)
+
+
+def test_checkpoints_resume_and_export(tmp_path: Path) -> None:
+    """GPT-2, whose weights lie the other way round, at ZeRO-3, which shares them out."""
+    case = Case(model="gpt2", data=2, zero_stage=3, lora_rank=4, pretrained=True)
+    tokens = write_inputs(case, tmp_path)
+    recipe = json.loads((tmp_path / "recipe.yaml").read_text()) | {"checkpoint": {"every_steps": 3}}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    out = tmp_path / "out"
+    must(shardwright("compile", tmp_path / "recipe.yaml", "-o", out))
+    must(shardwright("run", out))
+    first, steps = metrics(out), {path.name: path for path in (out / "checkpoints").iterdir()}
+    trained = load_file(newest_checkpoint(out) / "rank-00000-000.safetensors")
+
+    must(shardwright("run", out, "--resume", steps["step-00000003"]))
+    again = metrics(out)
+    assert [m["loss"] for m in again] == [m["loss"] for m in first]
+    resumed = load_file(newest_checkpoint(out) / "rank-00000-000.safetensors")
+    assert trained.keys() == resumed.keys() and all(torch.equal(trained[k], resumed[k]) for k in trained)
+
+    plan = json.loads((out / "plan.json").read_text())
+    for rank in plan["ranks"]:
+        live = json.loads((out / "run" / "ranks" / f"rank-{rank['rank']:05d}.json").read_text())
+        assert live["parameter_bytes"] == rank["parameter_bytes"]
+
+    must(shardwright("export", newest_checkpoint(out), "-o", tmp_path / "adapters"))
+    must(shardwright("export", newest_checkpoint(out), "-o", tmp_path / "merged", "--merge"))
+    apart = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapters", dtype=torch.float32)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "weights", dtype=torch.float32)
+    ids = torch.from_numpy(tokens[:2].astype("int64"))
+    with torch.no_grad():
+        logits = [model.eval()(input_ids=ids).logits for model in (apart, merged, base)]
+    assert torch.allclose(logits[0], logits[1], atol=1e-5)
+    assert not torch.allclose(logits[0], logits[2], atol=1e-3)
+    wanted = reference(case, tokens)
+    assert max(abs(m["loss"] - w) for m, w in zip(first, wanted.losses, strict=True)) <= LOSS_ABSOLUTE
+    assert len(first) == STEPS
+    adapters = {n: p for n, p in wanted.weights.items() if "lora_" in n}
+    saved = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    assert {n.replace(".default", "") for n in adapters} == set(saved)
+    for name, p in adapters.items():
+        assert (saved[name.replace(".default", "")] - p).abs().max() <= 2e-5, name

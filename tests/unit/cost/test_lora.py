@@ -1,0 +1,64 @@
+"""LoRA in the estimate: gradients, optimizer states and their time are the adapters' alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from shardwright.cluster.resolve import resolve_cluster
+from shardwright.cost.estimate import estimate_strategy
+from shardwright.ir.estimate import Estimate
+from shardwright.ir.lora import LoraSection, adapters, target_modules
+from tests.unit.cost.test_estimate import change
+from tests.unit.model.factory import LLAMA_8B, graph_of, recipe_of
+
+LORA = LoraSection(rank=16, alpha=32, dropout=0.0, target_modules=None)
+BASE = 8_030_261_248
+# 32 layers of q, o (4096 + 4096), k, v (4096 + 1024), gate, up, down (4096 + 14336), rank 16.
+ADAPTERS = 32 * 16 * (2 * 8192 + 2 * 5120 + 3 * 18432)
+
+
+def estimate(zero_stage: int, lora: LoraSection | None, checkpointing: str = "full") -> Estimate:
+    recipe = dataclasses.replace(recipe_of(LLAMA_8B, training={"sequence_length": 2048}), lora=lora)
+    layout = change(
+        tensor=1,
+        pipeline=1,
+        data=8,
+        gradient_accumulation_steps=2,
+        zero_stage=zero_stage,
+        activation_checkpointing=checkpointing,
+    )
+    return estimate_strategy(recipe, graph_of(LLAMA_8B), resolve_cluster(recipe.cluster), layout)
+
+
+def test_auto_is_every_linear_of_a_layer() -> None:
+    graph = graph_of(LLAMA_8B)
+    names = target_modules(graph, LORA)
+    assert set(names) == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert sum(sum(adapters(layer, names, 16)) for layer in graph.layers) == ADAPTERS
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_states_are_those_of_the_adapters(zero_stage: int) -> None:
+    (stage,) = estimate(zero_stage, LORA).memory.stages
+    assert stage.parameters_bytes == pytest.approx(2 * (BASE + ADAPTERS) / (8 if zero_stage == 3 else 1))
+    assert stage.optimizer_bytes == pytest.approx(12 * ADAPTERS / 8)
+    (whole,) = estimate(zero_stage, None).memory.stages
+    assert stage.gradients_bytes == pytest.approx(whole.gradients_bytes * ADAPTERS / BASE, rel=1e-6)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_time_is_that_of_the_adapters(zero_stage: int) -> None:
+    adapted, whole = estimate(zero_stage, LORA).time, estimate(zero_stage, None).time
+    assert adapted.optimizer_seconds == pytest.approx(whole.optimizer_seconds * ADAPTERS / BASE, rel=1e-6)
+    assert adapted.data_comm_seconds < whole.data_comm_seconds
+    # No products for the gradients of frozen weights: a third of the work, less what is recomputed and memory-bound.
+    assert 0.6 < adapted.compute_seconds / whole.compute_seconds < 0.9
+    assert adapted.model_tflops_per_gpu * adapted.step_seconds == pytest.approx(
+        whole.model_tflops_per_gpu * whole.step_seconds * 2 / 3
+    )
+
+
+def test_a_base_that_only_adapters_fit_beside() -> None:
+    assert estimate(1, LORA).memory.peak_bytes < estimate(1, None).memory.peak_bytes - 8 * BASE * 0.5
