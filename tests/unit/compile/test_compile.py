@@ -52,14 +52,14 @@ def test_independent_errors_come_together(write_recipe: Callable[..., Path]) -> 
 
 
 def test_layout_errors_come_with_the_others(write_recipe: Callable[..., Path]) -> None:
-    """Three tensor ranks for four heads, and an attention that does not run yet; each is told once."""
+    """Three tensor ranks for four heads, and a key for estimates alone; each is told once."""
     changes = {
         "cluster.gpus_per_node": 3,
         "parallelism": {"tensor": 3, "pipeline": 1, "data": 1, "micro_batch_size": 2, "expert": 2},
-        "model.attention": "flash_attention_2",
+        "assume": {"mfu": 0.4},
     }
     found = codes(write_recipe(changes))
-    assert "SW3103" in found and "SW1905" in found
+    assert "SW3103" in found and "SW1914" in found
     assert found.count("SW1909") == 1 and "SW3115" not in found
 
 
