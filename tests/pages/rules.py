@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.diagnostics import Diagnostic
 from shardwright.diagnostics.codes import CODES
+from shardwright.ir.lora import LoraSection
 from shardwright.ir.recipe import DataSection, Recipe
 from shardwright.ir.strategy import Strategy
 from shardwright.model.build import build_model_graph
@@ -116,6 +117,7 @@ def recipes() -> tuple[Recipe, ...]:
     return (
         plain,
         dataclasses.replace(plain, data=TEXT),
+        dataclasses.replace(plain, lora=LoraSection(rank=8, alpha=16.0, dropout=0.0, target_modules=("c_attn",))),
         recipe_of(cluster=cluster, training={**training, "sequence_length": 262_144}),
         recipe_of(cluster=cluster, training={**training, "gradient_accumulation_dtype": "bf16"}),
         recipe_of(cluster={**cluster, "gpu": "v100-sxm2-32gb"}, training=training),
