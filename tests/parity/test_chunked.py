@@ -76,9 +76,9 @@ def test_every_layout(world: int, tmp_path: Path, proved: Callable[[str, str, di
         check(name, figures)
 
 
-@pytest.mark.parametrize("loss", ["full", "chunked"])
-def test_peak_memory_of_a_real_run(loss: str, tmp_path: Path) -> None:
-    """2048 tokens x 32,000 symbols: 250 MiB of fp32 logits, of which whole ones stand in memory several times."""
+def peak_rise(loss: str, tmp_path: Path) -> float:
+    """Of the resident set in training, in fp32 logits of the micro-batch: 2048 tokens x 32,000 symbols, 250 MiB."""
+    tmp_path.mkdir()
     vocabulary, rows, length = 32_000, 4, 512
     np.save(tmp_path / "tokens.npy", np.random.default_rng(0).integers(0, vocabulary, (2 * rows, length)))
     case = Case(model="llama", loss=loss, micro=rows, accumulation=1)
@@ -108,5 +108,10 @@ def test_peak_memory_of_a_real_run(loss: str, tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr[-3000:]
     rose = int(result.stdout.split("rose ")[1])
-    logits = rows * length * vocabulary * 4
-    assert rose > 2 * logits if loss == "full" else rose < 1.5 * logits, rose / logits
+    return rose / (rows * length * vocabulary * 4)
+
+
+def test_peak_memory_of_a_real_run(tmp_path: Path) -> None:
+    """Whole logits stand in memory several times. The allocator adds up to half of one, more where cores are shared."""
+    full, chunked = (peak_rise(loss, tmp_path / loss) for loss in ("full", "chunked"))
+    assert full - chunked > 0.75, (full, chunked)
