@@ -76,10 +76,10 @@ def _explain_plan(args: argparse.Namespace) -> int:
 
 
 def _is_code(word: str) -> bool:
-    """A file or folder of that name comes first."""
+    """A file or folder of that name comes first; a single word that is neither was meant as a code."""
     if os.path.exists(word) or word == "-":
         return False
-    return re.fullmatch(r"SW\w*", word, re.IGNORECASE) is not None
+    return re.fullmatch(r"\w+", word) is not None
 
 
 def _explain_code(args: argparse.Namespace) -> int:
@@ -136,6 +136,6 @@ def _no_code(word: str) -> str:
     from shardwright.diagnostics.codes import CODES
 
     if not re.fullmatch(r"SW\d{4}", word, re.IGNORECASE):
-        return f"{word!r} is no code; a code is SW and four digits, as in `error[SW4112]`"
+        return f"{word!r} is no code, file or folder; a code is SW and four digits, as in `error[SW4112]`"
     close = difflib.get_close_matches(word.upper(), CODES, n=1)
     return f"there is no code {word.upper()}" + (f"; did you mean {close[0]}?" if close else "")
