@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from shardwright.cost.constants import Constants, default_constants
@@ -62,7 +61,7 @@ def weigh(
 
 
 def _may_chunk(recipe: Recipe, graph: ModelGraph, strategy: Strategy, memory: Memory) -> bool:
-    """`loss: auto` makes the head's product once more only for memory that is asked for or needed (decision 017)."""
+    """`loss: auto` makes the head's product once more only for memory that is asked for or needed (decision 018)."""
     own = recipe.target == "deepspeed" and recipe.assume.kernels == "auto"
     unsettled = recipe.model.loss == "auto" and strategy.loss == "full"
     wanted = recipe.objective == "memory" or not memory.fits
@@ -112,18 +111,8 @@ def does_not_fit(memory: Memory, strategy: Strategy) -> Diagnostic:
     )
 
 
-def training_steps(recipe: Recipe) -> int:
-    """Optimizer steps. 0 = not known yet: `epochs` counts the data, which is read only when it is prepared."""
-    training = recipe.training
-    if training.steps is not None:
-        return training.steps
-    if training.tokens is not None:
-        return math.ceil(training.tokens / (training.global_batch_size * training.sequence_length))
-    return 0
-
-
 def _training(recipe: Recipe, cluster: Cluster, time: Time) -> Training:
-    steps = training_steps(recipe)
+    steps = recipe.training.known_steps
     seconds = steps * time.step_seconds
     gpu_hours = seconds / 3600 * cluster.world_size
     price_per_hour = cluster.price_per_gpu_hour

@@ -14,7 +14,7 @@ from shardwright.cost.compute import ELEMENT_BYTES, peak_flops
 from shardwright.cost.layout import Layout
 from shardwright.cost.offload import host_transfer_seconds, host_update_seconds
 from shardwright.cost.passes import FORWARD_SHARE, Passes, passes
-from shardwright.cost.shapes import dropped_products, model_shapes
+from shardwright.cost.shapes import ModelShapes, dropped_products, model_shapes
 from shardwright.ir.estimate import Time
 from shardwright.ir.strategy import Strategy
 from shardwright.schedule.step import step_seconds
@@ -102,9 +102,10 @@ def estimate_time(layout: Layout) -> Time:
     step = schedule + data_comm + optimizer
     mean_busy = m * sum(stage.total for stage in stages) / s.pipeline
     world = s.world_size
-    tokens = layout.recipe.training.global_batch_size * layout.recipe.training.sequence_length
+    length = layout.recipe.training.sequence_length
+    tokens = layout.recipe.training.global_batch_size * length
     # No gradient of a frozen weight is computed.
-    model_flops = (FORWARDS_PER_STEP - bool(layout.adapters)) * forward_flops_per_token(layout) * tokens
+    model_flops = (FORWARDS_PER_STEP - bool(layout.adapters)) * forward_flops_per_token(layout.shapes, length) * tokens
     hardware_flops = model_flops + recomputed_flops_per_token(layout) * tokens
     peak = peak_flops(layout.cluster.gpu, layout.recipe.training.precision)
     return Time(
@@ -123,10 +124,10 @@ def estimate_time(layout: Layout) -> Time:
     )
 
 
-def forward_flops_per_token(layout: Layout) -> int:
+def forward_flops_per_token(shapes: ModelShapes, sequence_length: int) -> int:
     """Matrix products of the whole model, full S x S attention, the head included, the lookup not."""
-    products, _, scores = layout.shapes.decoder_flops
-    return products + scores * layout.recipe.training.sequence_length + layout.shapes.head_flops
+    products, _, scores = shapes.decoder_flops
+    return products + scores * sequence_length + shapes.head_flops
 
 
 def recomputed_flops_per_token(layout: Layout) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from shardwright.atomic import write_atomically
 from shardwright.data.megatron import open_megatron
 from shardwright.data.order import EpochOrder, MixtureOrder, Order
 from shardwright.data.prepare import data_folder, prepared_folder
@@ -89,9 +89,7 @@ def resolve(plan: Plan, folder: Path, *, check_all: bool = False) -> tuple[Plan,
     resolved = with_steps(plan, data.steps)
     with writing(data_folder(folder)):
         data_folder(folder).mkdir(parents=True, exist_ok=True)
-        temporary = data_folder(folder) / f".{STEPS}.{os.getpid()}"
-        temporary.write_text(json.dumps({"steps": data.steps}), encoding="utf-8")
-        os.replace(temporary, data_folder(folder) / STEPS)
+        write_atomically(data_folder(folder) / STEPS, json.dumps({"steps": data.steps}))
     return resolved, data
 
 

@@ -238,6 +238,12 @@ def parameter_splits(plan: Plan) -> dict[str, ParameterSplit]:
     return {p.name: p for module in plan.tensor_parallel.modules for p in module.parameters}
 
 
+def _uncut(name: str, shape: tuple[int, ...], trainer: Any) -> ParameterSplit:
+    """Of a parameter that every tensor rank has whole. shape: as this process holds it."""
+    shape = shape[::-1] if name in trainer.transposed else shape
+    return ParameterSplit(name=name, shape=shape, dimension=None, blocks=(), sizes=())
+
+
 def named_parameters(plan: Plan, module: nn.Module) -> dict[str, nn.Parameter]:
     """Of this rank, by one name each: of tied parameters the name that the plan lists, on every stage."""
     first = {alias: group[0] for group in plan.model.tied for alias in group}
@@ -295,8 +301,7 @@ def _manifest(plan: Plan, trainer: Any, step: int, told: list[tuple[list[Written
         first = len(files)
         files += [SavedFile(name=name, size_bytes=size) for name, size, _ in names]
         for shard, name, shape, _, states, number, start, numel in written:
-            whole = shape[::-1] if name in trainer.transposed else shape
-            split = splits.get(name) or ParameterSplit(name=name, shape=whole, dimension=None, blocks=(), sizes=())
+            split = splits.get(name) or _uncut(name, shape, trainer)
             tensors[name] = SavedTensor(split=split, transposed=name in trainer.transposed, states=states, shards=())
             found = shards.setdefault(name, {}).setdefault(shard, [])
             found.append(Fragment(file=first + number, start=start, numel=numel))
@@ -325,8 +330,7 @@ def load_checkpoint(plan: Plan, trainer: Any, checkpoint: Path) -> int:
     splits, at = parameter_splits(plan), plan.ranks[rank]
     with CheckpointReader(checkpoint) as reader, torch.no_grad():
         for f in live_fragments(engine, named_parameters(plan, engine.module)):
-            whole = f.shard_shape[::-1] if f.name in trainer.transposed else f.shard_shape
-            split = splits.get(f.name) or ParameterSplit(name=f.name, shape=whole, dimension=None, blocks=(), sizes=())
+            split = splits.get(f.name) or _uncut(f.name, f.shard_shape, trainer)
             for state, values in f.states.items():
                 values.copy_(reader.fragment(f.name, state, split, at.tensor, f.start, values.numel()))
         for name, buffer in named_buffers(engine.module).items():

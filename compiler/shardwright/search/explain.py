@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from shardwright.cost.breakdown import Breakdown, break_down
@@ -15,6 +14,7 @@ from shardwright.ir.strategy import Strategy
 from shardwright.search.compare import because, binding_constraint
 from shardwright.search.search import SearchResult, search
 from shardwright.search.sensitivity import Sensitivity, sensitivities
+from shardwright.search.space import without_layout_pins
 from shardwright.search.walk import RejectedRegion
 
 LAYOUT_KEYS = (
@@ -96,21 +96,6 @@ def pinned_keys(recipe: Recipe) -> tuple[str, ...]:
     """Layout keys that the recipe gives; `offload: none` is what a recipe says that does not speak of it."""
     pins, plain = recipe.parallelism, {"offload": "none"}
     return tuple(k for k in LAYOUT_KEYS if getattr(pins, k) is not None and getattr(pins, k) != plain.get(k))
-
-
-def without_layout_pins(recipe: Recipe) -> Recipe:
-    """`offload` stays: a search that was not asked for it does not move states to the host."""
-    pins = dataclasses.replace(
-        recipe.parallelism,
-        tensor=None,
-        pipeline=None,
-        data=None,
-        zero_stage=None,
-        micro_batch_size=None,
-        activation_checkpointing=None,
-        schedule=None,
-    )
-    return dataclasses.replace(recipe, parallelism=pins)
 
 
 def alternative(recipe: Recipe, estimate: Estimate, chosen: Estimate) -> Alternative:
