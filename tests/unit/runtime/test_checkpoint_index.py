@@ -132,6 +132,24 @@ def test_other_samples_are_said(out: Path) -> None:
     assert [note.split(":")[0] for note in notes] == ["warning[SW6207]"]
 
 
+def test_other_weights_of_a_mixture_are_said(out: Path) -> None:
+    plan = read_plan(out)
+
+    def mixed(*weights: float) -> Plan:
+        parts = tuple(dataclasses.replace(plan.data, weight=weight) for weight in weights)
+        return dataclasses.replace(plan, data=dataclasses.replace(plan.data, kind="mixture", mixture=parts))
+
+    rewrite(out, mixed(1.0, 3.0))
+    write_checkpoint(out, step=12)
+    assert chosen(out) == ("step-00000012", ())
+    rewrite(out, mixed(1.0, 2.0))
+    (note,) = chosen(out)[1]
+    assert note.endswith("data.mixture.1.weight 3.0 -> 2.0")
+    rewrite(out, mixed(1.0))
+    (note,) = chosen(out)[1]
+    assert note.endswith("data has 1 parts, not 2")
+
+
 def test_later_checkpoints_are_set_aside(out: Path) -> None:
     """Going on from step 4 writes another step 8: neither is lost, and `auto` never takes the old one again."""
     plan, root = read_plan(out), out / "checkpoints"
