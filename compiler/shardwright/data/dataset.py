@@ -31,10 +31,12 @@ _HELD_OUT = 0x76616C
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """steps: of the training, epochs resolved."""
+    """steps: of the training, epochs resolved. parts: rows of each part of a mixture, which with the seed make the
+    order."""
 
     train: Rows
     order: Order
+    parts: tuple[int, ...]
     validation: Rows | None
     steps: int
 
@@ -71,6 +73,7 @@ def open_dataset(plan: Plan, folder: Path, *, check_all: bool = False) -> Datase
     return Dataset(
         train=_joined(parts),
         order=order,
+        parts=tuple(counts),
         validation=_joined(held_out) if held_out else None,
         steps=t.steps if t.epochs is None else steps_of_epochs(t.epochs, order.steps_per_epoch),
     )

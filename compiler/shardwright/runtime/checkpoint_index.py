@@ -10,7 +10,7 @@ from pathlib import Path
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.plan.plan import Plan, PlanData
 from shardwright.plan.serialize import read_plan
-from shardwright.runtime.checkpoint_manifest import checksum, damage
+from shardwright.runtime.checkpoint_manifest import checksum, damage, read_manifest
 from shardwright.runtime.checkpoint_store import CheckpointStore
 
 _STEP = re.compile(r"step-(\d{8})")
@@ -178,6 +178,18 @@ def _other_data(here: PlanData, there: PlanData, key: str) -> list[str]:
     for number, parts in enumerate(zip(here.mixture, there.mixture, strict=True)):
         changed += _other_data(*parts, f"{key}.mixture.{number}")
     return changed
+
+
+def other_rows(checkpoint: Path, rows: tuple[int, ...]) -> tuple[str, ...]:
+    """The same paths can hold other data by now. rows: training sequences of each part."""
+    saved = read_manifest(checkpoint).rows
+    if not saved or saved == rows:
+        return ()
+    had, has = (" + ".join(f"{n:,}" for n in counts) for counts in (saved, rows))
+    return (
+        f"warning[SW6207]: the order of the samples is another than {checkpoint.name} had: the data had {had} "
+        f"sequences and has {has}; some will be seen twice, others not at all",
+    )
 
 
 def _other_tokenizer(plan: Plan, saved: Plan, folder: Path, checkpoint: Path) -> str | None:
