@@ -9,7 +9,6 @@ import pytest
 from shardwright.cli.main import COMMANDS
 from shardwright.recipe.schema import recipe_schema
 from shardwright.rules.registry import DEEPSPEED_RULES, GENERAL_RULES
-from tests.pages import readme
 from tests.pages.rules import examples
 from tests.pages.write import DOCS, PAGES
 
@@ -58,9 +57,3 @@ def test_what_a_page_names_is_there(name: str) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in targets:
         assert f"\n{target}:" in makefile, f"{name} names `make {target}`"
-
-
-def test_the_readme_shows_what_the_commands_print() -> None:
-    text = readme.PAGE.read_text(encoding="utf-8")
-    assert text.count(readme.BEGIN) == text.count(readme.END) >= 3
-    assert text == readme.written(text), "run `make readme`"
