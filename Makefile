@@ -77,7 +77,7 @@ recipes: setup ## plans every ready recipe: the table of recipes/README.md, and 
 docs: setup ## docs/recipe.md, docs/rules.md and the tables of docs/cost-model.md
 	$(BIN)/python -m tests.pages.write
 
-readme: setup ## the outputs of commands in README.md
+readme: setup ## the outputs of commands that README.md and the other pages show
 	$(BIN)/python -m tests.pages.readme
 
 build: setup ## sdist and wheel in dist/

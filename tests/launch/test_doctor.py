@@ -79,6 +79,15 @@ def test_without_ssh(
     assert "error[SW5301]" in capsys.readouterr().err
 
 
+@pytest.mark.launch
+def test_hosts_that_do_not_answer_are_not_said_to_be_well(two_nodes: Path, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a.invalid slots=2\nb.invalid slots=2\n")
+    if shutil.which("ssh") is not None:
+        done = shardwright("doctor", two_nodes, "--hostfile", tmp_path / "hosts")
+        assert done.returncode == 1 and "\nok " not in done.stdout
+        assert done.stdout.count("SW5301") == 2 and done.stdout.endswith("2 found; nothing was started\n")
+
+
 def test_a_slow_link_is_told_and_does_not_stop_a_run() -> None:
     assumed = Assumed(intra_node_bytes_per_second=450e9, inter_node_bytes_per_second=50e9, is_cpu=False)
     met = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from shardwright.runtime.tracking import missing_trackers
+from tests.pages.blocks import blocks
 from tests.parity.harness import must, shardwright
 
 pytestmark = pytest.mark.launch
-ROOT = Path(__file__).parents[2]
 CHANGES = {
     "training.steps": 12,
     "checkpoint": {"every_steps": 5},
@@ -35,8 +34,8 @@ def test_the_documented_loop_trains_as_run_does(write_recipe: Callable[..., Path
         must(shardwright("compile", recipe, "-o", tmp_path / name))
     must(shardwright("run", tmp_path / "ours"))
 
-    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python-api.md").read_text(), re.S)
-    (tmp_path / "loop.py").write_text(script)
+    (script,) = (block for block in blocks("docs/python-api.md") if block.language == "python")
+    (tmp_path / script.title).write_text(script.text)
     plan = json.loads((tmp_path / "theirs" / "plan.json").read_text())
     deepspeed = Path(sys.executable).with_name("deepspeed")
     command = [

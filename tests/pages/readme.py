@@ -1,52 +1,50 @@
-"""The outputs of commands that README.md shows: `make readme` runs them and writes what they print."""
+"""The outputs of commands that the pages show: `make readme` runs them and writes what they print."""
 
 from __future__ import annotations
 
-import contextlib
-import io
-import os
-import re
-import shlex
+import tempfile
 from pathlib import Path
 
-from shardwright.cli.main import main as shardwright
-
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "README.md"
-BEGIN, END = "<!-- the output of the command -->\n```\n", "```\n<!-- end of the output -->"
-CLOCK = re.compile(r"searched in [\d.]+ s")
+from tests.pages.blocks import ROOT, Block, blocks, commands, pages
+from tests.pages.exceptions import EXCEPTIONS, part_of
+from tests.pages.session import Session, same
 
 
-def written(page: str) -> str:
-    """`page` with every marked block as its command prints it from the repository's root."""
-    before, *blocks = page.split(BEGIN)
-    parts = [before]
-    for block in blocks:
-        shown, end, after = block.partition(END)
-        prompt = shown.splitlines()[0]
-        parts.append(f"{BEGIN}{prompt}\n{_kept_clock(shown, output(prompt))}{end}{after}")
-    return "".join(parts)
+def written(page: str, folder: Path) -> str:
+    """The page's text with every output that has changed as it is printed now. folder: an empty one to follow it in.
+
+    An output that is the same apart from times and what `...` leaves out stays as it is.
+    """
+    session = Session(folder)
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines(keepends=True)
+    for block, text in [(block, _now(block, session)) for block in blocks(page)][::-1]:
+        lines[block.line : block.line + block.text.count("\n")] = [text]
+    return "".join(lines)
 
 
-def output(prompt: str) -> str:
-    """Of a line like `$ shardwright plan ...`."""
-    dollar, command, *arguments = shlex.split(prompt)
-    assert (dollar, command) == ("$", "shardwright"), prompt
-    printed, here = io.StringIO(), os.getcwd()
-    os.chdir(ROOT)
-    try:
-        with contextlib.redirect_stdout(printed):
-            assert shardwright(arguments) == 0, prompt
-    finally:
-        os.chdir(here)
-    return printed.getvalue()
+def _now(block: Block, session: Session) -> str:
+    """Runs the block's commands. Returns its text."""
+    session.save(block)
+    text = ""
+    for command in commands(block):
+        shown, instead = command.shown or "", EXCEPTIONS.get((block.page, command.text))
+        if instead is None:
+            text += command.typed + _fresh(shown, command.text, session)
+        elif instead.part:
+            old = part_of(shown)
+            text += command.typed + shown.replace(old, _fresh(old, instead.part, session), 1)
+        else:
+            text += command.typed + shown
+    return text if block.language == "console" else block.text
 
 
-def _kept_clock(shown: str, now: str) -> str:
-    """The seconds of a search are the machine's, so the page keeps those that it has."""
-    old = CLOCK.search(shown)
-    return now if old is None else CLOCK.sub(old[0], now)
+def _fresh(shown: str, command: str, session: Session) -> str:
+    _, printed = session.run(command)
+    return shown if same(shown, printed) else printed
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in pages():
+        if any(block.language == "console" for block in blocks(page)):
+            with tempfile.TemporaryDirectory() as folder:
+                (ROOT / page).write_text(written(page, Path(folder)), encoding="utf-8")

@@ -83,7 +83,7 @@ def _rule(code: str, rule: Rule) -> list[str]:
     lines += [f"{doc}\n"] if doc else []
     lines += [f"Keys of the layout that decide it: {reads}."]
     if found is not None:
-        lines += ["", "```", f"{found.severity}[{code}]: {found.message}", f"  = help: {found.help}", "```"]
+        lines += ["", "```text", f"{found.severity}[{code}]: {found.message}", f"  = help: {found.help}", "```"]
     return lines
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from shardwright.cli.main import COMMANDS
 from shardwright.recipe.schema import recipe_schema
 from shardwright.rules.registry import DEEPSPEED_RULES, GENERAL_RULES
-from tests.pages import readme
 from tests.pages.rules import examples
+from tests.pages.threads import THREADS, Thread
 from tests.pages.write import DOCS, PAGES
 
 ROOT = DOCS.parent
@@ -60,7 +61,17 @@ def test_what_a_page_names_is_there(name: str) -> None:
         assert f"\n{target}:" in makefile, f"{name} names `make {target}`"
 
 
-def test_the_readme_shows_what_the_commands_print() -> None:
-    text = readme.PAGE.read_text(encoding="utf-8")
-    assert text.count(readme.BEGIN) == text.count(readme.END) >= 3
-    assert text == readme.written(text), "run `make readme`"
+@pytest.mark.parametrize("thread", THREADS, ids=lambda thread: thread.threads[0])
+def test_what_others_ran_into(thread: Thread, tmp_path: Path) -> None:
+    """The page answers it, and the program does what the answer says."""
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    (row,) = (line for line in page.splitlines() if f"| {', '.join(thread.threads)} |" in line)
+    assert thread.says in row
+    assert thread.says in thread.tried(tmp_path)
+
+
+def test_every_thread_of_the_page_is_tried() -> None:
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    _, _, section = page.partition("## What others ran into")
+    named = set(re.findall(r"\b[A-Za-z]+#\d+", section.partition("\n## ")[0]))
+    assert named == {name for thread in THREADS for name in thread.threads}

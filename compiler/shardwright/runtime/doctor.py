@@ -70,7 +70,9 @@ def examine(
             digest=digest(folder, plan.checkpoint.directory),
         )
         silent = [probe.result for probe in probes if not probe.result.facts]
-        checks = [_reached(silent, len(probes), local=local), *(check(x) for check in CHECKS)]
+        checks = [_reached(silent, len(probes), local=local)]
+        if answered:  # of hosts that say nothing nothing is well
+            checks.extend(check(x) for check in CHECKS)
         able = [p for p in answered if not _missing_interfaces(plan, p.result)]
         checks.extend(meet(plan, able, assumed, whole=len(able) == len(probes), end=end))
         return tuple(checks)

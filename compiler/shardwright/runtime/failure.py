@@ -12,7 +12,10 @@ from shardwright.runtime.events import first_cause, read_events
 from shardwright.runtime.journal import write_status
 
 _LAUNCHER_CODE = re.compile(r"exits with return code = (-\d+)")
-_SSH_LOST = re.compile(r"^pdsh@\S+: (\S+): ssh exited with exit code 255", re.MULTILINE)
+# pdsh's own word, and that of DeepSpeed's launcher, which tries the first host by itself.
+_SSH_LOST = re.compile(
+    r"^pdsh@\S+: (\S+): ssh exited with exit code 255|but host=(\S+) was not reachable via ssh", re.MULTILINE
+)
 _SSH_ENDED = re.compile(r"^pdsh@\S+: (\S+): ssh exited with exit code (\d+)", re.MULTILINE)
 _SIGNALS = {
     -9: "killed (signal 9): most often the host ran out of memory; see `dmesg` there",
@@ -59,7 +62,7 @@ def report_failure(plan: Plan, folder: Path, attempt: int, launcher_code: int) -
 def _report_silence(plan: Plan, folder: Path, attempt: int, log: str, launcher_code: int) -> int:
     """No rank could speak: a host that ssh does not reach, or a rank that ended before it was connected."""
     lost, ended = _SSH_LOST.search(log), _SSH_ENDED.search(log)
-    host = lost[1] if lost else ended[1] if ended else None
+    host = (lost[1] or lost[2]) if lost else ended[1] if ended else None
     if lost:
         cause = f"host {host}: no ssh to it, or the connection broke"
         help_text = f"Try `ssh {host} true`; `shardwright doctor` tries every host at once."
@@ -71,7 +74,7 @@ def _report_silence(plan: Plan, folder: Path, attempt: int, log: str, launcher_c
         cause = f"the deepspeed launcher{on} ended with code {launcher_code} and no rank said why"
         help_text = "`shardwright doctor` compares the hosts' Python, packages and folders."
     lines = [line for line in log.splitlines() if host is None or line.startswith((f"{host}:", "pdsh@"))]
-    tail = "\n".join(lines[-15:])
+    tail = "\n".join((lines or log.splitlines())[-15:])
     _print_error("SW6301", cause, f"{help_text}\nthe end of {folder / 'run' / 'launcher.log'}:\n{tail}")
     write_status(folder, "failed", attempt, rank=None, host=host, code="SW6301", cause=cause)
     return 3

@@ -78,6 +78,8 @@ def _train(plan: Plan, folder: Path, rank: int, attempt: int, resume: object, wa
     """Returns the exit code: 0, or what a scheduler wants of a run that was told to stop."""
     if plan.is_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
+        # DeepSpeed looks whether the optimizer is its Muon, whose torch.compile imports all of inductor: 2 s a rank.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     from shardwright.runtime.attempt import begin_on_ranks
     from shardwright.runtime.distributed import check_world, close_groups, open_groups
 

@@ -53,6 +53,7 @@ def test_a_host_that_was_switched_off(plan: Plan, tmp_path: Path, capsys: pytest
         ("b: ssh: connect to host b port 22: No route\npdsh@a: b: ssh exited with exit code 255\n", "host b: no ssh"),
         (f"{KILLED}\npdsh@a: b: ssh exited with exit code 247\n", "a rank on host b was ended while the run came up"),
         ("b: No module named shardwright\npdsh@a: b: ssh exited with exit code 1\n", "launcher on host b ended"),
+        ("RuntimeError: Using hostfile at /h but host=b was not reachable via ssh. If you\n", "host b: no ssh to it"),
         ("nothing of use\n", "no rank said why"),
     ],
 )

@@ -1,0 +1,58 @@
+"""Commands that the quick test does not run as the pages have them: the reason, and what is done instead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+LEFT_OUT = "...\n"
+
+
+@dataclass(frozen=True)
+class Instead:
+    """How a command is tried.
+
+    target: `make -n` has to know it. prove: it runs in `make prove`; in the quick test its arguments are parsed, and
+    `part`, a command of it, has to print what the page shows up to the first `...`.
+    """
+
+    how: Literal["target", "prove"]
+    reason: str
+    part: str = ""
+
+
+def part_of(shown: str) -> str:
+    """What stands before the first `...` of an output; one at its very beginning does not count."""
+    return shown.removeprefix(LEFT_OUT).partition(LEFT_OUT)[0]
+
+
+FRESH = "writes what tests compare already: they fail with this command's name where it is stale"
+CHANGES = "writes into the repository"
+EXCEPTIONS: dict[tuple[str, str], Instead] = {
+    ("README.md", "make demo"): Instead(
+        "prove",
+        "150 steps on four ranks, two minutes",
+        part="shardwright compile recipes/tiny-llama-cpu.yaml -o build/demo",
+    ),
+    ("README.md", "shardwright verify my.yaml"): Instead("prove", "two launches; tests/verify has its own"),
+    ("docs/python-api.md", "deepspeed --no_local_rank --num_gpus 4 loop.py build/loop"): Instead(
+        "prove", "a launch; tests/launch/test_own_loop.py trains with the same script"
+    ),
+    **{
+        ("docs/troubleshooting.md", f"shardwright {command} build/tiny{option}"): Instead(
+            "prove", "a launch of a few minutes; tests/launch/test_detached.py has the smallest of the same"
+        )
+        for command, option in (("run", " --detach"), ("status", ""), ("logs", ""), ("stop", ""))
+    },
+    ("CONTRIBUTING.md", "make setup"): Instead("target", "installs what the tests run with"),
+    ("CONTRIBUTING.md", "make test"): Instead("target", "runs these tests"),
+    ("CONTRIBUTING.md", "make lint"): Instead("target", "runs beside the tests in .ci/run, over the same files"),
+    ("CONTRIBUTING.md", "make golden"): Instead("target", FRESH),
+    ("CONTRIBUTING.md", "make snapshot"): Instead("target", CHANGES),
+    ("CONTRIBUTING.md", "make lint-docs"): Instead("target", FRESH),
+    ("CONTRIBUTING.md", "make docs"): Instead("target", FRESH),
+    ("CONTRIBUTING.md", "make recipes"): Instead("target", FRESH),
+    ("CONTRIBUTING.md", "make readme"): Instead("target", FRESH),
+    ("CONTRIBUTING.md", "make graphs"): Instead("target", CHANGES),
+}
+"""(page, command) -> what is done instead."""
