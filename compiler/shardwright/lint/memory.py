@@ -21,7 +21,7 @@ from shardwright.ir.estimate import Memory
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.strategy import Strategy
-from shardwright.lint.rules.batch import MICRO, STEPS, TRAIN
+from shardwright.lint.rules.batch import HPZ, MICRO, STEPS, TRAIN
 from shardwright.lint.rules.precision import dtype, precision
 from shardwright.lint.subject import Found, Subject
 from shardwright.model.build import build_model_graph
@@ -108,11 +108,13 @@ def _strategy(subject: Subject) -> Strategy:
         micro = max(1, train // world // (steps or 1)) if train else 1
     if not steps:
         steps = max(1, train // (micro * world)) if train else 1
-    offload = "none"
+    offload, copied = "none", 1
     if subject.offload("offload_optimizer") in ("cpu", "nvme") and subject.stage:
         offload = "optimizer"
     if subject.offload("offload_param") in ("cpu", "nvme") and subject.stage == 3:
         offload = "parameters"
+    if subject.stage == 3:
+        copied = min(world, max(1, subject.integer("zero_optimization", HPZ) or 1))
     return Strategy(
         tensor=tensor,
         pipeline=1,
@@ -123,6 +125,7 @@ def _strategy(subject: Subject) -> Strategy:
         activation_checkpointing="none",
         schedule="1f1b",
         offload=offload,
+        hpz_partition_size=copied,
     )
 
 
