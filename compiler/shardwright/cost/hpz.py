@@ -9,13 +9,15 @@ from shardwright.cost.collectives import group_of
 from shardwright.cost.layout import Layout
 from shardwright.cost.passes import passes
 from shardwright.cost.timing import data_comm_seconds, stage_seconds
+from shardwright.ir.hpz import asks_for_none
 
 
 def with_hpz(layout: Layout) -> Layout | None:
-    """The same layout with the second copy; None where no data group has several ranks on each of several nodes, and
-    where DeepSpeed cannot: below ZeRO-3, and under offload (the loss freezes, DeepSpeed#6926)."""
-    s = layout.strategy
-    own = layout.recipe.target == "deepspeed" and layout.recipe.assume.kernels == "auto"
+    """The same layout with the second copy; None where the recipe wants none, where no data group has several ranks on
+    each of several nodes, and where DeepSpeed cannot: below ZeRO-3, and under offload (the loss freezes,
+    DeepSpeed#6926)."""
+    s, recipe = layout.strategy, layout.recipe
+    own = recipe.target == "deepspeed" and recipe.assume.kernels == "auto" and not asks_for_none(recipe.extra)
     if not own or s.zero_stage != 3 or s.pipeline > 1 or s.offload != "none":
         return None
     group = group_of(layout.cluster, s.data, s.tensor)

@@ -18,10 +18,11 @@ from shardwright.cost.memory import estimate_memory
 from shardwright.cost.placement import make_layout
 from shardwright.ds_schema.check import misfits
 from shardwright.ir.estimate import Memory
+from shardwright.ir.hpz import HPZ
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.strategy import Strategy
-from shardwright.lint.rules.batch import HPZ, MICRO, STEPS, TRAIN
+from shardwright.lint.rules.batch import MICRO, STEPS, TRAIN
 from shardwright.lint.rules.precision import dtype, precision
 from shardwright.lint.subject import Found, Subject
 from shardwright.model.build import build_model_graph

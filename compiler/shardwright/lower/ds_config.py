@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from shardwright.ds_schema.check import misfits
 from shardwright.ds_schema.read import snapshot
+from shardwright.ir.hpz import HPZ
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.lower.extra import merged
 from shardwright.plan.plan import Plan
-from shardwright.plan.zero import HPZ
 
 NEVER = 1_000_000_000
 

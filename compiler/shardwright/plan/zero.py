@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from shardwright.ir.hpz import HPZ
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.ir.strategy import Strategy
 
-HPZ = "zero_hpz_partition_size"
 BUCKET_NUMEL = 500_000_000
 PREFETCH_NUMEL = 50_000_000
 LIVE_NUMEL = 1_000_000_000
