@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import deepspeed
+import numpy as np
 import torch
 import transformers
 from deepspeed import comm as dist
@@ -20,16 +21,16 @@ from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import groups
 
 from shardwright.data.dataset import open_dataset
+from shardwright.ir.hpz import HPZ
 from shardwright.lower.ds_config import ds_config
 from shardwright.plan.plan import Plan
-from shardwright.plan.zero import HPZ
 from shardwright.runtime import engine, optimizer_state
 from shardwright.runtime.batches import HeldOut
-from shardwright.runtime.checkpoint import load_checkpoint, save_checkpoint
+from shardwright.runtime.checkpoint import load_checkpoint, named_parameters, save_checkpoint
 from shardwright.runtime.engine import Trainer, build_trainer
 from tests.parity.cases_worker import compiled, difference, train
 from tests.parity.groups import share_groups
-from tests.parity.harness import LLAMA, MODELS, STEPS, Case
+from tests.parity.harness import LLAMA, MODELS, STEPS, Case, reference
 
 SAVED, LAST = 2, 4
 GATHERED: Counter[int] = Counter()
@@ -43,7 +44,7 @@ def _gather(shard: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) 
 
 
 def measure(case: Case, folder: Path) -> dict[str, float]:
-    """far: elements that the last step gathers over all ranks, a parameter of the model."""
+    """far, near: elements that the last step gathers over all ranks and inside a node, a parameter of the model."""
     plan = compiled(case, folder)
     trainer = build_trainer(plan, folder)
     results = train(plan, folder, trainer, 1, STEPS - 1)
@@ -52,10 +53,25 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
     numel = sum(p.ds_numel for p in trainer.engine.module.parameters())
     return {
         **difference(case, folder, results),
+        "weight": _weight_difference(case, plan, folder, trainer),
         "hpz": plan.strategy.hpz_partition_size,
         "far": GATHERED[plan.strategy.data] / numel,
         "near": GATHERED[plan.strategy.hpz_partition_size] / numel,
     }
+
+
+def _weight_difference(case: Case, plan: Plan, folder: Path, trainer: Trainer) -> float:
+    """Largest, of what this rank's optimizer holds after the last step. 0 where one process does not hold the same:
+    shards, adapters, other precisions."""
+    if case.tensor > 1 or case.lora_rank or case.precision != "fp32":
+        return 0.0
+    wanted = reference(case, np.load(folder / "tokens.npy")).weights
+    worst = 0.0
+    for f in optimizer_state.live_fragments(trainer.engine, named_parameters(plan, trainer.engine.module)):
+        whole = wanted[f.name].t() if f.name in trainer.transposed else wanted[f.name]
+        mine = f.states["fp32"]
+        worst = max(worst, (mine - whole.reshape(-1)[f.start : f.start + mine.numel()]).abs().max().item())
+    return worst
 
 
 def under_tensor_parallelism(folder: Path) -> list[float]:

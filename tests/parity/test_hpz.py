@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from shardwright.runtime.launcher import free_port
-from tests.parity.harness import BF16_RELATIVE, LOSS_ABSOLUTE, NORM_RELATIVE, Case
+from tests.parity.harness import BF16_RELATIVE, LOSS_ABSOLUTE, NORM_RELATIVE, WEIGHT_ABSOLUTE, Case
 
 pytestmark = pytest.mark.launch
 
@@ -67,6 +67,7 @@ def check(name: str, found: dict[str, Any]) -> None:
     exact = case.precision == "fp32"
     assert found["loss"] <= (LOSS_ABSOLUTE if exact else BF16_RELATIVE), (name, found)
     assert found["norm"] <= (NORM_RELATIVE if exact else BF16_RELATIVE), (name, found)
+    assert found["weight"] <= WEIGHT_ABSOLUTE, (name, found)
     assert found["hpz"] == 2, (name, found)
     # Each weight once over the nodes, after the update; a frozen one never.
     assert found["far"] == pytest.approx(1.0) if not case.lora_rank else found["far"] < 0.2, (name, found)

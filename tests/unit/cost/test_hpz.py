@@ -123,7 +123,8 @@ def test_what_else_keeps_it_away() -> None:
     assert estimate(ZERO3, recipe).strategy.hpz_partition_size == 8
     memory = dataclasses.replace(recipe, objective="memory")
     published = dataclasses.replace(recipe, assume=dataclasses.replace(recipe.assume, kernels="hf"))
-    for other in (memory, published):
+    refused = dataclasses.replace(recipe, extra={"zero_optimization": {"zero_hpz_partition_size": 1}})
+    for other in (memory, published, refused):
         assert estimate(ZERO3, other).strategy.hpz_partition_size == 1
     once = dataclasses.replace(ZERO3, gradient_accumulation_steps=1)
     quick = recipe_for(once, inter_node_gbits_per_second=4000.0)  # the launches that it uncovers cost more
