@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shardwright.cost.activations import keeps_products
-from shardwright.cost.collectives import gather_seconds, group_of, ring_start_seconds, send_seconds
+from shardwright.cost.collectives import Group, gather_seconds, group_of, ring_start_seconds, send_seconds
 from shardwright.cost.compute import ELEMENT_BYTES, peak_flops
 from shardwright.cost.layout import Layout
 from shardwright.cost.offload import host_transfer_seconds, host_update_seconds
@@ -179,7 +179,8 @@ def data_comm_seconds(layout: Layout, rank: int, stage: StageSeconds) -> float:
 
     ZeRO 0 and 1: gradients once a step, reduced and gathered again, behind the last backward pass where no pipeline
     drains there. ZeRO-2 reduces at every micro-batch. ZeRO-3 gathers each layer's parameters for forward and backward
-    and reduces its gradients at every micro-batch, behind the compute (arXiv 1910.02054).
+    and reduces its gradients at every micro-batch, behind the compute (arXiv 1910.02054); with hpZ from the second copy
+    inside the node, but once a step (arXiv 2306.10209).
     """
     s, c, cluster = layout.strategy, layout.constants, layout.cluster
     tied = _tied_seconds(layout)
@@ -208,10 +209,24 @@ def data_comm_seconds(layout: Layout, rank: int, stage: StageSeconds) -> float:
     if s.zero_stage == 2:
         return tied + m * exposed(reduce, behind) + gather
     layers = sum(block.stop - block.start for block in layout.ranks[rank])
-    moved = 2 * gather_seconds(cluster, c, group, held * element, 0)
-    moved += gather_seconds(cluster, c, group, numel * gradient, 0)
-    # The ring's steps do not hide: at each of them the ranks wait for one another.
-    return tied + m * (exposed(moved, 1.0) + 3 * layers * ring_start_seconds(c, group))
+    reduce = gather_seconds(cluster, c, group, numel * gradient, 0)
+
+    def micro_batch(forward: Group, backward: Group) -> float:
+        """Gathers over these groups; the ring's steps do not hide: at each of them the ranks wait for one another."""
+        gathers = sum(gather_seconds(cluster, c, over, held * element, 0) for over in (forward, backward))
+        starts = sum(ring_start_seconds(c, over) for over in (forward, backward, group))
+        return exposed(gathers + reduce, 1.0) + layers * starts
+
+    if s.hpz_partition_size == 1:
+        return tied + m * micro_batch(group, group)
+    node = Group(ranks=s.hpz_partition_size, ranks_per_node=s.hpz_partition_size)
+    if layout.adapters:  # frozen weights are never outdated
+        return tied + m * micro_batch(node, node)
+    # An update outdates the second copy (DeepSpeed stage3.py, invalidate_secondary_tensor): the next forward pass
+    # gathers over all ranks and makes it anew. It waits for the device at each weight (partition_parameters.py,
+    # _partition_param_sec), so that its launches show: what two tensor-parallel collectives a layer uncover, too.
+    launches = 0.0 if cluster.gpu.is_cpu else 2 * layers * c.collective_host_seconds
+    return tied + micro_batch(group, node) + launches + (m - 1) * micro_batch(node, node)
 
 
 def once_a_step_seconds(layout: Layout) -> float:
