@@ -89,6 +89,16 @@ def test_whether_checkpoints_resume(
     assert says in " ".join([resume["how"], *resume["notes"]])
 
 
+def test_a_second_copy_of_the_weights_changes_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pins = {**PINS, "tensor": 1, "pipeline": 1, "data": 16, "zero_stage": 3}
+    plain = {"parallelism": pins, "training": TRAINING, "data": DATA}
+    none = {"zero_optimization": {"zero_hpz_partition_size": 1}}
+    found = between(capsys, write_llama(tmp_path, **plain), write_llama(tmp_path, "b.yaml", **plain, extra=none))
+    assert keys(found, "strategy") == {"hpz_partition_size": (8, 1)}
+    assert found["effect"]["peak_bytes"]["change"] < 0 < found["effect"]["step_seconds"]["change"]
+    assert found["resume"]["verdict"] == "bit for bit"
+
+
 def test_folder_against_recipe(
     tmp_path: Path, write_recipe: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
