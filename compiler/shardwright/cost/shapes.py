@@ -74,6 +74,7 @@ class ModelShapes:
     largest_product: int
     attention_degree: int
     feed_forward_degree: int
+    matrices: int  # of the decoder layers: as many parameters are gathered one by one at most
     shared_numel: int  # the tied tensor's local elements, which embedding and head both list (0 if untied)
     head_width: int  # local vocabulary
     positions: bool  # a table of positions is added at the embedding: no rotary kernels in the layers
@@ -134,6 +135,7 @@ def _model_shapes(graph: ModelGraph, tensor: int) -> ModelShapes:
         head_flops=sum(layer.matmul_flops_per_token for layer in graph.layers if layer.kind != "decoder"),
         attention_degree=tensor if attention_is_cut(graph) or not mapped else 1,
         feed_forward_degree=tensor if feed_forward_is_cut(graph) or not mapped else 1,
+        matrices=sum(len(distinct[k].products) for k in kind_of if k >= 0),
         shared_numel=shared_numel,
         head_width=-(-graph.vocabulary_size // tensor),
         positions=sum(len(p.shape) == 2 for p in graph.layers[0].parameters) > 1,

@@ -15,12 +15,15 @@ from shardwright.cost.layout import Layout
 from shardwright.cost.offload import host_transfer_seconds, host_update_seconds
 from shardwright.cost.passes import FORWARD_SHARE, Passes, passes
 from shardwright.cost.shapes import ModelShapes, dropped_products, model_shapes
+from shardwright.ir.buckets import PREFETCH_NUMEL
 from shardwright.ir.estimate import Time
 from shardwright.ir.strategy import Strategy
 from shardwright.schedule.step import step_seconds
 
 # Forward + backward FLOPs, in forwards; recomputation adds its share on top.
 FORWARDS_PER_STEP = 3
+# The other published runs at ZeRO-3 (`assume.kernels` hf and compiled) are PyTorch's FSDP.
+DEEPSPEED_KERNELS = ("auto", "megatron")
 # DualPipeV over more ranks is bounded by its slowest one: reading so many instruction streams takes half a second.
 MOST_SIMULATED_RANKS = 16
 
@@ -180,7 +183,8 @@ def data_comm_seconds(layout: Layout, rank: int, stage: StageSeconds) -> float:
     ZeRO 0 and 1: gradients once a step, reduced and gathered again, behind the last backward pass where no pipeline
     drains there. ZeRO-2 reduces at every micro-batch. ZeRO-3 gathers each layer's parameters for forward and backward
     and reduces its gradients at every micro-batch, behind the compute (arXiv 1910.02054); with hpZ from the second copy
-    inside the node, but once a step (arXiv 2306.10209).
+    inside the node, but once a step (arXiv 2306.10209). DeepSpeed's own stages copy in and out of buckets, and reach
+    the same share of the links at each of them (decision 020); FSDP gathers a layer at once.
     """
     s, c, cluster = layout.strategy, layout.constants, layout.cluster
     tied = _tied_seconds(layout)
@@ -209,13 +213,19 @@ def data_comm_seconds(layout: Layout, rank: int, stage: StageSeconds) -> float:
     if s.zero_stage == 2:
         return tied + m * exposed(reduce, behind) + gather
     layers = sum(block.stop - block.start for block in layout.ranks[rank])
-    reduce = gather_seconds(cluster, c, group, numel * gradient, 0)
+    efficiency, gathers_a_pass, reductions = 1.0, float(layers), float(layers)
+    assume = layout.recipe.assume
+    if not cluster.gpu.is_cpu and assume.kernels in DEEPSPEED_KERNELS and assume.mfu is None:
+        # An assumed rate is a whole run's: it has the engine's own delays in it.
+        efficiency, reductions = c.zero_reduction_efficiency, buckets
+        gathers_a_pass = max(gathers_a_pass, min(held / PREFETCH_NUMEL, layout.shapes.matrices))
+    reduce = gather_seconds(cluster, c, group, numel * gradient, 0) / efficiency
 
     def micro_batch(forward: Group, backward: Group) -> float:
         """Gathers over these groups; the ring's steps do not hide: at each of them the ranks wait for one another."""
-        gathers = sum(gather_seconds(cluster, c, over, held * element, 0) for over in (forward, backward))
-        starts = sum(ring_start_seconds(c, over) for over in (forward, backward, group))
-        return exposed(gathers + reduce, 1.0) + layers * starts
+        gathers = sum(gather_seconds(cluster, c, over, held * element, 0) for over in (forward, backward)) / efficiency
+        starts = gathers_a_pass * sum(ring_start_seconds(c, over) for over in (forward, backward))
+        return exposed(gathers + reduce, 1.0) + starts + reductions * ring_start_seconds(c, group)
 
     if s.hpz_partition_size == 1:
         return tied + m * micro_batch(group, group)

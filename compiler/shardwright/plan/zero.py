@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
+from shardwright.ir.buckets import BUCKET_NUMEL, LIVE_NUMEL, PREFETCH_NUMEL
 from shardwright.ir.hpz import HPZ
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.ir.strategy import Strategy
-
-BUCKET_NUMEL = 500_000_000
-PREFETCH_NUMEL = 50_000_000
-LIVE_NUMEL = 1_000_000_000
-"""DeepSpeed's own defaults, in elements: what a run communicates at once, and keeps whole at ZeRO-3, stands in the
-plan and does not change with DeepSpeed's version."""
 
 
 def zero_section(strategy: Strategy, *, numel: int, is_cpu: bool) -> JsonObject:
