@@ -30,7 +30,8 @@ demo: setup ## compile a tiny Llama, pipeline 2 x tensor 2, and train it on this
 	@echo "the trained model    $(DEMO)/checkpoints"
 
 test: setup ## all tests but the full counts
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not prove and not hosts and not alone'
+	$(BIN)/python -m pytest -m 'alone and not prove and not hosts'
 
 test-hosts: setup ## hosts and schedulers that are not there, on this machine; needs root, installs Debian packages
 	apt-get install -y -qq --no-install-recommends openssh-server pdsh iproute2 munge slurm-wlm openmpi-bin

@@ -22,7 +22,9 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataP
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
+from shardwright.runtime.secondary_weights import secondary_group
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
 
@@ -38,6 +40,7 @@ def load(folder: Path) -> dict[str, object]:
             coordinates = topology.get_coord(rank.rank)
             assert (coordinates.pipe, coordinates.data, coordinates.model) == (rank.pipeline, rank.data, rank.tensor)
         config = DeepSpeedConfig(str(folder / "ds_config.json"), mpu=PipelineParallelGrid(topology=topology))
+        sharing = _sharing_weights(plan)
     finally:
         torch.distributed.destroy_process_group()
         comm.cdb = None
@@ -54,7 +57,17 @@ def load(folder: Path) -> dict[str, object]:
         "accumulation_dtype": config.grad_accum_dtype,
         "bucket": config.zero_config.reduce_bucket_size,
         "offload": _offload(config.zero_config),
+        "hpz": config.zero_config.zero_hpz_partition_size,
+        "sharing": sharing,
     }
+
+
+def _sharing_weights(plan: Plan) -> int:
+    """Ranks, all of one node, that share the last rank's second copy of the weights; 1 without hpZ."""
+    group = secondary_group(plan)
+    ranks = [plan.ranks[-1].rank] if group is None else torch.distributed.get_process_group_ranks(group)
+    assert len({(plan.ranks[rank].node, plan.ranks[rank].tensor) for rank in ranks}) == 1
+    return len(ranks)
 
 
 def _offload(zero: DeepSpeedZeroConfig) -> str:

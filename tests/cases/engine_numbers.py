@@ -44,4 +44,6 @@ def numbers(plan: Plan) -> dict[str, object]:
         "accumulation_dtype": dtype if named else None,
         "bucket": buckets.get("reduce_bucket_size", 500_000_000),
         "offload": s.offload,
+        "hpz": s.hpz_partition_size,
+        "sharing": s.hpz_partition_size,
     }

@@ -69,6 +69,7 @@ def random_plans(count: int, seed: int, folder: Path) -> Iterator[Compiled]:
         del (
             pins["gradient_accumulation_steps"],
             pins["loss"],
+            pins["hpz_partition_size"],
         )  # these follow from the others, pins["loss"]  # of the model section
         path.write_text(json.dumps({**document, "parallelism": pins}))
         try:
@@ -86,8 +87,38 @@ def check(compiled: list[Compiled], folder: Path) -> None:
         assert misfits(json.loads(result.files["ds_config.json"]), snapshot()) == ()
 
 
+def plan_with_hpz(folder: Path, tensor: int) -> Compiled:
+    """4 nodes over slow links, each with a second copy of the weights for each of the tensor ranks."""
+    path = folder / f"hpz-{tensor}.json"
+    cluster = {"nodes": 4, "gpus_per_node": 8, "gpu": "a100-sxm4-80gb", "inter_node_gbits_per_second": 25}
+    document = {
+        "version": 1,
+        "name": "hpz",
+        "model": {"config": MODELS[3], "weights": "random"},
+        "cluster": cluster,
+        "training": {"sequence_length": 128, "global_batch_size": 1024, "steps": 10},
+        "data": {"kind": "synthetic"},
+        "parallelism": {"tensor": tensor, "pipeline": 1, "zero_stage": 3, "micro_batch_size": 1},
+    }
+    path.write_text(json.dumps(document))
+    return compile_recipe(load_recipe(path))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "others"),
+    [(1, ("accelerate/ds_config.json", "accelerate/ds_config.trainer.json")), (2, ("ds_config.autotp.json",))],
+)
+def test_scripts_of_ones_own_make_no_second_copy(tensor: int, others: tuple[str, ...], tmp_path: Path) -> None:
+    compiled = plan_with_hpz(tmp_path, tensor)
+    assert compiled.plan.strategy.hpz_partition_size == 8 // tensor
+    config = json.loads(compiled.files["ds_config.json"])
+    assert config["zero_optimization"]["zero_hpz_partition_size"] == 8 // tensor
+    for name in others:
+        assert "zero_hpz_partition_size" not in json.loads(compiled.files[name])["zero_optimization"]
+
+
 def test_a_sample(tmp_path: Path) -> None:
-    compiled = list(random_plans(10, 1, tmp_path))
+    compiled = [*random_plans(9, 1, tmp_path), plan_with_hpz(tmp_path, 2)]
     assert len({result.plan.strategy for result in compiled}) == 10
     check(compiled, tmp_path / "folders")
 
@@ -99,6 +130,13 @@ def test_two_hundred(tmp_path: Path, proved: Callable[[str, str, dict[str, Any]]
     assert max(worlds) == 1024
     check(compiled, tmp_path / "folders")
     stages = {str(stage): sum(r.plan.strategy.zero_stage == stage for r in compiled) for stage in range(4)}
+    copied = sum(result.plan.strategy.hpz_partition_size > 1 for result in compiled)
     pipelines = sum(result.plan.strategy.pipeline > 1 for result in compiled)
-    figures = {"plans": len(compiled), "largest_world": max(worlds), "with_a_pipeline": pipelines, "zero": stages}
+    figures = {
+        "plans": len(compiled),
+        "largest_world": max(worlds),
+        "with_a_pipeline": pipelines,
+        "zero": stages,
+        "hpz": copied,
+    }
     proved("ds-config", "random legal plans", figures)

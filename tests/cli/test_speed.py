@@ -55,6 +55,7 @@ def light(*arguments: str, folder: Path, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("arguments", "limit"), [(["--help"], 0.15), (["models"], 0.2), (["check", "r.yaml"], 0.6)])
 def test_median_of_ten(arguments: list[str], limit: float, tmp_path: Path) -> None:
     """Another job may slow one round down; a command that is slow by itself fails all three."""
@@ -110,6 +111,7 @@ def within(limit: float, runs: int, command: list[str], folder: Path, **environm
     return busy <= limit
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("kind", ["package", "cache"])
 def test_a_known_graph_takes_0_3_seconds_and_no_torch(kind: str, tmp_path: Path) -> None:
     """The whole process, the interpreter's own start included."""
@@ -119,6 +121,7 @@ def test_a_known_graph_takes_0_3_seconds_and_no_torch(kind: str, tmp_path: Path)
     assert (tmp_path / "cache").exists() == (kind == "cache")
 
 
+@pytest.mark.alone
 def test_tracing_405b_takes_8_seconds_in_a_new_process(tmp_path: Path) -> None:
     assert within(8, 1, graph_command("trace"), tmp_path, SHARDWRIGHT_CACHE="off")
 

@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+from shardwright.data.dataset import open_dataset
+from shardwright.plan.serialize import read_plan
+from shardwright.runtime.checkpoint_manifest import read_manifest
 from tests.parity.harness import (
     LENGTH,
     MODELS,
@@ -140,6 +143,8 @@ def test_ranks_see_the_rows_that_they_should_and_a_resumed_run_goes_on_mid_epoch
         assert len(set(rows)) == case.batch, "each row on one data rank"
         once += rows
     first = metrics(out)
+    parts = read_manifest(out / "checkpoints" / "step-00000003").rows
+    assert parts == open_dataset(read_plan(out), out).parts and len(parts) == 2
     for step in (6, STEPS):
         shutil.rmtree(out / "checkpoints" / f"step-{step:08d}")
     must(shardwright("run", out))

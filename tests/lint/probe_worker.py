@@ -156,9 +156,11 @@ def _groups(case: dict[str, Any], facts: dict[str, Any]) -> None:
     if read.zero_config.zero_hpz_partition_size > 1:
         groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
         groups._create_zero_param_parallel_group(read.zero_config.zero_hpz_partition_size)
+        facts["copied"] = torch.distributed.get_process_group_ranks(groups._get_zero_param_intra_parallel_group())
     if read.tensor_parallel_config.autotp_size > 1:
         groups._TENSOR_MODEL_PARALLEL_GROUP = groups._DATA_PARALLEL_GROUP = None
         groups._init_tp_mesh_device(tensor_model_parallel_size=read.tensor_parallel_config.autotp_size)
+        facts["tensor"] = torch.distributed.get_process_group_ranks(groups.get_tensor_model_parallel_group())
 
 
 def _mesh(case: dict[str, Any], facts: dict[str, Any]) -> None:

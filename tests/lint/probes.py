@@ -256,6 +256,9 @@ PROBES: dict[str, list[Probe]] = {
         Probe(logged="this format of ZeRO optimization setup is deprecated", fact=lambda bad, good: bad == good)
     ],
     "SW4420": [Probe(at="engine", refuses="supports ZeRO overlap_comm only with ZeRO stage 2")],
+    "SW4421": [
+        Probe(at="groups", fact=lambda bad, good: set(bad["tensor"]) <= set(bad["copied"]) and bad["tensor"] == [6, 7])
+    ],
     "SW4501": [Probe(at="engine", refuses="is not a supported DeepSpeed Optimizer")],
     "SW4502": [Probe(at="engine", refuses="is not a supported DeepSpeed Optimizer")],
     "SW4503": [Probe(at="engine", refuses="'max_grad_norm' is not supported")],

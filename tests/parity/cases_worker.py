@@ -23,7 +23,7 @@ from shardwright.data.dataset import open_dataset
 from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
 from shardwright.runtime.batches import Batches
-from shardwright.runtime.engine import build_trainer
+from shardwright.runtime.engine import StepResult, Trainer, build_trainer
 from shardwright.runtime.loss import CausalLoss
 from shardwright.runtime.schedule import learning_rate
 from tests.parity.groups import share_groups
@@ -33,29 +33,44 @@ PLAIN_TOTAL = CausalLoss.total
 
 
 def measure(case: Case, folder: Path) -> dict[str, float]:
+    plan = compiled(case, folder)
+    trainer = build_trainer(plan, folder)
+    widest = _watch_logits()
+    results = train(plan, folder, trainer, 1, STEPS)
+    return {**difference(case, folder, results), "positions": max(widest, default=0)}
+
+
+def compiled(case: Case, folder: Path) -> Plan:
+    """Collective. The folder is written by rank 0."""
     rank = dist.get_rank()
     if rank == 0:
         write_inputs(case, folder)
     dist.barrier()
-    compiled = compile_recipe(load_recipe(folder / "recipe.yaml"))
+    made = compile_recipe(load_recipe(folder / "recipe.yaml"))
     if rank == 0:
-        for name, content in compiled.files.items():
+        for name, content in made.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
     dist.barrier()
-    plan: Plan = compiled.plan
-    trainer = build_trainer(plan, folder)
+    return made.plan
+
+
+def train(plan: Plan, folder: Path, trainer: Trainer, first: int, last: int) -> list[StepResult]:
     batches = Batches(plan, open_dataset(plan, folder))
-    widest = _watch_logits()
     results = []
-    for step in range(1, STEPS + 1):
+    for step in range(first, last + 1):
         rate = learning_rate(plan.optimizer, plan.scheduler, STEPS, step)
-        results.append(trainer.step(batches.micro_batches(step, plan.ranks[rank].data), rate))
-    wanted = reference(case, np.load(folder / "tokens.npy"))
+        results.append(trainer.step(batches.micro_batches(step, plan.ranks[dist.get_rank()].data), rate))
+    return results
+
+
+def difference(case: Case, folder: Path, results: list[StepResult]) -> dict[str, float]:
+    """From one plain process of the case's precision."""
+    dtype = torch.float32 if case.precision == "fp32" else torch.bfloat16
+    wanted = reference(case, np.load(folder / "tokens.npy"), dtype)
     return {
         "loss": max(abs(r.loss - w) for r, w in zip(results, wanted.losses, strict=True)),
         "norm": max(abs(r.grad_norm / w - 1) for r, w in zip(results, wanted.grad_norms, strict=True)),
-        "positions": max(widest, default=0),
     }
 
 

@@ -11,6 +11,7 @@ from tests.schedule.engine import MODELS, case, errors, fitted_per_call_seconds,
 
 
 @pytest.mark.launch
+@pytest.mark.alone
 def test_the_engine_takes_as_long_as_simulated(tmp_path: Path) -> None:
     """Generous: other work on the machine lengthens what is measured."""
     uneven = [0.04, 0.05, 0.03, 0.07]

@@ -66,6 +66,7 @@ def summary(compiled: Compiled, directory: Path) -> str:
     """What was decided, in the recipe's own words, and the next command."""
     from shardwright.cli.console import shell_word
     from shardwright.diagnostics.render import visible
+    from shardwright.search.compare import hpz_words
 
     plan, files = compiled.plan, compiled.files
     s, t, memory, time = plan.strategy, plan.training, plan.predicted.memory, plan.predicted.time
@@ -75,6 +76,7 @@ def summary(compiled: Compiled, directory: Path) -> str:
         ("cluster", f"{plan.nodes} x {plan.gpus_per_node} {plan.gpu}"),
         ("layout", f"tensor={s.tensor} pipeline={s.pipeline} data={s.data} zero_stage={s.zero_stage}"),
         ("", f"activation_checkpointing={s.activation_checkpointing} schedule={s.schedule}"),
+        *([("weights", hpz_words(s))] if hpz_words(s) else []),
         ("batch", f"{t.global_batch_size} = {s.micro_batch_size} x {s.gradient_accumulation_steps} x data {s.data}"),
         ("training", f"{_length(t)} of {t.global_batch_size} x {t.sequence_length} tokens, {t.precision}"),
         *((f"stage {stage.stage}", _stage(stage)) for stage in plan.stages),

@@ -138,8 +138,12 @@ def layout_text(estimate: Estimate) -> str:
 def _lines(estimate: Estimate, assume: AssumeSection) -> list[str]:
     time, memory, training = estimate.time, estimate.memory, estimate.training
     gib = 2**30
+    from shardwright.search.compare import hpz_words
+
+    hpz = hpz_words(estimate.strategy)
     lines = [
         f"  layout   {layout_text(estimate)}",
+        *([f"  weights  {hpz}"] if hpz else []),
         f"  memory   {memory.peak_bytes / gib:.1f} of {memory.capacity_bytes / gib:.1f} GiB, "
         f"{'fits' if memory.fits else 'does not fit'}",
         f"  step     {time.step_seconds:.4g} s, {time.tokens_per_second_per_gpu:.0f} tokens/s per GPU, "

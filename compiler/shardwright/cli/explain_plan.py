@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING
 from shardwright.cli.plan_table import GIB, error_note
 from shardwright.cli.tables import table_lines, title
 from shardwright.cost.breakdown import RankBreakdown, StepParts
-from shardwright.search.compare import layout_words
-from shardwright.search.explain import Alternative, Explanation, KeyReason, explain
+from shardwright.search.compare import hpz_words, layout_words
+from shardwright.search.explain import Alternative, Explanation, KeyReason, SecondCopy, explain
 from shardwright.search.sensitivity import MORE, Sensitivity
 
 if TYPE_CHECKING:
     from shardwright.cli.subject import Subject
+    from shardwright.ir.estimate import Estimate
     from shardwright.ir.json_value import JsonObject, JsonValue
+    from shardwright.ir.recipe import Recipe
 
 # `StepParts`' fields in words.
 STEP_WORDS = {
@@ -85,6 +87,7 @@ def _head(subject: Subject, found: Explanation) -> list[str]:
         ("model", f"{graph.architecture}, {graph.total_parameters:,} parameters"),
         ("cluster", f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"),
         ("layout", layout_words(e.strategy)),
+        *([] if found.second_copy is None else [("weights", _weights(found.second_copy, e, subject.recipe))]),
         ("place", _place(found)),
         (
             "memory",
@@ -112,6 +115,21 @@ def _head(subject: Subject, found: Explanation) -> list[str]:
             )
         )
     return [f"{name:<9} {text}" for name, text in rows]
+
+
+def _weights(copy: SecondCopy, chosen: Estimate, recipe: Recipe) -> str:
+    """Whether a second copy of the weights lies inside each node, and why."""
+    change = copy.other_step_seconds / chosen.time.step_seconds - 1
+    if copy.taken:
+        more = (chosen.memory.peak_bytes - copy.other_peak_bytes) / GIB
+        return f"{hpz_words(chosen.strategy)}: without it {change:+.1%} of the step, {-more:+.1f} GiB"
+    none = "no second copy inside each node (hpZ): "
+    if recipe.objective == "memory" and change < 0:
+        return none + "objective: memory"
+    if change >= 0:
+        return f"{none}the step would take {change:.1%} longer"
+    needs = f"{copy.other_peak_bytes / GIB:.1f} of {chosen.memory.capacity_bytes / GIB:.1f} GiB"
+    return f"{none}{change:+.1%} of the step, but {needs} leaves less than predictions fall short by"
 
 
 def _place(found: Explanation) -> str:
@@ -307,6 +325,7 @@ def as_object(subject: Subject, found: Explanation) -> JsonObject:
             "ranks": [_rank_object(rank, subject) for rank in breakdown.ranks],
         },
         "binding": found.binding,
+        "second_copy": None if found.second_copy is None else dataclasses.asdict(found.second_copy),
         "keys": [dataclasses.asdict(reason) for reason in found.keys],
         "sensitivity": sensitivity,
         "next_best": [dataclasses.asdict(other) for other in found.next_best],

@@ -144,6 +144,7 @@ def _row(estimate: Estimate, *, today: bool, ranked: bool) -> Row:
     s = estimate.strategy
     notes = [] if s.schedule == "1f1b" else [s.schedule]
     notes += [] if s.offload == "none" else [f"offload {s.offload}"]
+    notes += [] if s.hpz_partition_size == 1 else ["hpZ"]
     notes += [f"today's ZeRO-{s.zero_stage}"] if today else []
     broken = [d.code for d in estimate.diagnostics if d.severity == "error"]
     notes += broken or ([] if ranked else ["not as pinned"])

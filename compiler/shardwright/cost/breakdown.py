@@ -17,7 +17,7 @@ from shardwright.cost.timing import (
     schedule_seconds,
     stage_seconds,
 )
-from shardwright.ir.estimate import Estimate
+from shardwright.ir.estimate import Estimate, StageMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,17 @@ def break_down(layout: Layout, estimate: Estimate) -> Breakdown:
     found = passes(layout)
     stages = [stage_seconds(layout, rank, found) for rank in range(s.pipeline)]
     schedule = schedule_seconds(layout, found, stages)
-    ranks = tuple(_rank(layout, estimate, rank, schedule, stages[rank]) for rank in range(s.pipeline))
+    held, framework = RankBytes(layout), round(framework_bytes(layout))
+    ranks = tuple(
+        RankBreakdown(
+            pipeline_rank=rank,
+            layers=tuple((block.start, block.stop) for block in layout.ranks[rank]),
+            in_flight=tuple(block.in_flight for block in layout.ranks[rank]),
+            memory=_memory(held.of(rank, layout.ranks[rank], 0), estimate.memory.stages[rank], framework),
+            time=_rank_parts(layout, estimate, rank, schedule, stages[rank]),
+        )
+        for rank in range(s.pipeline)
+    )
     slowest = max(range(s.pipeline), key=lambda rank: stages[rank].total)
     step = _parts(
         layout,
@@ -111,35 +121,31 @@ def break_down(layout: Layout, estimate: Estimate) -> Breakdown:
     return Breakdown(step=step, fullest=fullest, slowest=slowest, ranks=ranks)
 
 
-def _rank(layout: Layout, estimate: Estimate, rank: int, schedule: float, stage: StageSeconds) -> RankBreakdown:
+def _memory(live: StageMemory, held: StageMemory, framework: int) -> RankMemory:
+    """live: where the allocator has no room to keep anything in."""
+    return RankMemory(
+        parameters_bytes=held.parameters_bytes,
+        gradients_bytes=held.gradients_bytes,
+        optimizer_bytes=held.optimizer_bytes,
+        activations_bytes=held.activations_bytes,
+        working_bytes=live.workspace_bytes - framework,
+        framework_bytes=framework,
+        allocator_bytes=held.workspace_bytes - live.workspace_bytes,
+    )
+
+
+def _rank_parts(layout: Layout, estimate: Estimate, rank: int, schedule: float, stage: StageSeconds) -> StepParts:
     m = layout.strategy.gradient_accumulation_steps
     data_comm = data_comm_seconds(layout, rank, stage)
     if layout.strategy.offload != "none":  # another link, at the same time
         data_comm = max(data_comm, host_transfer_seconds(layout, rank, stage.compute))
-    blocks, held = layout.ranks[rank], estimate.memory.stages[rank]
-    live = RankBytes(layout).of(rank, blocks, 0)  # no room to keep anything in
-    framework = round(framework_bytes(layout))
-    return RankBreakdown(
-        pipeline_rank=rank,
-        layers=tuple((block.start, block.stop) for block in blocks),
-        in_flight=tuple(block.in_flight for block in blocks),
-        memory=RankMemory(
-            parameters_bytes=held.parameters_bytes,
-            gradients_bytes=held.gradients_bytes,
-            optimizer_bytes=held.optimizer_bytes,
-            activations_bytes=held.activations_bytes,
-            working_bytes=live.workspace_bytes - framework,
-            framework_bytes=framework,
-            allocator_bytes=held.workspace_bytes - live.workspace_bytes,
-        ),
-        time=_parts(
-            layout,
-            rank,
-            pipeline_comm=min(m * stage.pipeline_comm, schedule - m * (stage.compute + stage.tensor_comm)),
-            data_comm=data_comm,
-            optimizer=optimizer_seconds(layout, rank),
-            total=estimate.time.step_seconds,
-        ),
+    return _parts(
+        layout,
+        rank,
+        pipeline_comm=min(m * stage.pipeline_comm, schedule - m * (stage.compute + stage.tensor_comm)),
+        data_comm=data_comm,
+        optimizer=optimizer_seconds(layout, rank),
+        total=estimate.time.step_seconds,
     )
 
 

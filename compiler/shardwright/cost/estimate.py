@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from shardwright.cost.constants import Constants, default_constants
+from shardwright.cost.hpz import is_faster, with_hpz
 from shardwright.cost.layout import Layout
 from shardwright.cost.memory import estimate_memory, logits_are_peak
 from shardwright.cost.placement import make_layout
@@ -49,20 +49,32 @@ def price(
 def weigh(
     recipe: Recipe, graph: ModelGraph, cluster: Cluster, strategy: Strategy, constants: Constants | None = None
 ) -> tuple[Layout, Memory]:
-    """The cheap half of a price: a search asks no more of what does not fit. Settles `loss: auto`: the layout's
-    strategy says how."""
+    """The cheap half of a price: a search asks no more of what does not fit. Settles `loss: auto` and hpZ, which follow
+    from the layout: its strategy says how."""
     constants = constants or default_constants()
     layout = make_layout(recipe, graph, cluster, strategy, constants)
     memory = estimate_memory(layout)
     if not _may_chunk(recipe, graph, strategy, memory) or not logits_are_peak(layout):
-        return layout, memory
+        return _settle_hpz(layout, memory)
     chunked = make_layout(recipe, graph, cluster, replace(strategy, loss="chunked"), constants)
     lower = estimate_memory(chunked)
-    return (chunked, lower) if lower.peak_bytes < memory.peak_bytes else (layout, memory)
+    return _settle_hpz(chunked, lower) if lower.peak_bytes < memory.peak_bytes else (layout, memory)
+
+
+def _settle_hpz(layout: Layout, memory: Memory) -> tuple[Layout, Memory]:
+    """With the second copy of the weights where that is shorter in time and leaves the room that predictions may fall
+    short by (decision 019). A strategy that comes with one keeps it. memory: of this layout."""
+    if not memory.fits or layout.recipe.objective == "memory" or layout.strategy.hpz_partition_size > 1:
+        return layout, memory
+    copied = with_hpz(layout)
+    if copied is None or not is_faster(copied, than=layout):
+        return layout, memory
+    more = estimate_memory(copied)
+    return (copied, more) if more.fits and _has_room(layout.recipe, more) else (layout, memory)
 
 
 def _may_chunk(recipe: Recipe, graph: ModelGraph, strategy: Strategy, memory: Memory) -> bool:
-    """`loss: auto` makes the head's product once more only for memory that is asked for or needed (decision 017)."""
+    """`loss: auto` makes the head's product once more only for memory that is asked for or needed (decision 018)."""
     own = recipe.target == "deepspeed" and recipe.assume.kernels == "auto"
     unsettled = recipe.model.loss == "auto" and strategy.loss == "full"
     wanted = recipe.objective == "memory" or not memory.fits
@@ -86,9 +98,12 @@ def price_layout(layout: Layout, memory: Memory, diagnostics: tuple[Diagnostic, 
 
 def is_roomy(recipe: Recipe, estimate: Estimate) -> bool:
     """Whether memory_headroom: auto leaves what predictions fall short by; a pinned headroom is in `fits` already."""
+    return _has_room(recipe, estimate.memory)
+
+
+def _has_room(recipe: Recipe, memory: Memory) -> bool:
     if recipe.parallelism.memory_headroom is not None or recipe.assume.ignore_memory:
         return True
-    memory = estimate.memory
     return memory.peak_bytes <= memory.capacity_bytes * (1 - default_constants().memory_headroom)
 
 
@@ -112,18 +127,8 @@ def does_not_fit(memory: Memory, strategy: Strategy) -> Diagnostic:
     )
 
 
-def training_steps(recipe: Recipe) -> int:
-    """Optimizer steps. 0 = not known yet: `epochs` counts the data, which is read only when it is prepared."""
-    training = recipe.training
-    if training.steps is not None:
-        return training.steps
-    if training.tokens is not None:
-        return math.ceil(training.tokens / (training.global_batch_size * training.sequence_length))
-    return 0
-
-
 def _training(recipe: Recipe, cluster: Cluster, time: Time) -> Training:
-    steps = training_steps(recipe)
+    steps = recipe.training.known_steps
     seconds = steps * time.step_seconds
     gpu_hours = seconds / 3600 * cluster.world_size
     price_per_hour = cluster.price_per_gpu_hour

@@ -45,6 +45,9 @@ def states_bytes(layout: Layout, held: float, trained: float | None = None) -> t
     if trained is not None:
         held += trained
     parameters = held * element / (s.data if s.zero_stage >= 3 else 1)
+    if s.hpz_partition_size > 1:
+        # The second copy, in the type of the weights (DeepSpeed partition_parameters.py, _partition_param_sec).
+        parameters += held * element / s.hpz_partition_size
     gradients = numel * _gradient_bytes(layout) / (s.data if s.zero_stage >= 2 else 1)
     # Two float32 moments, and a float32 master copy (which ZeRO keeps for float32 parameters too).
     master = 0 if layout.recipe.training.precision == "fp32" and s.zero_stage == 0 else 4
@@ -120,7 +123,7 @@ def framework_bytes(layout: Layout) -> float:
     s, c = layout.strategy, layout.constants
     if layout.cluster.gpu.is_cpu:
         return c.cpu_framework_bytes
-    groups = (s.world_size > 1) + (s.data > 1) + (s.tensor > 1) + 2 * (s.pipeline > 1)
+    groups = (s.world_size > 1) + (s.data > 1) + (s.tensor > 1) + 2 * (s.pipeline > 1) + (s.hpz_partition_size > 1)
     channels = min(1.0, layout.cluster.intra_node_bytes_per_second / ALL_CHANNELS_BYTES_PER_SECOND)
     return c.context_bytes + groups * channels * c.communicator_bytes
 

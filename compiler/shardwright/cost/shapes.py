@@ -91,44 +91,22 @@ def model_shapes(graph: ModelGraph, tensor: int) -> ModelShapes:
 
 
 def _model_shapes(graph: ModelGraph, tensor: int) -> ModelShapes:
-    transposed = graph.model_type in TRANSPOSED_LINEAR_TYPES
     styles = dict(graph.tensor_styles)
-
+    # Layers that differ in their number alone are split once, if no style and no number of heads is one layer's own.
+    alike = all(pattern(path) == path for path, _ in (*graph.tensor_styles, *graph.tensor_heads))
+    known: dict[tuple[object, ...], tuple[LayerShape | None, int]] = {}
     kinds: dict[LayerShape, int] = {}
     kind_of: list[int] = []
     numel: list[int] = []
     for layer in graph.layers:
-        splits = [(p, split_parameter(graph, p, tensor)) for p in layer.parameters]
-        shards = [(p, split.shard_shape(0)) for p, split in splits]
-        numel.append(sum(_numel(shape) for _, shape in shards))
-        if layer.kind != "decoder":
-            kind_of.append(-1)
-            continue
-        attention = f"{layer.name}.{graph.attention_module}."
-        gathered = [
-            p.shape
-            for p, split in splits
-            if split.dimension is not None
-            and len(p.shape) == 2
-            and styles.get(pattern(p.name.rpartition(".")[0])) == "colwise_gather_output"
-        ]
-        shape = LayerShape(
-            products=tuple(
-                _product(shape, transposed, p.name.startswith(attention)) for p, shape in shards if len(shape) in (2, 3)
-            ),
-            numel=numel[-1],
-            matmul_flops=layer.matmul_flops_per_token,
-            attention_module_flops=layer.attention_module_flops_per_token,
-            attention_flops=layer.attention_flops_per_token_per_position,
-            elements=layer.activation_elements_per_token,
-            attention_elements=layer.attention_activation_elements_per_token,
-            scores=layer.attention_matrix_elements_per_token_per_position,
-            fused_norms=_norms(layer, graph.hidden_size, with_bias=True),
-            composed_norms=_norms(layer, graph.hidden_size, with_bias=False),
-            gathered_features=sum(out + 2 * width for out, width in gathered),
-            gathered_products=len(gathered),
-        )
-        kind_of.append(kinds.setdefault(shape, len(kinds)))
+        start = len(layer.name)
+        parameters = tuple((p.name[start:], p.shape) if alike else p for p in layer.parameters)
+        key = (parameters, *(getattr(layer, name) for name in _COUNTS))
+        if layer.kind != "decoder" or key not in known:
+            known[key] = _split_layer(graph, layer, tensor, styles)
+        shape, held = known[key]
+        numel.append(held)
+        kind_of.append(-1 if shape is None else kinds.setdefault(shape, len(kinds)))
     shared = {p.name for p in graph.layers[0].parameters} & {p.name for p in graph.layers[-1].parameters}
     shared_numel = sum(
         split_parameter(graph, p, tensor).shard_numel(0) for p in graph.layers[-1].parameters if p.name in shared
@@ -160,6 +138,49 @@ def _model_shapes(graph: ModelGraph, tensor: int) -> ModelShapes:
         head_width=-(-graph.vocabulary_size // tensor),
         positions=sum(len(p.shape) == 2 for p in graph.layers[0].parameters) > 1,
     )
+
+
+_COUNTS = (
+    *("matmul_flops_per_token", "attention_module_flops_per_token", "attention_flops_per_token_per_position"),
+    *("activation_elements_per_token", "attention_activation_elements_per_token"),
+    "attention_matrix_elements_per_token_per_position",
+)
+"""What a LayerShape takes of its layer beside the parameters."""
+
+
+def _split_layer(graph: ModelGraph, layer: Layer, tensor: int, styles: dict[str, str]) -> tuple[LayerShape | None, int]:
+    """None for the embedding and the head; and its parameters on one tensor rank."""
+    transposed = graph.model_type in TRANSPOSED_LINEAR_TYPES
+    splits = [(p, split_parameter(graph, p, tensor)) for p in layer.parameters]
+    shards = [(p, split.shard_shape(0)) for p, split in splits]
+    numel = sum(_numel(shape) for _, shape in shards)
+    if layer.kind != "decoder":
+        return None, numel
+    attention = f"{layer.name}.{graph.attention_module}."
+    gathered = [
+        p.shape
+        for p, split in splits
+        if split.dimension is not None
+        and len(p.shape) == 2
+        and styles.get(pattern(p.name.rpartition(".")[0])) == "colwise_gather_output"
+    ]
+    shape = LayerShape(
+        products=tuple(
+            _product(shape, transposed, p.name.startswith(attention)) for p, shape in shards if len(shape) in (2, 3)
+        ),
+        numel=numel,
+        matmul_flops=layer.matmul_flops_per_token,
+        attention_module_flops=layer.attention_module_flops_per_token,
+        attention_flops=layer.attention_flops_per_token_per_position,
+        elements=layer.activation_elements_per_token,
+        attention_elements=layer.attention_activation_elements_per_token,
+        scores=layer.attention_matrix_elements_per_token_per_position,
+        fused_norms=_norms(layer, graph.hidden_size, with_bias=True),
+        composed_norms=_norms(layer, graph.hidden_size, with_bias=False),
+        gathered_features=sum(out + 2 * width for out, width in gathered),
+        gathered_products=len(gathered),
+    )
+    return shape, numel
 
 
 def kept_products(products: tuple[Product, ...]) -> tuple[Product, ...]:

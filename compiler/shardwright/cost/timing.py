@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shardwright.cost.activations import keeps_products
-from shardwright.cost.collectives import gather_seconds, group_of, ring_start_seconds, send_seconds
+from shardwright.cost.collectives import Group, gather_seconds, group_of, ring_start_seconds, send_seconds
 from shardwright.cost.compute import ELEMENT_BYTES, peak_flops
 from shardwright.cost.layout import Layout
 from shardwright.cost.offload import host_transfer_seconds, host_update_seconds
 from shardwright.cost.passes import FORWARD_SHARE, Passes, passes
-from shardwright.cost.shapes import dropped_products, model_shapes
+from shardwright.cost.shapes import ModelShapes, dropped_products, model_shapes
 from shardwright.ir.estimate import Time
 from shardwright.ir.strategy import Strategy
 from shardwright.schedule.step import step_seconds
@@ -102,9 +102,10 @@ def estimate_time(layout: Layout) -> Time:
     step = schedule + data_comm + optimizer
     mean_busy = m * sum(stage.total for stage in stages) / s.pipeline
     world = s.world_size
-    tokens = layout.recipe.training.global_batch_size * layout.recipe.training.sequence_length
+    length = layout.recipe.training.sequence_length
+    tokens = layout.recipe.training.global_batch_size * length
     # No gradient of a frozen weight is computed.
-    model_flops = (FORWARDS_PER_STEP - bool(layout.adapters)) * forward_flops_per_token(layout) * tokens
+    model_flops = (FORWARDS_PER_STEP - bool(layout.adapters)) * forward_flops_per_token(layout.shapes, length) * tokens
     hardware_flops = model_flops + recomputed_flops_per_token(layout) * tokens
     peak = peak_flops(layout.cluster.gpu, layout.recipe.training.precision)
     return Time(
@@ -123,10 +124,10 @@ def estimate_time(layout: Layout) -> Time:
     )
 
 
-def forward_flops_per_token(layout: Layout) -> int:
+def forward_flops_per_token(shapes: ModelShapes, sequence_length: int) -> int:
     """Matrix products of the whole model, full S x S attention, the head included, the lookup not."""
-    products, _, scores = layout.shapes.decoder_flops
-    return products + scores * layout.recipe.training.sequence_length + layout.shapes.head_flops
+    products, _, scores = shapes.decoder_flops
+    return products + scores * sequence_length + shapes.head_flops
 
 
 def recomputed_flops_per_token(layout: Layout) -> int:
@@ -178,7 +179,8 @@ def data_comm_seconds(layout: Layout, rank: int, stage: StageSeconds) -> float:
 
     ZeRO 0 and 1: gradients once a step, reduced and gathered again, behind the last backward pass where no pipeline
     drains there. ZeRO-2 reduces at every micro-batch. ZeRO-3 gathers each layer's parameters for forward and backward
-    and reduces its gradients at every micro-batch, behind the compute (arXiv 1910.02054).
+    and reduces its gradients at every micro-batch, behind the compute (arXiv 1910.02054); with hpZ from the second copy
+    inside the node, but once a step (arXiv 2306.10209).
     """
     s, c, cluster = layout.strategy, layout.constants, layout.cluster
     tied = _tied_seconds(layout)
@@ -207,10 +209,24 @@ def data_comm_seconds(layout: Layout, rank: int, stage: StageSeconds) -> float:
     if s.zero_stage == 2:
         return tied + m * exposed(reduce, behind) + gather
     layers = sum(block.stop - block.start for block in layout.ranks[rank])
-    moved = 2 * gather_seconds(cluster, c, group, held * element, 0)
-    moved += gather_seconds(cluster, c, group, numel * gradient, 0)
-    # The ring's steps do not hide: at each of them the ranks wait for one another.
-    return tied + m * (exposed(moved, 1.0) + 3 * layers * ring_start_seconds(c, group))
+    reduce = gather_seconds(cluster, c, group, numel * gradient, 0)
+
+    def micro_batch(forward: Group, backward: Group) -> float:
+        """Gathers over these groups; the ring's steps do not hide: at each of them the ranks wait for one another."""
+        gathers = sum(gather_seconds(cluster, c, over, held * element, 0) for over in (forward, backward))
+        starts = sum(ring_start_seconds(c, over) for over in (forward, backward, group))
+        return exposed(gathers + reduce, 1.0) + layers * starts
+
+    if s.hpz_partition_size == 1:
+        return tied + m * micro_batch(group, group)
+    node = Group(ranks=s.hpz_partition_size, ranks_per_node=s.hpz_partition_size)
+    if layout.adapters:  # frozen weights are never outdated
+        return tied + m * micro_batch(node, node)
+    # An update outdates the second copy (DeepSpeed stage3.py, invalidate_secondary_tensor): the next forward pass
+    # gathers over all ranks and makes it anew. It waits for the device at each weight (partition_parameters.py,
+    # _partition_param_sec), so that its launches show: what two tensor-parallel collectives a layer uncover, too.
+    launches = 0.0 if cluster.gpu.is_cpu else 2 * layers * c.collective_host_seconds
+    return tied + micro_batch(group, node) + launches + (m - 1) * micro_batch(node, node)
 
 
 def once_a_step_seconds(layout: Layout) -> float:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from shardwright.atomic import write_atomically
 from shardwright.data.megatron import open_megatron
 from shardwright.data.order import EpochOrder, MixtureOrder, Order
 from shardwright.data.prepare import data_folder, prepared_folder
@@ -31,10 +31,12 @@ _HELD_OUT = 0x76616C
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """steps: of the training, epochs resolved."""
+    """steps: of the training, epochs resolved. parts: rows of each part of a mixture, which with the seed make the
+    order."""
 
     train: Rows
     order: Order
+    parts: tuple[int, ...]
     validation: Rows | None
     steps: int
 
@@ -71,6 +73,7 @@ def open_dataset(plan: Plan, folder: Path, *, check_all: bool = False) -> Datase
     return Dataset(
         train=_joined(parts),
         order=order,
+        parts=tuple(counts),
         validation=_joined(held_out) if held_out else None,
         steps=t.steps if t.epochs is None else steps_of_epochs(t.epochs, order.steps_per_epoch),
     )
@@ -89,9 +92,7 @@ def resolve(plan: Plan, folder: Path, *, check_all: bool = False) -> tuple[Plan,
     resolved = with_steps(plan, data.steps)
     with writing(data_folder(folder)):
         data_folder(folder).mkdir(parents=True, exist_ok=True)
-        temporary = data_folder(folder) / f".{STEPS}.{os.getpid()}"
-        temporary.write_text(json.dumps({"steps": data.steps}), encoding="utf-8")
-        os.replace(temporary, data_folder(folder) / STEPS)
+        write_atomically(data_folder(folder) / STEPS, json.dumps({"steps": data.steps}))
     return resolved, data
 
 

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from shardwright.atomic import write_atomically
 from shardwright.data import chat
 from shardwright.data.progress import Progress, progress
 from shardwright.data.records import records, text_pieces, texts
@@ -116,9 +117,7 @@ def _remember(at: Path, sources: Iterable[Source]) -> None:
         known = {}
     now = {**known, **{s.settings: s.key for s in sources if s.files}}
     if now != known:
-        temporary = at / f".{CURRENT}.{socket.gethostname()}.{os.getpid()}"
-        temporary.write_text(json.dumps(now, indent=1), encoding="utf-8")
-        os.replace(temporary, at / CURRENT)
+        write_atomically(at / CURRENT, json.dumps(now, indent=1))
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -79,6 +80,16 @@ class TrainingSection:
     gradient_clipping: float
     seed: int
     days_at_most: float | None
+
+    @property
+    def known_steps(self) -> int:
+        """Optimizer steps: `steps`, or ceil(tokens / (batch x S)). 0 = not known yet: `epochs` counts the data, which
+        is read only when it is prepared."""
+        if self.steps is not None:
+            return self.steps
+        if self.tokens is not None:
+            return math.ceil(self.tokens / (self.global_batch_size * self.sequence_length))
+        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

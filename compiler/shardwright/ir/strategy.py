@@ -21,6 +21,7 @@ class Strategy:
     virtual_stages: int = 1
     sequence_parallel: bool = False
     loss: str = "full"  # full | chunked
+    hpz_partition_size: int = 1  # ranks of a node that share a second copy of the weights at ZeRO-3; 1 = none
 
     @property
     def world_size(self) -> int:

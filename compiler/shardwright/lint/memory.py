@@ -18,6 +18,7 @@ from shardwright.cost.memory import estimate_memory
 from shardwright.cost.placement import make_layout
 from shardwright.ds_schema.check import misfits
 from shardwright.ir.estimate import Memory
+from shardwright.ir.hpz import HPZ
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.strategy import Strategy
@@ -108,11 +109,13 @@ def _strategy(subject: Subject) -> Strategy:
         micro = max(1, train // world // (steps or 1)) if train else 1
     if not steps:
         steps = max(1, train // (micro * world)) if train else 1
-    offload = "none"
+    offload, copied = "none", 1
     if subject.offload("offload_optimizer") in ("cpu", "nvme") and subject.stage:
         offload = "optimizer"
     if subject.offload("offload_param") in ("cpu", "nvme") and subject.stage == 3:
         offload = "parameters"
+    if subject.stage == 3:
+        copied = min(world, max(1, subject.integer("zero_optimization", HPZ) or 1))
     return Strategy(
         tensor=tensor,
         pipeline=1,
@@ -123,6 +126,7 @@ def _strategy(subject: Subject) -> Strategy:
         activation_checkpointing="none",
         schedule="1f1b",
         offload=offload,
+        hpz_partition_size=copied,
     )
 
 

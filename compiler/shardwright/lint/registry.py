@@ -56,6 +56,7 @@ RULES: dict[str, Rule] = {
     "SW4418": zero.super_offload,
     "SW4419": zero.boolean_zero,
     "SW4420": zero.unmanaged_accumulation,
+    "SW4421": zero.second_copy_of_shards,
     "SW4501": optimizer.unknown_optimizer,
     "SW4502": optimizer.removed_optimizer,
     "SW4503": optimizer.max_grad_norm,

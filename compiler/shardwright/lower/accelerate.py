@@ -9,7 +9,7 @@ told so; what is the script's own business (learning rate, clipping) is "auto" w
 from __future__ import annotations
 
 from shardwright.ir.json_value import JsonObject, JsonValue
-from shardwright.lower.ds_config import checked, ds_config
+from shardwright.lower.ds_config import checked, for_scripts
 from shardwright.lower.extra import merged
 from shardwright.plan.plan import Plan
 
@@ -47,7 +47,7 @@ def trainer_config(plan: Plan) -> JsonObject:
 
 
 def _script_config(plan: Plan) -> dict[str, JsonValue]:
-    config = ds_config(plan)
+    config = for_scripts(plan)
     if plan.strategy.zero_stage == 3:
         # Trainer and Accelerate save by it; our own checkpoints do not.
         config = merged(config, {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}})

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from shardwright.diagnostics import Diagnostic
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.ir.partition import ModuleSplit
-from shardwright.lower.ds_config import checked, ds_config
+from shardwright.lower.ds_config import checked, for_scripts
 from shardwright.plan.plan import Plan
 
 AUTOTP_FILE = "ds_config.autotp.json"
@@ -99,7 +99,7 @@ def autotp_config(plan: Plan) -> JsonObject | Diagnostic | None:
         grouped.setdefault(kind, []).append(pattern)
     # Without an mpu DeepSpeed 0.19.8 counts the batch over all ranks, tensor ranks too, and asserts on the true one
     # (runtime/config.py, _batch_assertion): the two numbers that hold per rank are enough.
-    rest = {key: value for key, value in ds_config(plan).items() if key != "train_batch_size"}
+    rest = {key: value for key, value in for_scripts(plan).items() if key != "train_batch_size"}
     section: JsonObject = {
         "autotp_size": degree,
         "vocab_parallel_lm_head": True,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shardwright.ds_schema.check import misfits
 from shardwright.ds_schema.read import snapshot
+from shardwright.ir.hpz import HPZ
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.lower.extra import merged
 from shardwright.plan.plan import Plan
@@ -46,6 +49,12 @@ def ds_config(plan: Plan) -> JsonObject:
             pipeline |= {"pipe_partitioned": False, "grad_partitioned": False}
         config["pipeline"] = pipeline
     return merged(config, plan.extra)
+
+
+def for_scripts(plan: Plan) -> JsonObject:
+    """For scripts of the user's own: without hpZ, whose groups are wrong where DeepSpeed makes them itself (decision
+    019)."""
+    return ds_config(replace(plan, zero={key: value for key, value in plan.zero.items() if key != HPZ}))
 
 
 def checked(config: JsonObject) -> JsonObject:

@@ -9,6 +9,7 @@ from typing import cast
 from shardwright.diagnostics import Diagnostic, KeyPath
 from shardwright.ds_schema.check import Misfit, misfits
 from shardwright.ds_schema.read import snapshot
+from shardwright.ir.hpz import HPZ, asks_for_none
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.ir.recipe import Recipe
 
@@ -106,6 +107,11 @@ def _leaves(section: JsonObject, path: tuple[str, ...]) -> Iterator[tuple[str, .
 
 
 def _refusal(path: tuple[str, ...], recipe: Recipe) -> Diagnostic | None:
+    if path == ("zero_optimization", HPZ):
+        if asks_for_none(recipe.extra):
+            return None
+        message = f"extra.zero_optimization.{HPZ}: the size of a second copy of the weights follows from the layout"
+        return _error("SW1214", path, message, "Remove it, or write 1 for a run without a second copy.", ("1",))
     prefixes = [".".join(path[:length]) for length in range(len(path), 0, -1)]
     allowed = next((prefix for prefix in prefixes if prefix in ALLOWED), None)
     if allowed is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import math
 
 import shardwright
 from shardwright.diagnostics import Diagnostic, Refusal
@@ -91,7 +90,7 @@ def build_plan(
     errors = (*_data_errors(recipe, graph), *_checkpoint_errors(recipe.checkpoint.directory))
     if recipe.data is None or errors:
         raise Refusal(*errors)
-    steps = training_steps(recipe.training)
+    steps = recipe.training.known_steps
     ranks = place_ranks(graph, cluster, strategy, partition, tensor_map, recipe)
     return Plan(
         version=PLAN_VERSION,
@@ -158,15 +157,6 @@ def canonical_hash(document: object) -> str:
     """sha256 (hex) of the JSON text with sorted keys and no spaces."""
     text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
-
-
-def training_steps(training: TrainingSection) -> int:
-    """steps, or ceil(tokens / (batch x S)); 0 for epochs, whose length is known once the data is prepared."""
-    if training.steps is not None:
-        return training.steps
-    if training.tokens is not None:
-        return math.ceil(training.tokens / (training.global_batch_size * training.sequence_length))
-    return 0
 
 
 def resolve_scheduler(training: TrainingSection, steps: int) -> PlanScheduler:

@@ -11,6 +11,8 @@ from shardwright.plan.plan import Versions
 BIT_FOR_BIT, SAME_RANKS, CONVERTED, NO = "bit for bit", "same ranks", "converted", "no"
 # Keys that decide which rank holds what; the others change what is computed on the way.
 _PLACEMENT = ("tensor", "pipeline", "data", "zero_stage", "schedule", "offload")
+# Keys that change when bytes move, and no number.
+_TRAFFIC = ("hpz_partition_size",)
 _SAMPLES = ("sequence_length", "global_batch_size", "seed")
 
 
@@ -63,7 +65,7 @@ def _no(why: str) -> Resume:
 
 
 def _compute_keys(strategy: Strategy) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(strategy) if field.name not in _PLACEMENT)
+    return tuple(field.name for field in fields(strategy) if field.name not in (*_PLACEMENT, *_TRAFFIC))
 
 
 def _tokenizer(recipe: Recipe) -> str | None:

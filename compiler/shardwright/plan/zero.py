@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardwright.ir.hpz import HPZ
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.ir.strategy import Strategy
 
@@ -38,6 +39,8 @@ def zero_section(strategy: Strategy, *, numel: int, is_cpu: bool) -> JsonObject:
         section["stage3_prefetch_bucket_size"] = PREFETCH_NUMEL
         section["stage3_max_live_parameters"] = LIVE_NUMEL
         section["stage3_max_reuse_distance"] = LIVE_NUMEL
+    if strategy.hpz_partition_size > 1:
+        section[HPZ] = strategy.hpz_partition_size
     if strategy.offload != "none":
         section["offload_optimizer"] = {"device": "cpu", "pin_memory": not is_cpu}
     if strategy.offload == "parameters":

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, fields
 
 from shardwright.cost.estimate import is_roomy, price
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.estimate import Estimate
 from shardwright.ir.model_graph import ModelGraph
-from shardwright.ir.recipe import ParallelismSection, Recipe
+from shardwright.ir.recipe import Recipe
 from shardwright.ir.strategy import Strategy
 from shardwright.rules.registry import check_layout
 from shardwright.search.compare import LostRegion, binding_constraint, lost_regions, pareto_front
 from shardwright.search.search import search
-from shardwright.search.space import candidates
+from shardwright.search.space import candidates, without_layout_pins
 
 VERDICTS = ("runs", "tight", "does not fit", "ruled out")
 """tight: it fits, but by less than what predictions fall short by."""
@@ -59,7 +58,7 @@ class Space:
 
 def whole_space(recipe: Recipe, graph: ModelGraph, cluster: Cluster, chosen: Estimate) -> Space:
     """Deterministic. Within the recipe's pins it is `plan`'s search; the rest shows what the pins leave out."""
-    free = dataclasses.replace(recipe, parallelism=_without_pins(recipe.parallelism))
+    free = without_layout_pins(recipe)
     legal: list[Point] = []
     forbidden: list[tuple[Strategy, str, str]] = []
     within: list[Estimate] = []
@@ -100,20 +99,6 @@ def _today(legal: list[Point], zero_stage: int) -> list[Point]:
     if running:
         return [min(running, key=lambda p: p.step_seconds)]
     return [min(plain, key=lambda p: p.peak_bytes)] if plain else []
-
-
-def _without_pins(pins: ParallelismSection) -> ParallelismSection:
-    """_FREE, as `auto`."""
-    return dataclasses.replace(
-        pins,
-        tensor=None,
-        pipeline=None,
-        data=None,
-        zero_stage=None,
-        micro_batch_size=None,
-        activation_checkpointing=None,
-        schedule=None,
-    )
 
 
 def _pin(recipe: Recipe, name: str) -> int | str | None:

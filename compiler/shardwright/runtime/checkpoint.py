@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,11 @@ Written = tuple[int, str, tuple[int, ...], bool, tuple[str, ...], int, int, int]
 """(shard, name, shard shape, trained, states, number of the rank's file, start, elements)."""
 
 
-def save_checkpoint(plan: Plan, folder: Path, trainer: Any, step: int, *, last: bool = True) -> None:
+def save_checkpoint(
+    plan: Plan, folder: Path, trainer: Any, step: int, *, last: bool = True, rows: tuple[int, ...] = ()
+) -> None:
     """Collective. Everything goes to a dot folder and to the disk; global rank 0 renames it. Then each rank copies its
-    files to checkpoint.upload_to, and rank 0 prunes to `keep`.
+    files to checkpoint.upload_to, and rank 0 prunes to `keep`. rows: as the manifest has them.
 
     Raises Refusal on every rank where one cannot write: SW6205. Published checkpoints are as they were. A copy that
     fails ends the run after the last step only (SW6208); before it, a warning says so and nothing is pruned.
@@ -73,7 +76,7 @@ def save_checkpoint(plan: Plan, folder: Path, trainer: Any, step: int, *, last: 
     _together(lambda: _begin(partial) if rank == 0 else None, partial)
     _together(lambda: partial.mkdir(parents=True, exist_ok=True) if plan.ranks[rank].slot == 0 else None, partial)
     told = _together(lambda: _write_rank(plan, trainer, partial, rank), partial)
-    _together(lambda: _finish(plan, folder, trainer, partial, step, told) if rank == 0 else None, partial)
+    _together(lambda: _finish(plan, folder, trainer, partial, step, told, rows) if rank == 0 else None, partial)
     for leads in (rank == 0, plan.ranks[rank].slot == 0):
         # The second time on hosts that do not see rank 0's file system.
         if leads and partial.exists():
@@ -238,6 +241,12 @@ def parameter_splits(plan: Plan) -> dict[str, ParameterSplit]:
     return {p.name: p for module in plan.tensor_parallel.modules for p in module.parameters}
 
 
+def _uncut(name: str, shape: tuple[int, ...], trainer: Any) -> ParameterSplit:
+    """Of a parameter that every tensor rank has whole. shape: as this process holds it."""
+    shape = shape[::-1] if name in trainer.transposed else shape
+    return ParameterSplit(name=name, shape=shape, dimension=None, blocks=(), sizes=())
+
+
 def named_parameters(plan: Plan, module: nn.Module) -> dict[str, nn.Parameter]:
     """Of this rank, by one name each: of tied parameters the name that the plan lists, on every stage."""
     first = {alias: group[0] for group in plan.model.tied for alias in group}
@@ -271,13 +280,15 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _finish(plan: Plan, folder: Path, trainer: Any, partial: Path, step: int, told: list[Any]) -> None:
+def _finish(
+    plan: Plan, folder: Path, trainer: Any, partial: Path, step: int, told: list[Any], rows: tuple[int, ...]
+) -> None:
     """What all ranks wrote, put together; the folder's own model, tokenizer and plan beside it; checksums of all."""
     for part in ("model", "tokenizer"):
         if (folder / part).is_dir():
             shutil.copytree(folder / part, partial / part)
     (partial / "plan.json").write_text(plan_to_json(plan), encoding="utf-8")
-    write_manifest(partial, _manifest(plan, trainer, step, told))
+    write_manifest(partial, replace(_manifest(plan, trainer, step, told), rows=rows))
     rest = [path for part in ("model", "tokenizer") for path in (partial / part).rglob("*") if path.is_file()]
     own = [_flushed(path, partial) for path in (*rest, partial / "plan.json", partial / MANIFEST)]
     sums = {name: digest for name, _, digest in (*own, *(file for _, files in told for file in files))}
@@ -295,8 +306,7 @@ def _manifest(plan: Plan, trainer: Any, step: int, told: list[tuple[list[Written
         first = len(files)
         files += [SavedFile(name=name, size_bytes=size) for name, size, _ in names]
         for shard, name, shape, _, states, number, start, numel in written:
-            whole = shape[::-1] if name in trainer.transposed else shape
-            split = splits.get(name) or ParameterSplit(name=name, shape=whole, dimension=None, blocks=(), sizes=())
+            split = splits.get(name) or _uncut(name, shape, trainer)
             tensors[name] = SavedTensor(split=split, transposed=name in trainer.transposed, states=states, shards=())
             found = shards.setdefault(name, {}).setdefault(shard, [])
             found.append(Fragment(file=first + number, start=start, numel=numel))
@@ -325,8 +335,7 @@ def load_checkpoint(plan: Plan, trainer: Any, checkpoint: Path) -> int:
     splits, at = parameter_splits(plan), plan.ranks[rank]
     with CheckpointReader(checkpoint) as reader, torch.no_grad():
         for f in live_fragments(engine, named_parameters(plan, engine.module)):
-            whole = f.shard_shape[::-1] if f.name in trainer.transposed else f.shard_shape
-            split = splits.get(f.name) or ParameterSplit(name=f.name, shape=whole, dimension=None, blocks=(), sizes=())
+            split = splits.get(f.name) or _uncut(f.name, f.shard_shape, trainer)
             for state, values in f.states.items():
                 values.copy_(reader.fragment(f.name, state, split, at.tensor, f.start, values.numel()))
         for name, buffer in named_buffers(engine.module).items():

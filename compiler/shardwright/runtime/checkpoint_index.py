@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from shardwright.diagnostics import Diagnostic, Refusal
-from shardwright.plan.plan import Plan
+from shardwright.plan.plan import Plan, PlanData
 from shardwright.plan.serialize import read_plan
-from shardwright.runtime.checkpoint_manifest import checksum, damage
+from shardwright.runtime.checkpoint_manifest import checksum, damage, read_manifest
 from shardwright.runtime.checkpoint_store import CheckpointStore
 
 _STEP = re.compile(r"step-(\d{8})")
@@ -165,12 +165,31 @@ def _other_samples(plan: Plan, saved: Plan) -> str:
         for key in ("global_batch_size", "sequence_length", "seed")
         if getattr(saved.training, key) != getattr(plan.training, key)
     ]
-    changed += [
-        f"data.{key} {getattr(saved.data, key)} -> {getattr(plan.data, key)}"
-        for key in ("kind", "path", "packing", "shuffle")
-        if getattr(saved.data, key) != getattr(plan.data, key)
-    ]
-    return ", ".join(changed)
+    return ", ".join(changed + _other_data(plan.data, saved.data, "data"))
+
+
+def _other_data(here: PlanData, there: PlanData, key: str) -> list[str]:
+    """Tokenizers are compared by what is in them, not by where they lie."""
+    if len(here.mixture) != len(there.mixture):
+        return [f"{key} has {len(here.mixture) or 1} parts, not {len(there.mixture) or 1}"]
+    names = [f.name for f in fields(here) if f.name not in ("tokenizer", "mixture")]
+    pairs = ((name, getattr(there, name), getattr(here, name)) for name in names)
+    changed = [f"{key}.{name} {before} -> {now}" for name, before, now in pairs if before != now]
+    for number, parts in enumerate(zip(here.mixture, there.mixture, strict=True)):
+        changed += _other_data(*parts, f"{key}.mixture.{number}")
+    return changed
+
+
+def other_rows(checkpoint: Path, rows: tuple[int, ...]) -> tuple[str, ...]:
+    """The same paths can hold other data by now. rows: training sequences of each part."""
+    saved = read_manifest(checkpoint).rows
+    if not saved or saved == rows:
+        return ()
+    had, has = (" + ".join(f"{n:,}" for n in counts) for counts in (saved, rows))
+    return (
+        f"warning[SW6207]: the order of the samples is another than {checkpoint.name} had: the data had {had} "
+        f"sequences and has {has}; some will be seen twice, others not at all",
+    )
 
 
 def _other_tokenizer(plan: Plan, saved: Plan, folder: Path, checkpoint: Path) -> str | None:

@@ -61,6 +61,7 @@ class Manifest:
     """step: the last one that was trained. optimizer_step: updates that were made (fp16 skips some).
 
     loss_scale: fp16's scaler, attribute -> value; None where the precision has none.
+    rows: training sequences of each part of the data, () where nobody counted them.
     """
 
     version: int
@@ -69,6 +70,7 @@ class Manifest:
     loss_scale: dict[str, float] | None
     tensors: dict[str, SavedTensor]
     files: tuple[SavedFile, ...]
+    rows: tuple[int, ...] = ()
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -27,6 +27,7 @@ from shardwright.runtime.materialize import Filler
 from shardwright.runtime.pipeline import build_pipeline
 from shardwright.runtime.recompute import apply_recompute
 from shardwright.runtime.schedule import decay_groups
+from shardwright.runtime.secondary_weights import secondary_group
 from shardwright.runtime.tensor.split import TensorSplitter
 from shardwright.runtime.weights import conv1d_to_linear, open_model
 
@@ -175,6 +176,7 @@ class DataTrainer:
         self.device = torch.device(get_accelerator().current_device_name())
         topology = PipeModelDataParallelTopology(num_pp=1, num_mp=strategy.tensor, num_dp=strategy.data)
         self.grid = PipelineParallelGrid(topology=topology)
+        self.secondary_group = secondary_group(plan)
         layers = list(model.get_submodule(plan.model.cut.stack).children())
         self._cut_and_fill(model, config, filler)
         apply_recompute(layers, strategy.activation_checkpointing, plan.model.attention_module)
@@ -214,6 +216,7 @@ class DataTrainer:
             remote_device=offload.get("device"),
             pin_memory=bool(offload.get("pin_memory", False)),
             mpu=self.grid,
+            zero_param_parallel_group=self.secondary_group,
         )
 
     def step(self, micro_batches: list[MicroBatch], learning_rate: float) -> StepResult:

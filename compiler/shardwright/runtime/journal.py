@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
+from shardwright.atomic import write_atomically
 from shardwright.ir.json_value import JsonValue
 
 PROGRESS = "@shardwright "
@@ -90,9 +91,7 @@ def _open_cut_back(path: Path, step: int) -> TextIO:
     kept = []
     if step and path.exists():
         kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
-    temporary = path.with_suffix(".partial")
-    temporary.write_text("".join(line + "\n" for line in kept))
-    os.replace(temporary, path)
+    write_atomically(path, "".join(line + "\n" for line in kept))
     return path.open("a", buffering=1)
 
 

@@ -16,6 +16,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
+from shardwright.runtime.secondary_weights import forget_secondary
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -158,3 +160,4 @@ def use_masters(engine: Any) -> None:
             for part, values in zip(optimizer.fp16_partitioned_groups[group], parts, strict=True):
                 part.data = values.data
         optimizer.checkpoint_event_epilogue()
+        forget_secondary(engine.module)

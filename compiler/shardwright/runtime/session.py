@@ -17,6 +17,7 @@ from shardwright.data.prepare import LARGEST_UNPREPARED_BYTES, prepare
 from shardwright.plan.plan import Plan
 from shardwright.runtime.batches import Batches, HeldOut, MicroBatch
 from shardwright.runtime.checkpoint import check_writable, load_checkpoint, save_checkpoint
+from shardwright.runtime.checkpoint_index import other_rows
 from shardwright.runtime.dropout import seed_dropout
 from shardwright.runtime.engine import StepResult, build_trainer
 from shardwright.runtime.journal import Evaluations, Metrics, write_json, write_status
@@ -49,6 +50,10 @@ class Session:
         self.data_rank = self._trainer.grid.get_data_parallel_rank()
         seed_dropout(self.plan, rank)
         self.done = load_checkpoint(self.plan, self._trainer, Path(resume)) if resume else 0
+        self._rows = data.parts
+        if resume and rank == 0:
+            for warning in other_rows(Path(resume), data.parts):
+                print(warning, flush=True)
         self._saved = self.done
         self._held_out = HeldOut(self.plan, data.validation, self.data_rank) if data.validation else None
         self._measured = Measured(self.plan, self._trainer.device)
@@ -123,7 +128,7 @@ class Session:
         copy that fails (checkpoint.upload_to) is an error and not a warning."""
         if self._saved != self.done:
             last = last or self.done == self.plan.training.steps
-            save_checkpoint(self.plan, self.folder, self._trainer, self.done, last=last)
+            save_checkpoint(self.plan, self.folder, self._trainer, self.done, last=last, rows=self._rows)
             self._saved = self.done
 
     def finish(self, status: str = "done") -> None:

@@ -108,6 +108,12 @@ def layout_words(s: Strategy) -> str:
     )
 
 
+def hpz_words(s: Strategy) -> str:
+    """ "" without it; it follows from the layout and is no key of a recipe."""
+    ranks = s.hpz_partition_size
+    return "" if ranks == 1 else f"a second copy inside each node, shared out over {ranks} ranks (hpZ)"
+
+
 def _seconds(time: Time, part: str) -> float:
     value: float = getattr(time, part)
     return value

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardwright.cost.compute import peak_flops
-from shardwright.cost.estimate import SECONDS_PER_DAY, training_steps
+from shardwright.cost.estimate import SECONDS_PER_DAY
 from shardwright.cost.shapes import model_shapes
-from shardwright.cost.timing import FORWARDS_PER_STEP
+from shardwright.cost.timing import FORWARDS_PER_STEP, forward_flops_per_token
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.divisors import divisors
@@ -49,7 +49,7 @@ def size_cluster(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> tuple[R
     """
     if recipe.cluster.nodes is not None:
         return recipe, cluster, None
-    steps, days = training_steps(recipe), recipe.training.days_at_most
+    steps, days = recipe.training.known_steps, recipe.training.days_at_most
     if not steps or days is None:
         raise Refusal(
             Diagnostic(
@@ -122,12 +122,11 @@ def _sizes(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> Iterator[int]
 def _work_seconds(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> float:
     """GPU-seconds of a step at the dense peak: no layout takes less."""
     shapes = model_shapes(graph, 1)
-    products, _, scores = shapes.decoder_flops
+    _, _, scores = shapes.decoder_flops
     training = recipe.training
-    forward = products + scores * training.sequence_length + shapes.head_flops
     tokens = training.global_batch_size * training.sequence_length
     # Fused causal attention skips half of the scores that are counted.
-    forward -= scores * training.sequence_length // 2
+    forward = forward_flops_per_token(shapes, training.sequence_length) - scores * training.sequence_length // 2
     forwards = FORWARDS_PER_STEP - (recipe.lora is not None)
     return forwards * forward * tokens / peak_flops(cluster.gpu, training.precision)
 

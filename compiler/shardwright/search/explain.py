@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from shardwright.cost.breakdown import Breakdown, break_down
-from shardwright.cost.estimate import is_roomy, weigh
+from shardwright.cost.estimate import is_roomy, price_layout, weigh
+from shardwright.cost.hpz import with_hpz, without_hpz
+from shardwright.cost.layout import Layout
+from shardwright.cost.memory import estimate_memory
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.estimate import Estimate
 from shardwright.ir.model_graph import ModelGraph
@@ -15,6 +17,7 @@ from shardwright.ir.strategy import Strategy
 from shardwright.search.compare import because, binding_constraint
 from shardwright.search.search import SearchResult, search
 from shardwright.search.sensitivity import Sensitivity, sensitivities
+from shardwright.search.space import without_layout_pins
 from shardwright.search.walk import RejectedRegion
 
 LAYOUT_KEYS = (
@@ -50,10 +53,22 @@ class KeyReason:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SecondCopy:
+    """hpZ's copy of the weights inside each node. taken: the chosen layout has one; other_*: of the same layout the
+    other way. has_room: beside it what predictions fall short by stays free."""
+
+    ranks: int
+    taken: bool
+    has_room: bool
+    other_step_seconds: float
+    other_peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
     """place: of the chosen layout among all that run, counted from 1, without the recipe's pins; None where it does
     not run. next_best: those that follow the chosen one within the pins, or, where the pins leave it alone, the best of
-    the others without them. rejected: without the pins, a region a code."""
+    the others without them. rejected: without the pins, a region a code. second_copy: None where there can be none."""
 
     chosen: Estimate
     breakdown: Breakdown
@@ -65,6 +80,7 @@ class Explanation:
     beyond_pins: bool
     sensitivity: tuple[Sensitivity, ...]
     rejected: tuple[RejectedRegion, ...]
+    second_copy: SecondCopy | None
 
 
 def explain(recipe: Recipe, graph: ModelGraph, cluster: Cluster, chosen: Estimate) -> Explanation:
@@ -89,6 +105,24 @@ def explain(recipe: Recipe, graph: ModelGraph, cluster: Cluster, chosen: Estimat
         beyond_pins=beyond_pins,
         sensitivity=sensitivities(recipe, graph, cluster, chosen),
         rejected=everywhere.rejected,
+        second_copy=_second_copy(layout, chosen),
+    )
+
+
+def _second_copy(layout: Layout, chosen: Estimate) -> SecondCopy | None:
+    copied = with_hpz(layout)
+    if copied is None:
+        return None
+    taken = layout.strategy.hpz_partition_size > 1
+    other = without_hpz(layout) if taken else copied
+    estimate = price_layout(other, estimate_memory(other), ())
+    beside = chosen if taken else estimate
+    return SecondCopy(
+        ranks=copied.strategy.hpz_partition_size,
+        taken=taken,
+        has_room=beside.memory.fits and is_roomy(layout.recipe, beside),
+        other_step_seconds=estimate.time.step_seconds,
+        other_peak_bytes=estimate.memory.peak_bytes,
     )
 
 
@@ -96,21 +130,6 @@ def pinned_keys(recipe: Recipe) -> tuple[str, ...]:
     """Layout keys that the recipe gives; `offload: none` is what a recipe says that does not speak of it."""
     pins, plain = recipe.parallelism, {"offload": "none"}
     return tuple(k for k in LAYOUT_KEYS if getattr(pins, k) is not None and getattr(pins, k) != plain.get(k))
-
-
-def without_layout_pins(recipe: Recipe) -> Recipe:
-    """`offload` stays: a search that was not asked for it does not move states to the host."""
-    pins = dataclasses.replace(
-        recipe.parallelism,
-        tensor=None,
-        pipeline=None,
-        data=None,
-        zero_stage=None,
-        micro_batch_size=None,
-        activation_checkpointing=None,
-        schedule=None,
-    )
-    return dataclasses.replace(recipe, parallelism=pins)
 
 
 def alternative(recipe: Recipe, estimate: Estimate, chosen: Estimate) -> Alternative:

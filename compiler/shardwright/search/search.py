@@ -14,7 +14,7 @@ from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.strategy import Strategy
 from shardwright.rules.registry import UNCOUNTABLE_CODES, check_layout
-from shardwright.search.space import candidates, nearest, without_pins
+from shardwright.search.space import as_today, candidates, nearest
 from shardwright.search.walk import RejectedRegion, Rejections, legal_layouts
 
 MORE_MEMORY = 2  # the next GPU: 40 GB -> 80 GB, 80 GB -> 141 GB
@@ -160,7 +160,7 @@ def baselines(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> tuple[Esti
     """
     found: list[Estimate] = []
     for zero_stage in (2, 3):
-        plain = without_pins(recipe, zero_stage=zero_stage)
+        plain = as_today(recipe, zero_stage=zero_stage)
         result = search(plain, graph, cluster)
         best = result.ranked[0] if result.ranked else result.closest
         if best is not None:

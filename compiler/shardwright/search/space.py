@@ -122,19 +122,26 @@ def nearest(recipe: Recipe, cluster: Cluster) -> Strategy:
     )
 
 
-def without_pins(recipe: Recipe, *, zero_stage: int) -> Recipe:
-    """The same run as people run it today: no tensor or pipeline parallelism, this ZeRO stage."""
+def without_layout_pins(recipe: Recipe) -> Recipe:
+    """`offload` stays: a search that was not asked for it does not move states to the host."""
     pins = dataclasses.replace(
         recipe.parallelism,
-        tensor=1,
-        pipeline=1,
+        tensor=None,
+        pipeline=None,
         data=None,
-        zero_stage=zero_stage,
+        zero_stage=None,
         micro_batch_size=None,
         activation_checkpointing=None,
-        schedule="1f1b",
+        schedule=None,
     )
     return dataclasses.replace(recipe, parallelism=pins)
+
+
+def as_today(recipe: Recipe, *, zero_stage: int) -> Recipe:
+    """The same run as people run it today: no tensor or pipeline parallelism, this ZeRO stage."""
+    free = without_layout_pins(recipe)
+    pins = dataclasses.replace(free.parallelism, tensor=1, pipeline=1, zero_stage=zero_stage, schedule="1f1b")
+    return dataclasses.replace(free, parallelism=pins)
 
 
 def _strategy(

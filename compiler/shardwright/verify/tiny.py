@@ -31,6 +31,7 @@ def tiny_strategy(s: Strategy) -> Strategy:
         data=data,
         micro_batch_size=min(s.micro_batch_size, 2),
         gradient_accumulation_steps=accumulation,
+        hpz_partition_size=1,  # the copy has one node
     )
 
 

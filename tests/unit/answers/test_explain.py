@@ -164,3 +164,36 @@ def test_codes_still_mean_what_they_mean(capsys: pytest.CaptureFixture[str]) -> 
     assert "SW3108" in capsys.readouterr().out
     assert main(["explain", "SW9999"]) == 1
     assert main(["explain", "SW3108", "--why-not", "tensor=2"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("gigabits", "memory_gib", "objective", "words"),
+    [
+        (25, 80, "throughput", "a second copy inside each node, shared out over 8 ranks (hpZ): without it +"),
+        (4000, 80, "throughput", "no second copy inside each node (hpZ): the step would take"),
+        (25, 14, "throughput", "leaves less than predictions fall short by"),
+        (25, 80, "memory", "no second copy inside each node (hpZ): objective: memory"),
+    ],
+)
+def test_why_there_is_a_second_copy_of_the_weights(
+    gigabits: int, memory_gib: int, objective: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = {"memory_gib": memory_gib, "hbm_gbytes_per_second": 2039, "peak_tflops": {"bf16": 312}}
+    cluster = {"nodes": 4, "gpus_per_node": 8, "gpu": gpu, "intra_node_gbytes_per_second": 300}
+    pins = {"pipeline": 1, "tensor": 1, "zero_stage": 3, "micro_batch_size": 1, "activation_checkpointing": "full"}
+    path = write_llama(
+        tmp_path,
+        cluster={**cluster, "inter_node_gbits_per_second": gigabits},
+        training={"sequence_length": 2048, "global_batch_size": 32, "steps": 1000},
+        parallelism=pins,
+        objective=objective,
+    )
+    found = told(capsys, "explain", path)
+    copy, step = found["second_copy"], found["time"]["step_seconds"]
+    assert copy["ranks"] == 8 and copy["taken"] == words.startswith("a second")
+    assert found["strategy"]["hpz_partition_size"] == (8 if copy["taken"] else 1)
+    slower = copy["other_step_seconds"] > step
+    assert slower == (copy["taken"] or gigabits == 4000)
+    assert copy["has_room"] == (memory_gib == 80)
+    main(["explain", path])
+    assert words in capsys.readouterr().out

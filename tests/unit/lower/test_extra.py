@@ -43,6 +43,12 @@ def test_sections_are_merged_key_by_key(write_recipe: Callable[..., Path]) -> No
         ({"train_batch_size": 4}, "SW1214", ("train_batch_size",), "training.global_batch_size"),
         ({"zero_optimization": {"stage": 3}}, "SW1214", ("zero_optimization", "stage"), "parallelism.zero_stage"),
         (
+            {"zero_optimization": {"zero_hpz_partition_size": 4}},
+            "SW1214",
+            ("zero_optimization", "zero_hpz_partition_size"),
+            "follows from the layout",
+        ),
+        (
             {"zero_optimization": {"offload_param": {"device": "cpu"}}},
             "SW1214",
             ("zero_optimization", "offload_param", "device"),

@@ -33,7 +33,7 @@ def plan(
 
 def dataset(n: int, *, shuffle: bool = False) -> Dataset:
     rows = ArrayRows(np.arange(n * 4, dtype=np.int32).reshape(n, 4))
-    return Dataset(train=rows, order=EpochOrder(n, 12, 3, shuffle=shuffle), validation=None, steps=9)
+    return Dataset(train=rows, order=EpochOrder(n, 12, 3, shuffle=shuffle), parts=(n,), validation=None, steps=9)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -63,7 +63,9 @@ def test_packing_restarts_positions_and_drops_first_labels() -> None:
         starts=np.array([[False, False, True, False], [True, True, False, False]]),
         trained=np.array([[True, True, True, True], [True, True, True, False]]),
     )
-    data = Dataset(train=OneBlock(block), order=EpochOrder(2, 2, 0, shuffle=False), validation=None, steps=1)
+    data = Dataset(
+        train=OneBlock(block), order=EpochOrder(2, 2, 0, shuffle=False), parts=(2,), validation=None, steps=1
+    )
     batch = Batches(plan(data=1, micro=2, accumulation=1, packing=True), data).micro_batches(1, 0)[0]
     assert batch.position_ids is not None
     assert batch.position_ids.tolist() == [[0, 1, 0, 1], [0, 0, 1, 2]]

@@ -15,8 +15,8 @@ from shardwright.diagnostics import Refusal
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import plan_to_json, read_plan
 from shardwright.runtime.attempt import begin_attempt
-from shardwright.runtime.checkpoint_index import choose_checkpoint
-from shardwright.runtime.checkpoint_manifest import CHECKSUMS, MANIFEST
+from shardwright.runtime.checkpoint_index import choose_checkpoint, other_rows
+from shardwright.runtime.checkpoint_manifest import CHECKSUMS, MANIFEST, read_manifest, write_manifest
 from tests.unit.runtime.saved import write_checkpoint
 
 
@@ -130,6 +130,33 @@ def test_other_samples_are_said(out: Path) -> None:
     rewrite(out, dataclasses.replace(plan, data=dataclasses.replace(plan.data, shuffle=not plan.data.shuffle)))
     _, notes = chosen(out)
     assert [note.split(":")[0] for note in notes] == ["warning[SW6207]"]
+
+
+def test_other_weights_of_a_mixture_are_said(out: Path) -> None:
+    plan = read_plan(out)
+
+    def mixed(*weights: float) -> Plan:
+        parts = tuple(dataclasses.replace(plan.data, weight=weight) for weight in weights)
+        return dataclasses.replace(plan, data=dataclasses.replace(plan.data, kind="mixture", mixture=parts))
+
+    rewrite(out, mixed(1.0, 3.0))
+    write_checkpoint(out, step=12)
+    assert chosen(out) == ("step-00000012", ())
+    rewrite(out, mixed(1.0, 2.0))
+    (note,) = chosen(out)[1]
+    assert note.endswith("data.mixture.1.weight 3.0 -> 2.0")
+    rewrite(out, mixed(1.0))
+    (note,) = chosen(out)[1]
+    assert note.endswith("data has 1 parts, not 2")
+
+
+def test_data_that_grew_is_said(out: Path) -> None:
+    step = out / "checkpoints" / "step-00000008"
+    assert other_rows(step, (7, 5)) == (), "written before rows were counted"
+    write_manifest(step, dataclasses.replace(read_manifest(step), rows=(1234, 5)))
+    assert other_rows(step, (1234, 5)) == ()
+    (warning,) = other_rows(step, (1300, 5))
+    assert warning.startswith("warning[SW6207]: ") and "had 1,234 + 5 sequences and has 1,300 + 5" in warning
 
 
 def test_later_checkpoints_are_set_aside(out: Path) -> None:

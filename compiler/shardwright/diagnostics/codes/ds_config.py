@@ -64,6 +64,7 @@ DS_CONFIG_CODES: dict[str, str] = {
     "SW4418": "SuperOffload below stage 3",
     "SW4419": "zero_optimization as a boolean",
     "SW4420": "unmanaged accumulation with overlapped communication",
+    "SW4421": "hpZ over ranks that hold different shards",
     "SW4501": "an unknown optimizer",
     "SW4502": "an optimizer that is gone from DeepSpeed",
     "SW4503": "max_grad_norm among the optimizer's parameters",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shardwright.ir.hpz import HPZ
 from shardwright.lint.subject import Found, Subject
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -82,9 +83,6 @@ def groups_do_not_divide(subject: Subject) -> Iterator[Found]:
                 message=f"{'.'.join(key)}: {size} does not divide the {world} ranks",
                 help=f"Take a divisor of {world}.",
             )
-
-
-HPZ = "zero_hpz_partition_size"
 
 
 def mesh(subject: Subject) -> Iterator[Found]:

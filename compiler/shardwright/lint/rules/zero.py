@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from shardwright.ds_schema.check import properties
+from shardwright.ir.hpz import HPZ
 from shardwright.ir.json_value import JsonObject
 from shardwright.lint.rules.precision import dtype, precision
 from shardwright.lint.subject import Edit, Found, Subject
@@ -15,7 +16,7 @@ Offload = Literal["offload_optimizer", "offload_param"]
 OFFLOADS: tuple[Offload, Offload] = ("offload_optimizer", "offload_param")
 
 _STAGE_3 = frozenset({"sub_group_size", "memory_efficient_linear", "override_module_apply", "leaf_module"})
-_PLUS = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")
+_PLUS = (HPZ, "zero_quantized_weights", "zero_quantized_gradients")
 _BELOW_3 = ("round_robin_gradients", "parameter_alignment")
 
 
@@ -292,6 +293,19 @@ def unmanaged_accumulation(subject: Subject) -> Iterator[Found]:
             key=("managed_gradient_accumulation",),
             message=f"managed_gradient_accumulation: false does not go with overlap_comm at ZeRO stage {subject.stage}",
             help="Write overlap_comm: false, or take stage 2.",
+        )
+
+
+def second_copy_of_shards(subject: Subject) -> Iterator[Found]:
+    """The groups are consecutive ranks, as tensor-parallel ones are."""
+    size, tensor = subject.integer(ZERO, HPZ) or 1, subject.integer("tensor_parallel", "autotp_size") or 1
+    if subject.stage == 3 and size > 1 and tensor > 1:
+        yield Found(
+            code="SW4421",
+            key=(ZERO, HPZ),
+            message=f"{HPZ} {size} with autotp_size {tensor}: weights are gathered from ranks that hold other shards",
+            help="Remove one of the two. `shardwright compile` makes groups of its own, which run both.",
+            at="key",
         )
 
 
