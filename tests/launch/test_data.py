@@ -63,8 +63,8 @@ def plain_loss(model: torch.nn.Module, rows: list[tuple[list[int], list[bool]]])
     "case",
     [
         Case(model="llama", pipeline=2, tensor=2, checkpointing="full"),
-        Case(model="llama", data=2, zero_stage=3, micro=1),
-        Case(model="gpt2", pipeline=2, schedule="dualpipev", accumulation=4),
+        pytest.param(Case(model="llama", data=2, zero_stage=3, micro=1), marks=pytest.mark.prove),
+        pytest.param(Case(model="gpt2", pipeline=2, schedule="dualpipev", accumulation=4), marks=pytest.mark.prove),
     ],
     ids=["pp2-tp2", "zero3-dp2", "dualpipev"],
 )
@@ -109,7 +109,10 @@ raise SystemExit(worker.main())
 
 @pytest.mark.parametrize(
     "case",
-    [Case(model="llama", pipeline=2, tensor=2), Case(model="llama", data=2, zero_stage=2, micro=1)],
+    [
+        pytest.param(Case(model="llama", pipeline=2, tensor=2), marks=pytest.mark.prove),
+        Case(model="llama", data=2, zero_stage=2, micro=1),
+    ],
     ids=["pp2-tp2", "dp2"],
 )
 def test_ranks_see_the_rows_that_they_should_and_a_resumed_run_goes_on_mid_epoch(case: Case, tmp_path: Path) -> None:
@@ -165,7 +168,7 @@ TEMPLATE = (
 )
 
 
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("packing", [True, pytest.param(False, marks=pytest.mark.prove)])
 def test_conversations_train_as_each_one_alone(packing: bool, tmp_path: Path) -> None:
     case = Case(model="llama", pipeline=2, micro=1)
     random, talks = np.random.default_rng(4), []

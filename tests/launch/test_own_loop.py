@@ -89,6 +89,7 @@ def _check_curves(out: Path) -> None:
     assert list((out / "run" / "wandb").glob(f"offline-run-*-{run_id}"))
 
 
+@pytest.mark.prove
 def test_a_run_that_resumes_keeps_its_id(write_recipe: Callable[..., Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
     must(shardwright("compile", write_recipe({**CHANGES, "tracking": {"tensorboard": True}}), "-o", out))

@@ -16,8 +16,8 @@ from tests.launch.resume_matrix import ROOT
 from tests.parity.harness import must, shardwright
 
 MIB = 2**20
-SLACK_BYTES = 24 * MIB
-"""Modules, Python objects, the allocator."""
+SLACK_BYTES = 8 * MIB
+"""Modules and Python objects."""
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -61,7 +61,10 @@ def test_a_rank_holds_its_shard_and_a_layer(out: Path, rank: int) -> None:
         **os.environ,
         "DS_ACCELERATOR": "cpu",
         "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "compiler"))),
+        # What is freed goes back at once: how much the allocator keeps differs from run to run by a layer.
         "MALLOC_ARENA_MAX": "1",
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "65536",
     }
     done = must(
         subprocess.run(

@@ -57,6 +57,7 @@ def test_a_sample_of_types(types: list[str], layout: str, ranks: int, tmp_path: 
         assert {t for t, v in verdicts.items() if v == "refused"} <= NOT_CUT
 
 
+@pytest.mark.prove
 def test_key_value_heads_are_copied_where_there_are_fewer_than_ranks(tmp_path: Path) -> None:
     """Two key/value heads over four tensor ranks: each is held by two."""
     types = ["llama", "gemma2", "stablelm/plain"]
