@@ -113,15 +113,20 @@ def check(case: tuple[Recipe, ModelGraph, Cluster, Strategy]) -> None:
     gpu = cluster.gpu
     larger = dataclasses.replace(cluster, gpu=dataclasses.replace(gpu, memory_gib=gpu.memory_gib * 1.5))
     assert estimate_strategy(recipe, graph, larger, strategy).memory.fits or not plain.memory.fits
+    assert estimate_strategy(recipe, graph, cluster, strategy) == plain
+    if strategy.pipeline > 1 and strategy.zero_stage > 1:
+        return  # no engine runs it: its stages are cut by a step that knows no collective of each micro-batch
+    # Faster links have larger buffers, and what just fitted may be cut otherwise: where memory binds nothing, then.
+    roomy = dataclasses.replace(cluster, gpu=dataclasses.replace(gpu, memory_gib=1e6))
+    unbound = estimate_strategy(recipe, graph, roomy, strategy).time.step_seconds
     # Of many layers the partition is found by a descent: not always the very best one.
     slack = SLACK if strategy.pipeline == 1 else 1.01
     for link in ("intra_node_bytes_per_second", "inter_node_bytes_per_second"):
-        faster = dataclasses.replace(cluster, **{link: 2 * getattr(cluster, link)})
-        assert estimate_strategy(recipe, graph, faster, strategy).time.step_seconds <= plain.time.step_seconds * slack
-    swifter = dataclasses.replace(gpu, hbm_bytes_per_second=2 * gpu.hbm_bytes_per_second)
-    found = estimate_strategy(recipe, graph, dataclasses.replace(cluster, gpu=swifter), strategy)
-    assert found.time.step_seconds <= plain.time.step_seconds * slack
-    assert estimate_strategy(recipe, graph, cluster, strategy) == plain
+        faster = dataclasses.replace(roomy, **{link: 2 * getattr(roomy, link)})
+        assert estimate_strategy(recipe, graph, faster, strategy).time.step_seconds <= unbound * slack
+    swifter = dataclasses.replace(roomy.gpu, hbm_bytes_per_second=2 * gpu.hbm_bytes_per_second)
+    found = estimate_strategy(recipe, graph, dataclasses.replace(roomy, gpu=swifter), strategy)
+    assert found.time.step_seconds <= unbound * slack
 
 
 SETTINGS = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "derandomize": True}
