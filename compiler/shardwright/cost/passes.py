@@ -130,10 +130,12 @@ def _tensor_comm_seconds(layout: Layout) -> tuple[list[float], list[float]]:
     ahead = (attention + feed_forward) * reduce
     back = ahead + (again_attention * attention + again_feed_forward * feed_forward) * reduce
     # The output gathered forward, the input's gradient reduced backward: half of both each.
-    gathers = [
-        gather_seconds(cluster, c, group, features * message / 2, products) + products * host
-        for features, products in zip(_each(shapes.gathered_features), _each(shapes.gathered_products), strict=True)
-    ]
+    gathered = list(zip(_each(shapes.gathered_features), _each(shapes.gathered_products), strict=True))
+    seconds_of = {
+        (features, products): gather_seconds(cluster, c, group, features * message / 2, products) + products * host
+        for features, products in set(gathered)
+    }
+    gathers = [seconds_of[pair] for pair in gathered]
     forward = [reduce, *(ahead + g for g in gathers[1:-1]), 0.0]
     backward = [0.0, *(back + g for g in gathers[1:-1]), reduce]
     return forward, backward
