@@ -86,12 +86,17 @@ def _watch_logits() -> list[int]:
     return seen
 
 
-def main() -> None:
+def begin() -> None:
+    """Collective: the process groups, for many engines in one process."""
     ops.__compatible_ops__["deepspeed_shm_comm"] = False
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")
     share_groups()
+
+
+def main() -> None:
+    begin()
     out, rank = Path(os.environ["SHARDWRIGHT_CASES_OUT"]), dist.get_rank()
     for name, fields in json.loads(os.environ["SHARDWRIGHT_CASES"]).items():
         try:

@@ -1,6 +1,6 @@
 """Under `deepspeed --num_gpus 4`: hpZ's second copy of the weights over two nodes of two ranks, as the plan has them.
 
-SHARDWRIGHT_HPZ_OUT: folder for figures-RANK.json. SHARDWRIGHT_CASES is JSON: name -> the case's fields.
+SHARDWRIGHT_CASES_OUT: folder for figures-RANK.json. SHARDWRIGHT_CASES is JSON: name -> the case's fields.
 """
 
 from __future__ import annotations
@@ -11,12 +11,9 @@ import os
 from collections import Counter
 from pathlib import Path
 
-import deepspeed
 import numpy as np
 import torch
-import transformers
 from deepspeed import comm as dist
-from deepspeed import ops
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import groups
 
@@ -28,8 +25,7 @@ from shardwright.runtime import engine, optimizer_state
 from shardwright.runtime.batches import HeldOut
 from shardwright.runtime.checkpoint import load_checkpoint, named_parameters, save_checkpoint
 from shardwright.runtime.engine import Trainer, build_trainer
-from tests.parity.cases_worker import compiled, difference, train
-from tests.parity.groups import share_groups
+from tests.parity.cases_worker import begin, compiled, difference, train
 from tests.parity.harness import LLAMA, MODELS, STEPS, Case, reference
 
 SAVED, LAST = 2, 4
@@ -130,13 +126,9 @@ def resumed(folder: Path) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    deepspeed.init_distributed(dist_backend="gloo")
-    share_groups()
+    begin()
     partition_parameters._dist_allgather_fn = _gather
-    out = Path(os.environ["SHARDWRIGHT_HPZ_OUT"])
+    out = Path(os.environ["SHARDWRIGHT_CASES_OUT"])
     cases = json.loads(os.environ["SHARDWRIGHT_CASES"])
     figures: dict[str, object] = {name: measure(Case(**fields), out / name) for name, fields in cases.items()}
     if dist.get_world_size() == 4:

@@ -14,8 +14,8 @@ from shardwright.runtime.launcher import free_port
 from tests.parity.harness import Case
 
 
-def launched(cases: dict[str, Case], out: Path) -> dict[str, dict[str, Any]]:
-    """Case -> its worst figures over the ranks. All of one world size."""
+def start(worker: str, cases: dict[str, Case], out: Path) -> str:
+    """A worker of this folder under the real launcher, once; its output. All cases of one world size."""
     environment = {
         **os.environ,
         "DS_ACCELERATOR": "cpu",
@@ -26,10 +26,16 @@ def launched(cases: dict[str, Case], out: Path) -> dict[str, dict[str, Any]]:
         "SHARDWRIGHT_CASES": json.dumps({name: dataclasses.asdict(case) for name, case in cases.items()}),
     }
     out.mkdir(parents=True, exist_ok=True)
-    program, worker = Path(sys.executable).parent / "deepspeed", Path(__file__).with_name("cases_worker.py")
+    program, script = Path(sys.executable).parent / "deepspeed", Path(__file__).with_name(worker)
     (ranks,) = {str(case.world) for case in cases.values()}
-    launch = [str(program), "--hostfile", "none", "--num_gpus", ranks, "--master_port", str(free_port()), str(worker)]
+    launch = [str(program), "--hostfile", "none", "--num_gpus", ranks, "--master_port", str(free_port()), str(script)]
     result = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=1800)
+    return result.stdout[-3000:] + result.stderr[-3000:]
+
+
+def launched(cases: dict[str, Case], out: Path) -> dict[str, dict[str, Any]]:
+    """Case -> its worst figures over the ranks. All of one world size."""
+    printed = start("cases_worker.py", cases, out)
     found: dict[str, dict[str, Any]] = {}
     for file in sorted(out.glob("rank-*.jsonl")):
         for line in map(json.loads, file.read_text().splitlines()):
@@ -37,5 +43,5 @@ def launched(cases: dict[str, Case], out: Path) -> dict[str, dict[str, Any]]:
             assert "error" not in line, f"{name}: {line['error']}"
             before = found.setdefault(name, line)
             before |= {key: max(before[key], value) for key, value in line.items()}
-    assert set(found) == set(cases), result.stdout[-3000:] + result.stderr[-3000:]
+    assert set(found) == set(cases), printed
     return found

@@ -5,17 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardwright.runtime.launcher import free_port
 from tests.parity.harness import BF16_RELATIVE, LOSS_ABSOLUTE, NORM_RELATIVE, WEIGHT_ABSOLUTE, Case
+from tests.parity.launched import start
 
 pytestmark = pytest.mark.launch
 
@@ -43,22 +40,10 @@ SAMPLE = ("gpt2-accumulation4",)
 
 
 def figures(cases: dict[str, Case], out: Path) -> list[dict[str, Any]]:
-    """Of each rank: hpz_worker.py under the real launcher, once. All cases of one world size."""
-    environment = {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "PYTHONPATH": os.pathsep.join(
-            [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        ),
-        "SHARDWRIGHT_HPZ_OUT": str(out),
-        "SHARDWRIGHT_CASES": json.dumps({name: dataclasses.asdict(case) for name, case in cases.items()}),
-    }
-    program, worker = Path(sys.executable).parent / "deepspeed", Path(__file__).with_name("hpz_worker.py")
-    (ranks,) = {case.world for case in cases.values()}
-    launch = [str(program), "--hostfile", "none", "--num_gpus", str(ranks), "--master_port", str(free_port())]
-    result = subprocess.run([*launch, str(worker)], env=environment, capture_output=True, text=True, timeout=1800)
-    found = [out / f"figures-{rank}.json" for rank in range(ranks)]
-    assert all(path.exists() for path in found), result.stdout[-3000:] + result.stderr[-3000:]
+    """Of each rank. All cases of one world size."""
+    printed = start("hpz_worker.py", cases, out)
+    found = [out / f"figures-{rank}.json" for rank in range(next(iter(cases.values())).world)]
+    assert all(path.exists() for path in found), printed
     return [json.loads(path.read_text()) for path in found]
 
 
