@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import datetime
 import json
+import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,9 @@ from typing import Any
 
 import hypothesis
 import pytest
+
+# Two workers on two cores, tiny tensors: threads would only wait for each other. Read when torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")

@@ -102,9 +102,10 @@ def subjects() -> Iterator[Subject]:
     for source, recipe, change in itertools.product(MODELS, recipes(), CHANGES):
         strategy = dataclasses.replace(PLAIN, **change)  # type: ignore[arg-type]
         pins = dataclasses.replace(recipe.parallelism, expert=strategy.expert)
+        graph, pinned = build_model_graph(model_section(source=source)), recipe.model.attention
         yield Subject(
             recipe=dataclasses.replace(recipe, parallelism=pins),
-            graph=build_model_graph(model_section(source=source)),
+            graph=graph if pinned == "auto" else dataclasses.replace(graph, attention=pinned),
             cluster=resolve_cluster(recipe.cluster),
             strategy=strategy,
         )
@@ -114,8 +115,10 @@ def recipes() -> tuple[Recipe, ...]:
     cluster = {"nodes": 2, "gpus_per_node": 8, "gpu": "a100-sxm4-80gb"}
     training = {"sequence_length": 1024, "global_batch_size": 64}
     plain = recipe_of(cluster=cluster, training=training)
+    single = recipe_of(cluster=cluster, training={**training, "precision": "fp32"})
     return (
         plain,
+        dataclasses.replace(single, model=dataclasses.replace(single.model, attention="flash_attention_2")),
         dataclasses.replace(plain, data=TEXT),
         dataclasses.replace(plain, lora=LoraSection(rank=8, alpha=16.0, dropout=0.0, target_modules=("c_attn",))),
         recipe_of(cluster=cluster, training={**training, "sequence_length": 262_144}),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from shardwright.hf.flash import FLASH
 from tests.parity.harness import (
     BETAS,
     DECAY,
@@ -38,6 +40,19 @@ def write_documents(folder: Path, total: int) -> list[bytes]:
     return documents
 
 
+def run_with_flash(compiled: Path, stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' own way through flash attention, its kernels' sums by plain PyTorch: a CPU has none, and compile
+    refuses the attention there."""
+    plan = json.loads((compiled / "plan.json").read_text())
+    plan["model"]["attention"] = FLASH
+    (compiled / "plan.json").write_text(json.dumps(plan))
+    (stand_in / "flash_attn").mkdir(parents=True)
+    (stand_in / "flash_attn" / "__init__.py").touch()
+    start = "import os\nif 'RANK' in os.environ:\n    from shardwright.hf.flash import flash_stand_in\n"
+    (stand_in / "sitecustomize.py").write_text(start + "    kept = flash_stand_in()\n    kept.__enter__()\n")
+    monkeypatch.setenv("PYTHONPATH", str(stand_in), prepend=os.pathsep)
+
+
 def pieces_of_step(documents: list[bytes], step: int, batch: int) -> list[dict[str, torch.Tensor]]:
     """The rows of an unshuffled step, cut at document borders: each piece is a row of its own."""
     stream = b"".join(documents)
@@ -52,21 +67,32 @@ def pieces_of_step(documents: list[bytes], step: int, batch: int) -> list[dict[s
     return pieces
 
 
+PLAIN = Case(model="llama", pipeline=2, data=2, checkpointing="full")
+SINGLE = Case(model="gpt2", tensor=2, zero_stage=0)
+"""On one stage: the Hugging Face model's own forward."""
+
+
 @pytest.mark.launch
 @pytest.mark.parametrize(
-    "case",
+    ("case", "flash"),
     [
-        Case(model="llama", pipeline=2, data=2, checkpointing="full"),
-        pytest.param(Case(model="gpt2", tensor=2, zero_stage=0), marks=pytest.mark.prove),
+        (PLAIN, False),
+        (Case(model="llama", pipeline=2, tensor=2, checkpointing="selective"), True),
+        pytest.param(SINGLE, False, marks=pytest.mark.prove),
+        pytest.param(SINGLE, True, marks=pytest.mark.prove),
     ],
-    ids=["llama-pp2-dp2-full", "gpt2-tp2-zero0"],
+    ids=["llama-pp2-dp2-full", "llama-pp2-tp2-flash", "gpt2-tp2-zero0", "gpt2-tp2-flash"],
 )
-def test_packed_documents_do_not_see_each_other(case: Case, tmp_path: Path) -> None:
+def test_packed_documents_do_not_see_each_other(
+    case: Case, flash: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     documents = write_documents(tmp_path / "corpus", (STEPS * case.batch + 2) * LENGTH)
     document = recipe(case, tmp_path)
     document["data"] = {"kind": "text", "path": "corpus/*.txt", "tokenizer": "byte", "packing": True, "shuffle": False}
     (tmp_path / "recipe.yaml").write_text(json.dumps(document))
     must(shardwright("compile", tmp_path / "recipe.yaml", "-o", tmp_path / "out"))
+    if flash:
+        run_with_flash(tmp_path / "out", tmp_path / "stand-in", monkeypatch)
     must(shardwright("run", tmp_path / "out"))
     wanted = train(
         initial_model(MODELS[case.model], SEED),

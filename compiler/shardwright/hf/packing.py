@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
+from shardwright.hf.flash import position_keywords
 from shardwright.hf.probe import isolated
 from shardwright.hf.skeleton import Skeleton
 from shardwright.ir.cut import Cut
@@ -21,14 +23,16 @@ def positions() -> torch.Tensor:
 
 
 @torch.no_grad()
-def why_not_packed(model: nn.Module, cut: Cut, input_ids: torch.Tensor) -> str:
+def why_not_packed(model: PreTrainedModel, cut: Cut, input_ids: torch.Tensor) -> str:
     """ "" where it is proved. model: tiny, nothing random; input_ids: (2, 24).
 
     In one piece, each document's logits must be those of the document alone; in isolated pieces, as pipeline stages
     run, those of one piece.
     """
     place = positions()
-    whole = model(input_ids=input_ids, position_ids=place, use_cache=False).logits
+    whole = model(
+        input_ids=input_ids, use_cache=False, **position_keywords(model.config._attn_implementation, place)
+    ).logits
     scale = TOLERANCE * max(1.0, float(whole.abs().max()))
     for row, lengths in enumerate(LENGTHS):
         at = 0

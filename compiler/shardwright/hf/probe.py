@@ -28,13 +28,14 @@ class Probed:
 
     embedding, head: parameters outside the decoder stack that the piece before and the piece behind it use; a tied one
         is in both. attention: the attention module's name inside a decoder layer, "" where the layers have none in
-        common.
+        common. packing: "" where packed documents do not see each other, else the reason.
     """
 
     cut: Cut
     embedding: tuple[str, ...]
     head: tuple[str, ...]
     attention: str
+    packing: str = "it was not tried"
 
     def place(self, names: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
         """The embedding's and the head's parameters among the full model's, those of the decoder stack left out.

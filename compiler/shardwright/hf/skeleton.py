@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from shardwright.hf.arguments import Arguments, fresh, leaves, replaced
+from shardwright.hf.flash import position_keywords
 from shardwright.ir.cut import Cut
 
 
@@ -80,6 +81,7 @@ class Skeleton:
         self.model, self.cut, self.tokens = model, cut, tokens
         self.layers: list[nn.Module] = list(model.get_submodule(cut.stack).children())
         self.lookup_is_collective = False
+        self._attention: str | None = getattr(getattr(model, "config", None), "_attn_implementation", None)
         self._contexts: list[tuple[tuple[Any, ...], torch.Tensor | None, Context]] = []
         self._memo: dict[int, Any] = {}
 
@@ -140,7 +142,7 @@ class Skeleton:
                 module._buffers[name] = buffer.to(device)
 
     def _run(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> Any:
-        positions = {} if position_ids is None else {"position_ids": position_ids}
+        positions = position_keywords(self._attention, position_ids)
         return self.model(input_ids=input_ids, use_cache=False, **positions)
 
     @property

@@ -112,6 +112,7 @@ class ModelGraph:
     tensor_heads: path or pattern of a module that is cut by heads -> its number of heads.
     max_dropout: the largest dropout probability in the config.
     attention: the attention implementation that will run (sdpa, eager...).
+    packing: why documents that share a row would see each other with this attention; "" where they are proved apart.
     context: bytes of what the model hands to its decoder layers (masks, rotary tables), once per sequence and stage.
     """
 
@@ -136,6 +137,7 @@ class ModelGraph:
     tensor_heads: tuple[tuple[str, int], ...]
     max_dropout: float
     attention: str
+    packing: str
     context: tuple[Kept, ...]
 
     @property

@@ -7,21 +7,27 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from shardwright.diagnostics import Diagnostic, KeyPath, Refusal
+from shardwright.hf.flash import FLASH, flash_stand_in
 from shardwright.hf.probe import Probed
 from shardwright.hf.sizes import size_of
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.model_graph import ModelGraph, Parameter
 from shardwright.model.config import config_json, contradiction, resolve_config, text_config
 from shardwright.model.layers import Shapes, make_layer
-from shardwright.model.probed import probe_config, uncuttable
+from shardwright.model.probed import flash_error, probe_config, uncuttable
 from shardwright.model.tensor_styles import tensor_styles
 from shardwright.model.trace import trace_model
+
+FLASH_TOLERANCE = 1e-4
+"""Of the largest logit: a kernel sums in another order."""
 
 
 def trace_model_graph(config: JsonObject, attention: str, inline: bool) -> ModelGraph:
@@ -29,25 +35,63 @@ def trace_model_graph(config: JsonObject, attention: str, inline: bool) -> Model
 
     Raises Refusal with SW2xxx where the model cannot be built or split.
     """
-    key = ("model", "config") if inline else ("model", "source")
+    with _one_thread():
+        return _trace(config, attention, ("model", "config") if inline else ("model", "source"), inline)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The copies are tiny: threads would wait for each other, on a busy machine far longer than they work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _trace(config: JsonObject, attention: str, key: KeyPath, inline: bool) -> ModelGraph:
     hf_config = resolve_config(config, key, inline)
     _refuse_unsplittable(hf_config, key)
-    try:
-        with torch.device("meta"):
-            # float32: the size of an element is the cost model's business, and half types need no support here.
-            model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
-    except Exception as error:
-        raise Refusal(contradiction(error, key)) from None
-    _check_attention(model, hf_config, attention)
+    model = _on_meta(hf_config, None, key)
+    check_attention(model, hf_config, attention)
     plain = config_json(hf_config, type(model).__name__)
-    probed = probe_config(hf_config, attention, key)
-    graph = _measure(model, hf_config, probed, plain, attention, key)
+    with flash_stand_in() if attention == FLASH else nullcontext():
+        probed = probe_config(hf_config, attention, key)
+        _check_flash(hf_config, attention)
+    with flash_stand_in(shapes_only=True) if attention == FLASH else nullcontext():
+        if attention not in ("auto", model.config._attn_implementation):
+            model = _on_meta(hf_config, attention, key)  # some types choose their modules by it
+        graph = _measure(model, hf_config, probed, plain, key)
     graph.verify()
     return graph
 
 
+def _on_meta(hf_config: PretrainedConfig, attention: str | None, key: KeyPath) -> PreTrainedModel:
+    try:
+        with torch.device("meta"):
+            # float32: the size of an element is the cost model's business, and half types need no support here.
+            return AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, attn_implementation=attention)
+    except Exception as error:
+        raise Refusal(contradiction(error, key)) from None
+
+
+def _check_flash(hf_config: PretrainedConfig, attention: str) -> None:
+    if attention == FLASH and (error := flash_error(hf_config)) > FLASH_TOLERANCE:
+        raise Refusal(
+            Diagnostic(
+                code="SW2008",
+                message=f"flash attention leaves out a part of a {hf_config.model_type!r}'s own: a tiny copy's logits "
+                f"differ by {error:.0e} from those with eager attention",
+                help="`auto` takes what transformers picks for the type.",
+                key=("model", "attention"),
+                valid=("auto", "eager"),
+            )
+        )
+
+
 def _measure(
-    model: PreTrainedModel, hf_config: PretrainedConfig, probed: Probed, plain: JsonObject, attention: str, key: KeyPath
+    model: PreTrainedModel, hf_config: PretrainedConfig, probed: Probed, plain: JsonObject, key: KeyPath
 ) -> ModelGraph:
     stack_path = probed.cut.stack
     names: dict[int, list[str]] = {}
@@ -80,9 +124,9 @@ def _measure(
         gated=any("gate" in p.name for p in decoder[0]),
         dropout=max_dropout > 0,
     )
-    chosen = model.config._attn_implementation if attention == "auto" else attention
     tensor = tensor_styles(model, hf_config.model_type, stack_path)
-    traced = trace_model(model, probed.cut, probed.attention, chosen)  # the last: it replaces the parameters
+    chosen = str(model.config._attn_implementation)
+    traced = trace_model(model, probed.cut, probed.attention)  # the last: it replaces the parameters
     kinds = ["embedding", *["decoder"] * len(decoder), "head"]
     titles = ["embedding", *(f"{stack_path}.{index}" for index in range(len(decoder))), "head"]
     layers = [
@@ -111,6 +155,7 @@ def _measure(
         tensor_heads=tensor.heads,
         max_dropout=max_dropout,
         attention=chosen,
+        packing=probed.packing,
         context=traced.context,
     )
 
@@ -127,7 +172,7 @@ def _largest_dropout(model: nn.Module) -> float:
     return max((float(p) for p in (*layers, *attributes)), default=0.0)
 
 
-def _refuse_unsplittable(hf_config: PretrainedConfig, key: tuple[str, ...]) -> None:
+def _refuse_unsplittable(hf_config: PretrainedConfig, key: KeyPath) -> None:
     """What would build, but would not run, or not as the decoder-only stack that the runtime splits."""
     diagnostics: list[Diagnostic] = []
 
@@ -155,13 +200,15 @@ def _refuse_unsplittable(hf_config: PretrainedConfig, key: tuple[str, ...]) -> N
         raise Refusal(*diagnostics)
 
 
-def _check_attention(model: PreTrainedModel, hf_config: PretrainedConfig, attention: str) -> None:
+def check_attention(model: PreTrainedModel, hf_config: PretrainedConfig, attention: str) -> None:
     """A pinned implementation must be one that the class has; SW2008."""
     supported = {"auto", "eager"}
     if model._supports_sdpa:
         supported.add("sdpa")
-    if model._supports_flash_attn:
-        supported.add("flash_attention_2")
+    # Some types name the kernels that have what they need, attention sinks for example.
+    kernels = getattr(model, "_compatible_flash_implementations", None)
+    if model._supports_flash_attn and (kernels is None or FLASH in kernels):
+        supported.add(FLASH)
     if attention not in supported:
         raise Refusal(
             Diagnostic(

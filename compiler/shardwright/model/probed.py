@@ -15,9 +15,11 @@ from transformers.utils import logging
 
 from shardwright.diagnostics import Diagnostic, KeyPath, Refusal
 from shardwright.hf.adapters import adapt
+from shardwright.hf.flash import FLASH
+from shardwright.hf.packing import why_not_packed
 from shardwright.hf.probe import NotCuttable, Probed, find_cut, find_together, probe
 from shardwright.hf.shrink import VOCABULARY, shrink
-from shardwright.ir.cut import Range
+from shardwright.ir.cut import Cut, Range
 
 TOKENS = (2, 24)
 """Batch and sequence of the probe."""
@@ -74,12 +76,36 @@ def _probe(model_type: str, text: str, attention: str | None, *, most_parameters
                     count = sum(p.numel() for p in _build(model_type, text, attention).parameters())
                 if count > most_parameters:
                     return _DoesNotRun("it is too large to run as it is")
-            return probe(_random_model(model_type, text, attention), _tokens())
+            model, tokens = _random_model(model_type, text, attention), _tokens()
+            probed = probe(model, tokens)
+            return dataclasses.replace(probed, packing=_why_not_packed(model, probed.cut, tokens))
         except NotCuttable as reason:
             return str(reason)
         except Exception as error:  # whatever a type's own code raises at this size
             lines = str(error).strip().splitlines() or [""]
             return _DoesNotRun(f"its tiny copy does not run ({type(error).__name__}: {lines[-1][:200]})")
+
+
+def _why_not_packed(model: PreTrainedModel, cut: Cut, tokens: torch.Tensor) -> str:
+    try:
+        return why_not_packed(model, cut, tokens)
+    except Exception as error:  # a type whose forward takes no positions, for one
+        lines = str(error).strip().splitlines() or [""]
+        return f"a tiny copy does not take packed documents ({type(error).__name__}: {lines[0][:120]})"
+
+
+@torch.no_grad()
+def flash_error(config: PretrainedConfig) -> float:
+    """How far a tiny copy's logits are from those with eager attention, as a share of the largest. The kernels leave
+    out what they do not have, without a word: attention sinks, biases."""
+    text = _text(shrink(config.to_dict()))
+    with _aside():
+        tokens, model = _tokens(), _random_model(config.model_type, text, FLASH)
+        plain = _build(config.model_type, text, "eager")
+        plain.load_state_dict(model.state_dict())
+        adapt(plain.train())
+        given, wanted = (m(input_ids=tokens, use_cache=False).logits for m in (model, plain))
+    return float((given - wanted).abs().max() / wanted.abs().max())
 
 
 @functools.lru_cache(maxsize=256)

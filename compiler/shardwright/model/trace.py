@@ -66,14 +66,14 @@ class _Pass:
     context_bytes: int
 
 
-def trace_model(model: PreTrainedModel, cut: Cut, attention_module: str, attention: str) -> Traced:
-    """`model`: built on the meta device; it cannot be used afterwards. attention: the implementation that will run.
+def trace_model(model: PreTrainedModel, cut: Cut, attention_module: str) -> Traced:
+    """`model`: built on the meta device with the attention that will run; it cannot be used afterwards.
 
     A type whose embedding or masks cannot be made from stubs is not traced at all.
     """
     try:
         with _quiet("torch._subclasses.fake_tensor"):  # it logs a stack for whatever it raises, too
-            return _trace(model, cut, attention_module, attention)
+            return _trace(model, cut, attention_module)
     except Exception:  # whatever a type's own code raises
         return Traced(layers=(None,) * (len(list(model.get_submodule(cut.stack).children())) + 2), context=())
 
@@ -88,9 +88,7 @@ def _quiet(name: str) -> Iterator[None]:
         logger.disabled = before
 
 
-def _trace(model: PreTrainedModel, cut: Cut, attention_module: str, attention: str) -> Traced:
-    if attention != model.config._attn_implementation:
-        model.set_attn_implementation(attention)
+def _trace(model: PreTrainedModel, cut: Cut, attention_module: str) -> Traced:
     model.train()
     text = model.config.get_text_config()
     _own_nothing(model, torch.float32)

@@ -34,13 +34,6 @@ EXECUTABLE: tuple[Limit, ...] = (
         allowed=("deepspeed",),
         help="Write `target: deepspeed`; `shardwright estimate` takes the other targets.",
     ),
-    Limit(
-        code="SW1905",
-        key=("model", "attention"),
-        value=lambda r: r.model.attention,
-        allowed=("auto", "sdpa", "eager"),
-        help="Write `attention: auto`.",
-    ),
     *(
         Limit(
             code="SW1914",

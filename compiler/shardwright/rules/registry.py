@@ -62,6 +62,7 @@ DEEPSPEED_RULES: dict[str, Rule] = {
     "SW3123": _rule(layout.tensor_styles, "tensor"),
     "SW3124": _rule(layout.selective_attention, "activation_checkpointing"),
     "SW3125": _rule(layout.packed_documents),
+    "SW3128": _rule(layout.flash_attention),
     "SW1431": _rule(layout.chunked_loss),
     "SW1432": _rule(lora.no_pipeline, "pipeline"),
     "SW1433": _rule(lora.no_tensor, "tensor"),

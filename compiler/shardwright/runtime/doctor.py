@@ -117,6 +117,7 @@ def _reached(silent: Sequence[Probed], count: int, *, local: bool) -> Check:
 
 def _versions(x: Examined) -> Check:
     planned = {name: str(getattr(x.plan.versions, name)) for name in (*TESTED, "shardwright")}
+    optional = {"peft": x.plan.lora is not None, "flash_attn": x.plan.model.attention == "flash_attention_2"}
     ours = platform.python_version()
     problems = []
     for probed in x.answers:
@@ -127,6 +128,11 @@ def _versions(x: Examined) -> Check:
             elif _differs(x, name, str(there[name]), wanted):
                 text = f"{probed.host}: {name} {there[name]}, the plan was made with {wanted}"
                 problems.append(red("SW5302", text, f"Install {name} {wanted} on {probed.host}."))
+        problems += [
+            red("SW5302", f"{probed.host}: {name} is not installed, and the plan needs it", f"Install {name} there.")
+            for name, needed in optional.items()
+            if needed and there[name] is None
+        ]
         if str(probed.facts["python"]).split(".")[:2] != ours.split(".")[:2]:
             text = f"{probed.host}: Python {probed.facts['python']}, here it is {ours}"
             problems.append(red("SW5302", text, f"Use the same environment on {probed.host}."))

@@ -17,6 +17,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataP
 from deepspeed.runtime.zero.partition_parameters import Init
 from torch import nn
 
+from shardwright.hf.flash import position_keywords
 from shardwright.plan.plan import Plan
 from shardwright.runtime.batches import HeldOut, MicroBatch
 from shardwright.runtime.deepspeed_fixes import apply_fixes
@@ -251,7 +252,7 @@ class DataTrainer:
     def _loss(self, m: MicroBatch) -> torch.Tensor:
         inputs = {"input_ids": m.input_ids.to(self.device), "use_cache": False}
         if m.position_ids is not None:
-            inputs["position_ids"] = m.position_ids.to(self.device)
+            inputs |= position_keywords(self.plan.model.attention, m.position_ids.to(self.device))
         labels = m.labels.to(self.device)
         if isinstance(self.loss_fn, ChunkedLoss):
             return self.engine(labels=labels, **inputs)

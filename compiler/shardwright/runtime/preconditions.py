@@ -31,6 +31,18 @@ def missing_peft() -> Diagnostic | None:
     )
 
 
+def missing_flash_attention() -> Diagnostic | None:
+    """The optional package whose kernels `attention: flash_attention_2` runs."""
+    if importlib.util.find_spec("flash_attn") is not None:
+        return None
+    return Diagnostic(
+        code="SW6009",
+        message="the plan's attention is flash_attention_2, and flash-attn is not installed here",
+        help="pip install flash-attn --no-build-isolation, on every host; or compile with `attention: sdpa`.",
+        key=("model", "attention"),
+    )
+
+
 def check_versions(plan: Plan) -> list[str]:
     """Warnings for versions that differ from the plan's inside the tested range; Refusal outside it."""
     from packaging.specifiers import SpecifierSet
@@ -72,6 +84,8 @@ def check_machine(plan: Plan, folder: Path, hostfile: Path | None) -> None:
 
 def _obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[Diagnostic]:
     if plan.lora is not None and (absent := missing_peft()):
+        yield absent
+    if plan.model.attention == "flash_attention_2" and (absent := missing_flash_attention()):
         yield absent
     if plan.is_cpu and plan.training.precision == "fp16":
         yield Diagnostic(

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from shardwright.ir.json_value import JsonValue
 
-PACKAGES = ("torch", "deepspeed", "transformers", "shardwright")
+PACKAGES = ("torch", "deepspeed", "transformers", "shardwright", "peft", "flash_attn")
 MEASURING_SECONDS = 3.0
 FREE_SHARE = 0.9
 """Of a GPU's memory: what less is free of, somebody else holds."""

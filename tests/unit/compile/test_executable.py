@@ -18,7 +18,6 @@ from shardwright.rules.executable import EXECUTABLE, check_executable
 # A value beyond the table for each row, as a user would write it; keys of the small recipe to go with it.
 BEYOND: dict[str, list[dict[str, Any]]] = {
     "target": [{"target": "megatron"}],
-    "model.attention": [{"model.attention": "flash_attention_2"}],
     "assume.kernels": [{"assume": {"kernels": "compiled"}}],
     "assume.mfu": [{"assume": {"mfu": 0.4}}],
     "assume.ignore_memory": [{"assume": {"ignore_memory": True}}],

@@ -90,6 +90,29 @@ def test_attention_is_what_transformers_picks_or_the_pinned_one() -> None:
     assert build_model_graph(model_section(SMALL_LLAMA, attention="eager")).attention == "eager"
 
 
+GEMMA2: dict[str, JsonValue] = {**SMALL_LLAMA, "model_type": "gemma2", "head_dim": 16, "sliding_window": 8}
+
+
+@pytest.mark.parametrize("config", [SMALL_LLAMA, SMALL_GPT2, GEMMA2], ids=lambda config: config["model_type"])
+def test_flash_attention_is_traced_without_its_kernels(config: dict[str, JsonValue]) -> None:
+    """It computes and keeps what the other fused attention does, and no mask: windows and soft caps keep no scores."""
+    eager, flash = (build_model_graph(model_section(config, attention=name)) for name in ("eager", "flash_attention_2"))
+    assert flash.attention == "flash_attention_2"
+    assert [layer.parameters for layer in flash.layers] == [layer.parameters for layer in eager.layers]
+    kept = [entry for layer in flash.layers[1:-1] for entry in layer.kept]
+    assert kept
+    assert all(entry.whole_bytes_per_pair == entry.divided_bytes_per_pair == 0 for entry in kept)
+    if config["model_type"] != "gemma2":
+        sdpa = build_model_graph(model_section(config, attention="sdpa"))
+        assert dataclasses.replace(flash, attention="sdpa") == sdpa
+
+
+def test_flash_attention_where_the_kernels_lack_something() -> None:
+    """gpt_oss's sinks are in other kernels than flash-attn 2's, and transformers says so; gpt_neo's are not said."""
+    sinks: dict[str, JsonValue] = {**SMALL_LLAMA, "model_type": "gpt_oss", "num_local_experts": 4, "head_dim": 16}
+    assert refused(sinks, attention="flash_attention_2") == [("SW2008", ("model", "attention"))]
+
+
 def refused(section_config: object, **changes: str) -> list[tuple[str, tuple[str | int, ...] | None]]:
     with pytest.raises(Refusal) as caught:
         build_model_graph(model_section(section_config, **changes))  # type: ignore[arg-type]

@@ -7,12 +7,13 @@ import dataclasses
 import pytest
 
 from shardwright.cluster.resolve import resolve_cluster
+from shardwright.diagnostics import KeyPath
 from shardwright.diagnostics.codes import CODES
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.lora import LoraSection
+from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import DataSection, Recipe
 from shardwright.ir.strategy import Strategy
-from shardwright.model import packing
 from shardwright.model.tensor_styles import proved
 from shardwright.rules.registry import DEEPSPEED_RULES, GENERAL_RULES, check_layout
 from tests.unit.model.factory import LLAMA_8B, SMALL_GPT2, SMALL_LLAMA, graph_of, recipe_of
@@ -97,6 +98,25 @@ def test_offload_fits_in_host_memory() -> None:
 
 
 ONE_NODE_OF_3: dict[str, object] = {"nodes": 2, "gpus_per_node": 6}
+
+
+def test_flash_attention() -> None:
+    """bf16 or fp16, a GPU with kernels, heads that they take (SW3128)."""
+    graph = dataclasses.replace(graph_of(SMALL_LLAMA), attention="flash_attention_2")
+
+    def found(graph: ModelGraph = graph, **training: object) -> list[tuple[str, str, KeyPath]]:
+        gpu = training.pop("gpu", "h100-sxm-80gb")
+        recipe = recipe_of(cluster={"gpu": gpu}, training=training)
+        diagnostics = check_layout(recipe, graph, resolve_cluster(recipe.cluster), GOOD)
+        return [(d.code, d.severity, d.key) for d in diagnostics if d.code in ("SW3128", "SW3118")]
+
+    refused = [("SW3128", "error", ("model", "attention"))]
+    assert found() == found(precision="fp16") == []
+    assert found(precision="fp32") == refused
+    assert found(gpu="v100-sxm2-32gb", precision="fp16") == refused
+    assert found(gpu="cpu") == refused
+    assert found(dataclasses.replace(graph, head_dim=320)) == refused
+    assert found(dataclasses.replace(graph, attention="sdpa", head_dim=320), precision="fp32") == []
 
 
 def test_attention_heads() -> None:
@@ -238,12 +258,17 @@ def test_types_without_a_tensor_map(monkeypatch: pytest.MonkeyPatch) -> None:
     assert codes(recipe_of(), GOOD, refused) == {"SW3123": "error"}
     assert codes(recipe_of(), whole, refused) == {}
     assert codes(recipe_of(), whole, STABLELM) == {}
+
+
+def test_packed_documents_are_kept_apart() -> None:
+    """Only where the probe saw it, and only data that is packed (SW3125)."""
     text = DataSection(kind="text", path="python-stdlib", tokenizer="byte", packing=True, shuffle=True)
-    packed = dataclasses.replace(recipe_of(), data=text)
-    assert codes(packed, whole, STABLELM) == {}
-    monkeypatch.setitem(packing.proved_table(), "stablelm", ["eager"])
-    assert codes(packed, whole, STABLELM) == {"SW3125": "error"}, "it runs with sdpa, which is not proved here"
-    assert codes(packed, whole) == {}
+    graph = dataclasses.replace(graph_of(SMALL_LLAMA), packing="a packed document's logits differ by 1.0 from its own")
+    for packing, expected in ((True, ["SW3125"]), (False, [])):
+        recipe = dataclasses.replace(recipe_of(), data=dataclasses.replace(text, packing=packing))
+        found = check_layout(recipe, graph, resolve_cluster(recipe.cluster), GOOD)
+        assert [d.code for d in found] == expected
+        assert codes(recipe, GOOD) == {}
 
 
 def test_a_chunked_loss_where_the_head_is_proved_to_run_alone() -> None:

@@ -61,7 +61,6 @@ RECIPE_CODES: dict[str, str] = {
     "SW1442": "the file that init should write is there already",
     "SW1443": "init finds no layout for the model on the cluster",
     "SW1901": "this version does not compile the target",
-    "SW1905": "this version does not run the attention",
     "SW1909": "this version does not run the kind of parallelism",
     "SW1910": "there is no data to train on",
     "SW1911": "the tokenizer is missing or cannot be used",

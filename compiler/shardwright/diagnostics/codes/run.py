@@ -9,6 +9,7 @@ RUN_CODES: dict[str, str] = {
     "SW6006": "another run of this folder is alive",
     "SW6007": "the pretrained weights are not where the plan says",
     "SW6008": "the model's own code is not what was compiled",
+    "SW6009": "flash attention needs flash-attn",
     "SW6101": "no data to train on where the plan says",
     "SW6102": "an array of tokens that cannot be read",
     "SW6103": "tokens of the wrong shape or type",
