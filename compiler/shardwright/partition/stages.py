@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
+from collections.abc import Iterator
 
 from shardwright.diagnostics import Diagnostic
 from shardwright.ir.cut import Cut
@@ -146,8 +147,8 @@ def cut_mirrored(costs: tuple[int, ...], stages: int) -> tuple[int, ...]:
             (abs((sums[i] - sums[a]) - (sums[b] - sums[j])), a, b)
             for a, mask in level.items()
             if a < i
-            for b in range(j + 1, len(sums))
-            if mask >> b & 1 and sums[i] - sums[a] + sums[b] - sums[j] <= high
+            for b in range(j + 1, bisect.bisect_right(sums, high - sums[i] + sums[a] + sums[j]))
+            if mask >> b & 1
         )
         i, j = a, b
         left.append(i)
@@ -156,27 +157,44 @@ def cut_mirrored(costs: tuple[int, ...], stages: int) -> tuple[int, ...]:
 
 
 def _edges_inwards(sums: list[int], ranks: int, limit: int) -> list[dict[int, int]]:
-    """Per number of placed outer ranks: left edge -> bit mask of the right edges it can stand with, in the limit."""
+    """Per number of placed outer ranks: left edge -> bit mask of the right edges it can stand with, in the limit.
+
+    A run of right edges leads to a run: what the last of them reaches and what the first does touch each other, unless
+    a layer between them is too large to be moved over.
+    """
     layers = len(sums) - 1
+    costs = [stop - start for start, stop in itertools.pairwise(sums)]
     levels = [{0: 1 << layers}]
     for rank in range(ranks - 1):
         inside = ranks - rank - 1  # ranks still to place: two layers each at least, `limit` each at most
         following: dict[int, int] = {}
         farthest = [bisect.bisect_right(sums, at + inside * limit) - 1 for at in sums]
         for i, mask in levels[-1].items():
-            for j in range(i + 2 * inside + 2, layers + 1):
-                if not mask >> j & 1:
-                    continue
-                for a in range(i + 1, j - 2 * inside):
+            for first, last in _runs(mask):
+                least, most = min(costs[first - 1 : last]), max(costs[first - 1 : last])
+                for a in range(i + 1, last - 2 * inside):
                     rest = limit - (sums[a] - sums[i])
-                    if rest <= 0:
+                    if rest < least:
                         break
-                    low = max(a + 2 * inside, bisect.bisect_left(sums, sums[j] - rest, a, j))
-                    high = min(j - 1, farthest[a])
-                    if low <= high:
-                        following[a] = following.get(a, 0) | (1 << (high + 1)) - (1 << low)
+                    nearest = max(first, a + 2 * inside + 1)
+                    whole = rest >= most
+                    for start, stop in [(nearest, last)] if whole else [(j, j) for j in range(nearest, last + 1)]:
+                        low = max(a + 2 * inside, bisect.bisect_left(sums, sums[start] - rest, a, start))
+                        high = min(stop - 1, farthest[a])
+                        if low <= high:
+                            following[a] = following.get(a, 0) | (1 << (high + 1)) - (1 << low)
         levels.append(following)
     return levels
+
+
+def _runs(mask: int) -> Iterator[tuple[int, int]]:
+    """First and last of each run of ones."""
+    while mask:
+        first = (mask & -mask).bit_length() - 1
+        rest = ~(mask >> first)
+        length = (rest & -rest).bit_length() - 1
+        yield first, first + length - 1
+        mask &= -1 << (first + length)
 
 
 def _final_edges(level: dict[int, int], sums: list[int], limit: int) -> tuple[int, int] | None:
