@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -90,6 +91,7 @@ class Case:
     offload: str = "none"
     loss: str = "auto"
     lora_rank: int = 0
+    lora_dropout: float = 0.0
     nodes: int = 1
     launcher: str = "auto"
 
@@ -135,7 +137,7 @@ def recipe(case: Case, folder: Path) -> dict[str, Any]:
             "offload": case.offload,
         },
         "launch": {"launcher": case.launcher},
-        "lora": {"rank": case.lora_rank, "alpha": LORA_ALPHA} if case.lora_rank else None,
+        "lora": {"rank": case.lora_rank, "alpha": LORA_ALPHA, "dropout": case.lora_dropout} if case.lora_rank else None,
     }
 
 
@@ -209,11 +211,18 @@ def check_live_split(folder: Path) -> None:
 
 def reference(case: Case, tokens: np.ndarray, dtype: torch.dtype = torch.float32) -> Reference:
     model = initial_model(MODELS[case.model], SEED)
+    blocks = [token_rows(tokens, k, case.batch) for k in range(1, STEPS + 1)]
     if case.lora_rank:
         model = with_adapters(model, case)
+    if case.lora_dropout:
+        draw_in_turns(model, case.data)
+        blocks = [
+            [{n: x[i : i + case.micro] for n, x in b.items()} for i in range(0, case.batch, case.micro)]
+            for [b] in blocks
+        ]
     return train(
         model,
-        [token_rows(tokens, k, case.batch) for k in range(1, STEPS + 1)],
+        blocks,
         lr=LR,
         betas=BETAS,
         eps=EPS,
@@ -233,11 +242,32 @@ def with_adapters(model: torch.nn.Module, case: Case) -> torch.nn.Module:
     config = LoraConfig(
         r=case.lora_rank,
         lora_alpha=LORA_ALPHA,
+        lora_dropout=case.lora_dropout,
         target_modules="all-linear",
         fan_in_fan_out=turned,
         task_type="CAUSAL_LM",
     )
     return get_peft_model(model, config)
+
+
+def draw_in_turns(model: torch.nn.Module, ranks: int) -> None:
+    """Each data rank draws from a stream of its own; here the micro-batches of all ranks follow each other."""
+    states, count = [], itertools.count()
+    for rank in range(ranks):
+        torch.manual_seed(SEED + 1 + rank)
+        states.append(torch.get_rng_state())
+    at = 0
+
+    def begin(*_: object) -> None:
+        nonlocal at
+        at = next(count) % ranks
+        torch.set_rng_state(states[at])
+
+    def end(*_: object) -> None:
+        states[at] = torch.get_rng_state()
+
+    model.register_forward_pre_hook(begin)
+    model.register_forward_hook(end)
 
 
 @dataclass(frozen=True)
@@ -266,13 +296,17 @@ def compare(case: Case, folder: Path, start: Callable[[Path], None] = run_here) 
         assert difference.norm_relative <= NORM_RELATIVE, difference
         assert difference.weight_absolute <= WEIGHT_ABSOLUTE, difference
         return difference
-    low = reference(case, tokens, torch.bfloat16)
+    check_half_precision(lines, wanted, reference(case, tokens, torch.bfloat16))
+    return difference
+
+
+def check_half_precision(lines: list[dict[str, Any]], wanted: Reference, low: Reference) -> None:
+    """wanted, low: the plain runs in fp32 and in bf16."""
     for m, full, half in zip(lines, wanted.losses, low.losses, strict=True):
         assert abs(m["loss"] / full - 1) <= BF16_RELATIVE, (m, full)
         assert abs(m["loss"] / half - 1) <= BF16_RELATIVE, (m, half)
     for m, full, half in zip(lines, wanted.grad_norms, low.grad_norms, strict=True):
         assert min(abs(m["grad_norm"] / full - 1), abs(m["grad_norm"] / half - 1)) <= BF16_RELATIVE, (m, full, half)
-    return difference
 
 
 def difference_of(lines: list[dict[str, Any]], weights: dict[str, torch.Tensor], wanted: Reference) -> Difference:

@@ -19,6 +19,7 @@ from tests.parity.harness import (
     NORM_RELATIVE,
     STEPS,
     Case,
+    check_half_precision,
     metrics,
     must,
     newest_checkpoint,
@@ -62,6 +63,30 @@ def test_every_zero_stage(tmp_path: Path, proved: Callable[[str, str, dict[str, 
     for name, figures in launched(CASES, tmp_path).items():
         proved("lora", name, figures)
         check(name, figures)
+
+
+def trained_lines(case: Case, folder: Path) -> list[dict[str, Any]]:
+    must(shardwright("compile", folder / "recipe.yaml", "-o", folder / "out"))
+    must(shardwright("run", folder / "out"))
+    return metrics(folder / "out")
+
+
+def test_dropout_is_drawn_as_in_one_process(tmp_path: Path) -> None:
+    case = Case(model="llama", data=2, zero_stage=2, lora_rank=4, lora_dropout=0.2)
+    tokens = write_inputs(case, tmp_path)
+    wanted, never = reference(case, tokens), reference(dataclasses.replace(case, lora_dropout=0.0), tokens)
+    for line, loss, norm in zip(trained_lines(case, tmp_path), wanted.losses, wanted.grad_norms, strict=True):
+        assert abs(line["loss"] - loss) <= LOSS_ABSOLUTE
+        assert abs(line["grad_norm"] / norm - 1) <= NORM_RELATIVE
+    assert abs(wanted.losses[-1] - never.losses[-1]) > 10 * LOSS_ABSOLUTE, "dropout makes a difference"
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.prove)])
+def test_half_precision(stage: int, tmp_path: Path) -> None:
+    case = Case(model="llama", data=2, zero_stage=stage, lora_rank=4, precision="bf16")
+    tokens = write_inputs(case, tmp_path)
+    lines = trained_lines(case, tmp_path)
+    check_half_precision(lines, reference(case, tokens), reference(case, tokens, torch.bfloat16))
 
 
 def test_checkpoints_resume_and_export(tmp_path: Path) -> None:
