@@ -94,14 +94,17 @@ def write_recipe(tmp_path: Path, small_recipe: dict[str, Any]) -> Callable[..., 
 
 
 @pytest.fixture(scope="session")
-def proved() -> Iterator[Callable[[str, str, dict[str, Any]], None]]:
-    """record(area, case, figures): what `make prove` measured, written to benchmarks/AREA.json at the end."""
+def proved(pytestconfig: pytest.Config) -> Iterator[Callable[[str, str, dict[str, Any]], None]]:
+    """record(area, case, figures): what `make prove` measured, written to benchmarks/AREA.json at the end. A part of a
+    file (-k, or a test by name) would leave the others out, and is not written."""
     areas: dict[str, dict[str, Any]] = {}
 
     def record(area: str, case: str, figures: dict[str, Any]) -> None:
         areas.setdefault(area, {})[case] = figures
 
     yield record
+    if pytestconfig.getoption("keyword") or any("::" in name for name in pytestconfig.args):
+        return
     root = Path(__file__).resolve().parent.parent
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True).stdout.strip()
     for area, cases in areas.items():
