@@ -6,17 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from shardwright.cost.compute import layer_seconds
+from shardwright.cost.data_parallel import data_comm_seconds
 from shardwright.cost.layout import Layout
 from shardwright.cost.memory import RankBytes, framework_bytes
 from shardwright.cost.offload import host_transfer_seconds
 from shardwright.cost.passes import passes
-from shardwright.cost.timing import (
-    StageSeconds,
-    data_comm_seconds,
-    optimizer_seconds,
-    schedule_seconds,
-    stage_seconds,
-)
+from shardwright.cost.timing import StageSeconds, optimizer_seconds, schedule_seconds, stage_seconds
 from shardwright.ir.estimate import Estimate, StageMemory
 
 
@@ -136,7 +131,7 @@ def _memory(live: StageMemory, held: StageMemory, framework: int) -> RankMemory:
 
 def _rank_parts(layout: Layout, estimate: Estimate, rank: int, schedule: float, stage: StageSeconds) -> StepParts:
     m = layout.strategy.gradient_accumulation_steps
-    data_comm = data_comm_seconds(layout, rank, stage)
+    data_comm = data_comm_seconds(layout, rank, stage.compute)
     if layout.strategy.offload != "none":  # another link, at the same time
         data_comm = max(data_comm, host_transfer_seconds(layout, rank, stage.compute))
     return _parts(

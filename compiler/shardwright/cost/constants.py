@@ -73,8 +73,6 @@ class Constants:
     logit_bytes_hf: float
     logit_bytes_megatron: float
     logit_bytes_compiled: float
-    bucket_elements: float
-    live_elements: float
     memory_headroom: float
 
     def score_passes(self, kernels: str) -> float:

@@ -6,9 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwright.cost.collectives import group_of
+from shardwright.cost.data_parallel import data_comm_seconds
 from shardwright.cost.layout import Layout
 from shardwright.cost.passes import passes
-from shardwright.cost.timing import data_comm_seconds, stage_seconds
+from shardwright.cost.timing import stage_seconds
 from shardwright.ir.hpz import asks_for_none
 
 
@@ -37,4 +38,4 @@ def is_faster(layout: Layout, than: Layout) -> bool:
 
 
 def _collectives_seconds(layout: Layout) -> float:
-    return data_comm_seconds(layout, 0, stage_seconds(layout, 0, passes(layout)))
+    return data_comm_seconds(layout, 0, stage_seconds(layout, 0, passes(layout)).compute)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from shardwright.cost.activations import Share, own_modules
 from shardwright.cost.compute import ELEMENT_BYTES
 from shardwright.cost.layout import Block, Layout
+from shardwright.ir.buckets import BUCKET_NUMEL, LIVE_NUMEL
 from shardwright.ir.estimate import Memory, StageMemory
 
 # Links of a GPU, one direction, over which NCCL lays all the channels that it ever does: an A100's.
@@ -172,7 +173,7 @@ def _working_bytes(layout: Layout, with_head: bool) -> float:
     if s.zero_stage >= 3 and s.data > 1:
         # The layer in use and the one fetched ahead, as far as DeepSpeed lets them live together.
         layers, widest = 2 * layout.shapes.largest_layer, layout.shapes.largest_product
-        total += min(layers, c.live_elements + widest) * layout.element_bytes
+        total += min(layers, LIVE_NUMEL + widest) * layout.element_bytes
     return total
 
 
@@ -197,7 +198,7 @@ def _bucket_bytes(layout: Layout, numel: int) -> float:
     s = layout.strategy
     if s.zero_stage == 0 or s.data == 1:
         return 0.0
-    return min(layout.constants.bucket_elements, numel) * layout.element_bytes
+    return min(BUCKET_NUMEL, numel) * layout.element_bytes
 
 
 def _copied_bytes(layout: Layout, numel: int) -> float:

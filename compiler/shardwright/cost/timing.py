@@ -9,21 +9,19 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shardwright.cost.activations import keeps_products
-from shardwright.cost.collectives import Group, gather_seconds, group_of, ring_start_seconds, send_seconds
+from shardwright.cost.collectives import gather_seconds, group_of
 from shardwright.cost.compute import ELEMENT_BYTES, peak_flops
+from shardwright.cost.data_parallel import data_comm_seconds
 from shardwright.cost.layout import Layout
 from shardwright.cost.offload import host_transfer_seconds, host_update_seconds
 from shardwright.cost.passes import FORWARD_SHARE, Passes, passes
 from shardwright.cost.shapes import ModelShapes, dropped_products, model_shapes
-from shardwright.ir.buckets import PREFETCH_NUMEL
 from shardwright.ir.estimate import Time
 from shardwright.ir.strategy import Strategy
 from shardwright.schedule.step import step_seconds
 
 # Forward + backward FLOPs, in forwards; recomputation adds its share on top.
 FORWARDS_PER_STEP = 3
-# The other published runs at ZeRO-3 (`assume.kernels` hf and compiled) are PyTorch's FSDP.
-DEEPSPEED_KERNELS = ("auto", "megatron")
 # DualPipeV over more ranks is bounded by its slowest one: reading so many instruction streams takes half a second.
 MOST_SIMULATED_RANKS = 16
 
@@ -98,7 +96,7 @@ def estimate_time(layout: Layout) -> Time:
     # DualPipeV's messages to both neighbours may overlap while it fills.
     pipeline_comm = min(m * worst.pipeline_comm, schedule - m * (worst.compute + worst.tensor_comm))
     bubble = max(0.0, schedule - m * (worst.compute + worst.tensor_comm) - pipeline_comm)
-    data_comm = max(data_comm_seconds(layout, rank, stages[rank]) for rank in range(s.pipeline))
+    data_comm = max(data_comm_seconds(layout, rank, stages[rank].compute) for rank in range(s.pipeline))
     if s.offload != "none":  # another link, at the same time
         data_comm = max(data_comm, host_transfer_seconds(layout, slowest, worst.compute))
     optimizer = max(optimizer_seconds(layout, rank) for rank in range(s.pipeline))
@@ -177,68 +175,6 @@ def stage_seconds(layout: Layout, rank: int, found: Passes) -> StageSeconds:
     )
 
 
-def data_comm_seconds(layout: Layout, rank: int, stage: StageSeconds) -> float:
-    """Exposed time of the data-parallel collectives of one step.
-
-    ZeRO 0 and 1: gradients once a step, reduced and gathered again, behind the last backward pass where no pipeline
-    drains there. ZeRO-2 reduces at every micro-batch. ZeRO-3 gathers each layer's parameters for forward and backward
-    and reduces its gradients at every micro-batch, behind the compute (arXiv 1910.02054); with hpZ from the second copy
-    inside the node, but once a step (arXiv 2306.10209). DeepSpeed's own stages copy in and out of buckets, and reach
-    the same share of the links at each of them (decision 020); FSDP gathers a layer at once.
-    """
-    s, c, cluster = layout.strategy, layout.constants, layout.cluster
-    tied = _tied_seconds(layout)
-    if s.data == 1:
-        return tied
-    m, element = s.gradient_accumulation_steps, layout.element_bytes
-    held, numel = layout.numel(rank), layout.trained_of(layout.ranks[rank])
-    group = group_of(cluster, s.data, s.tensor)
-    gradient = ELEMENT_BYTES[layout.accumulation_dtype] if s.zero_stage <= 1 else element
-    buckets = max(1.0, numel / c.bucket_elements)
-
-    def exposed(comm: float, share: float) -> float:
-        """Hidden behind this share of a micro-batch's compute."""
-        return comm - c.overlap * min(comm, share * stage.compute)
-
-    reduce = gather_seconds(cluster, c, group, numel * gradient, buckets)
-    gather = gather_seconds(cluster, c, group, numel * element, buckets)
-    backward_share = FORWARDS_PER_STEP - 1
-    behind = backward_share / FORWARDS_PER_STEP if s.pipeline == 1 else 0.0
-    if s.zero_stage == 0:
-        return tied + exposed(2 * reduce, behind)
-    if not layout.is_megatron and not cluster.gpu.is_cpu and s.zero_stage <= 2:
-        reduce, gather = reduce / c.zero_reduction_efficiency, gather / c.zero_reduction_efficiency
-    if s.zero_stage == 1:
-        return tied + exposed(reduce, behind) + gather
-    if s.zero_stage == 2:
-        return tied + m * exposed(reduce, behind) + gather
-    layers = sum(block.stop - block.start for block in layout.ranks[rank])
-    efficiency, gathers_a_pass, reductions = 1.0, float(layers), float(layers)
-    assume = layout.recipe.assume
-    if not cluster.gpu.is_cpu and assume.kernels in DEEPSPEED_KERNELS and assume.mfu is None:
-        # An assumed rate is a whole run's: it has the engine's own delays in it.
-        efficiency, reductions = c.zero_reduction_efficiency, buckets
-        gathers_a_pass = max(gathers_a_pass, min(held / PREFETCH_NUMEL, layout.shapes.matrices))
-    reduce = gather_seconds(cluster, c, group, numel * gradient, 0) / efficiency
-
-    def micro_batch(forward: Group, backward: Group) -> float:
-        """Gathers over these groups; the ring's steps do not hide: at each of them the ranks wait for one another."""
-        gathers = sum(gather_seconds(cluster, c, over, held * element, 0) for over in (forward, backward)) / efficiency
-        starts = gathers_a_pass * sum(ring_start_seconds(c, over) for over in (forward, backward))
-        return exposed(gathers + reduce, 1.0) + starts + reductions * ring_start_seconds(c, group)
-
-    if s.hpz_partition_size == 1:
-        return tied + m * micro_batch(group, group)
-    node = Group(ranks=s.hpz_partition_size, ranks_per_node=s.hpz_partition_size)
-    if layout.adapters:  # frozen weights are never outdated
-        return tied + m * micro_batch(node, node)
-    # An update outdates the second copy (DeepSpeed stage3.py, invalidate_secondary_tensor): the next forward pass
-    # gathers over all ranks and makes it anew. It waits for the device at each weight (partition_parameters.py,
-    # _partition_param_sec), so that its launches show: what two tensor-parallel collectives a layer uncover, too.
-    launches = 0.0 if cluster.gpu.is_cpu else 2 * layers * c.collective_host_seconds
-    return tied + micro_batch(group, node) + launches + (m - 1) * micro_batch(node, node)
-
-
 def once_a_step_seconds(layout: Layout) -> float:
     """Per parameter of a pipeline rank at ZeRO 0 or 1 (what pipelines run): its gradient's collectives and its update,
     without the starts of rings. A share of what `data_comm_seconds` and `optimizer_seconds` say of a rank."""
@@ -249,16 +185,6 @@ def once_a_step_seconds(layout: Layout) -> float:
     if s.zero_stage > 0 and layout.recipe.target == "deepspeed" and not cluster.gpu.is_cpu:
         seconds /= c.zero_reduction_efficiency
     return seconds + _update_seconds(layout, 1)
-
-
-def _tied_seconds(layout: Layout) -> float:
-    """The first and the last stage add up the gradients of a tensor that both hold."""
-    s = layout.strategy
-    if s.pipeline == 1 or s.schedule == "dualpipev" or not layout.shapes.shared_numel:
-        return 0.0
-    size = layout.shapes.shared_numel * ELEMENT_BYTES[layout.accumulation_dtype]
-    distance = s.tensor * s.data * (s.pipeline - 1)
-    return send_seconds(layout.cluster, layout.constants, distance, size)
 
 
 def optimizer_seconds(layout: Layout, rank: int) -> float:

@@ -11,6 +11,7 @@ from shardwright.cost.constants import default_constants
 from shardwright.cost.layout import Layout
 from shardwright.cost.memory import estimate_memory, live_bytes
 from shardwright.cost.placement import make_layout
+from shardwright.ir.buckets import BUCKET_NUMEL
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.strategy import Strategy
 from tests.unit.cost.test_estimate import BASE, change
@@ -33,7 +34,7 @@ def test_the_optimizers_float32_gradients_never_meet_the_activations() -> None:
     half = recipe(precision="fp16", gradient_accumulation_dtype="fp16")
     layout = layout_of(change(tensor=4, data=2, activation_checkpointing="full"), half)
     numel, memory = layout.numel(0), estimate_memory(layout)
-    states, copy, bucket = (2 + 2 + 12 / 2) * numel, 4 * numel / 2, 2 * default_constants().bucket_elements
+    states, copy, bucket = (2 + 2 + 12 / 2) * numel, 4 * numel / 2, 2 * BUCKET_NUMEL
     framework = default_constants().context_bytes + 3 * default_constants().communicator_bytes
     assert live_bytes(layout) == pytest.approx(states + copy + bucket + framework, rel=1e-6)
     # nvidia-smi shows the blocks of both phases while there is room.

@@ -1,0 +1,93 @@
+"""Exposed time of the data-parallel collectives of one step, behind the compute of one micro-batch.
+
+DeepSpeed's own stages copy in and out of buckets, and reach the same share of the links at each of them (decision 020);
+FSDP gathers a layer at once.
+"""
+
+from __future__ import annotations
+
+from shardwright.cost.collectives import Group, gather_seconds, group_of, ring_start_seconds, send_seconds
+from shardwright.cost.compute import ELEMENT_BYTES
+from shardwright.cost.layout import Layout
+from shardwright.cost.passes import FORWARD_SHARE
+from shardwright.ir.buckets import BUCKET_NUMEL, PREFETCH_NUMEL
+
+# The other published runs at ZeRO-3 (`assume.kernels` hf and compiled) are PyTorch's FSDP.
+DEEPSPEED_KERNELS = ("auto", "megatron")
+
+
+def data_comm_seconds(layout: Layout, rank: int, compute_seconds: float) -> float:
+    """ZeRO 0 and 1: gradients once a step, reduced and gathered again, behind the last backward pass where no pipeline
+    drains there. ZeRO-2 reduces at every micro-batch, ZeRO-3 gathers too."""
+    s, c, cluster = layout.strategy, layout.constants, layout.cluster
+    tied = _tied_seconds(layout)
+    if s.data == 1:
+        return tied
+    if s.zero_stage == 3:
+        return tied + _zero_3_seconds(layout, rank, compute_seconds)
+    numel, group = layout.trained_of(layout.ranks[rank]), group_of(cluster, s.data, s.tensor)
+    gradient = ELEMENT_BYTES[layout.accumulation_dtype] if s.zero_stage <= 1 else layout.element_bytes
+    buckets = _buckets(numel)
+    reduce = gather_seconds(cluster, c, group, numel * gradient, buckets)
+    gather = gather_seconds(cluster, c, group, numel * layout.element_bytes, buckets)
+    behind = 1 - FORWARD_SHARE if s.pipeline == 1 else 0.0
+    if s.zero_stage == 0:
+        return tied + _exposed(layout, 2 * reduce, behind * compute_seconds)
+    if not layout.is_megatron and not cluster.gpu.is_cpu:
+        reduce, gather = reduce / c.zero_reduction_efficiency, gather / c.zero_reduction_efficiency
+    reductions = s.gradient_accumulation_steps if s.zero_stage == 2 else 1
+    return tied + reductions * _exposed(layout, reduce, behind * compute_seconds) + gather
+
+
+def _zero_3_seconds(layout: Layout, rank: int, compute_seconds: float) -> float:
+    """Each layer's parameters are gathered for forward and backward, and its gradients reduced, at every micro-batch,
+    behind the compute (arXiv 1910.02054); with hpZ gathered from the second copy inside the node, but once a step
+    (arXiv 2306.10209)."""
+    s, c, cluster = layout.strategy, layout.constants, layout.cluster
+    m, element = s.gradient_accumulation_steps, layout.element_bytes
+    held, numel = layout.numel(rank), layout.trained_of(layout.ranks[rank])
+    group = group_of(cluster, s.data, s.tensor)
+    layers = sum(block.stop - block.start for block in layout.ranks[rank])
+    efficiency, gathers_a_pass, reductions = 1.0, float(layers), float(layers)
+    assume = layout.recipe.assume
+    if not cluster.gpu.is_cpu and assume.kernels in DEEPSPEED_KERNELS and assume.mfu is None:
+        # An assumed rate is a whole run's: it has the engine's own delays in it.
+        efficiency, reductions = c.zero_reduction_efficiency, _buckets(numel)
+        gathers_a_pass = max(gathers_a_pass, min(held / PREFETCH_NUMEL, layout.shapes.matrices))
+    reduce = gather_seconds(cluster, c, group, numel * element, 0) / efficiency
+
+    def micro_batch(forward: Group, backward: Group) -> float:
+        """Gathers over these groups; the ring's steps do not hide: at each of them the ranks wait for one another."""
+        gathers = sum(gather_seconds(cluster, c, over, held * element, 0) for over in (forward, backward)) / efficiency
+        starts = gathers_a_pass * sum(ring_start_seconds(c, over) for over in (forward, backward))
+        return _exposed(layout, gathers + reduce, compute_seconds) + starts + reductions * ring_start_seconds(c, group)
+
+    if s.hpz_partition_size == 1:
+        return m * micro_batch(group, group)
+    node = Group(ranks=s.hpz_partition_size, ranks_per_node=s.hpz_partition_size)
+    if layout.adapters:  # frozen weights are never outdated
+        return m * micro_batch(node, node)
+    # An update outdates the second copy (DeepSpeed stage3.py, invalidate_secondary_tensor): the next forward pass
+    # gathers over all ranks and makes it anew. It waits for the device at each weight (partition_parameters.py,
+    # _partition_param_sec), so that its launches show: what two tensor-parallel collectives a layer uncover, too.
+    launches = 0.0 if cluster.gpu.is_cpu else 2 * layers * c.collective_host_seconds
+    return micro_batch(group, node) + launches + (m - 1) * micro_batch(node, node)
+
+
+def _exposed(layout: Layout, comm_seconds: float, compute_seconds: float) -> float:
+    """What is not hidden behind this much compute."""
+    return comm_seconds - layout.constants.overlap * min(comm_seconds, compute_seconds)
+
+
+def _buckets(numel: int) -> float:
+    return max(1.0, numel / BUCKET_NUMEL)
+
+
+def _tied_seconds(layout: Layout) -> float:
+    """The first and the last stage add up the gradients of a tensor that both hold."""
+    s = layout.strategy
+    if s.pipeline == 1 or s.schedule == "dualpipev" or not layout.shapes.shared_numel:
+        return 0.0
+    size = layout.shapes.shared_numel * ELEMENT_BYTES[layout.accumulation_dtype]
+    distance = s.tensor * s.data * (s.pipeline - 1)
+    return send_seconds(layout.cluster, layout.constants, distance, size)
