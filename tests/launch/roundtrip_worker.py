@@ -130,7 +130,7 @@ def measure(model_type: str, layout: str) -> dict[str, Any]:
     return {**found, "logits": figures.item()}
 
 
-def untraced(model: torch.nn.Module, cut: Any, attention_module: str, attention: str) -> Traced:
+def untraced(model: torch.nn.Module, cut: Any, attention_module: str) -> Traced:
     """What the layers cost is no matter here."""
     return Traced(layers=(None,) * (len(list(model.get_submodule(cut.stack).children())) + 2), context=())
 

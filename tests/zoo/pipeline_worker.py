@@ -164,7 +164,7 @@ def whole_patterns(plan: Plan) -> list[str]:
     return sorted(n.removeprefix(inside) for n in names if n.startswith(inside))
 
 
-def untraced(model: torch.nn.Module, cut: Cut, attention_module: str, attention: str) -> Traced:
+def untraced(model: torch.nn.Module, cut: Cut, attention_module: str) -> Traced:
     """What the layers cost is no matter here (test_flops.py), and takes longer than the steps."""
     return Traced(layers=(None,) * (len(list(model.get_submodule(cut.stack).children())) + 2), context=())
 
