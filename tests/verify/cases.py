@@ -28,6 +28,11 @@ FAMILIES: dict[str, tuple[str, Pins]] = {
 }
 """family -> (hub id, parallelism). The configurations come with the package: no network."""
 SAMPLE = ("gpt2",)
+ADAPTED: dict[str, tuple[str, Pins]] = {
+    "gpt2": ("openai-community/gpt2", {"data": 4, "zero_stage": 2}),
+    "qwen2": ("Qwen/Qwen2.5-7B", {"data": 4, "zero_stage": 3, "activation_checkpointing": "full"}),
+}
+"""Under LoRA: data ranks alone."""
 
 # Each is put into the ranks that the launcher starts, by a sitecustomize.py on their PYTHONPATH.
 FAULTS: dict[str, tuple[str, Pins, str]] = {

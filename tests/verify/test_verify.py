@@ -17,7 +17,7 @@ from shardwright.ir.strategy import Strategy
 from shardwright.verify.tiny import ODD_VOCABULARY, tiny_config, tiny_strategy
 from shardwright.verify.verdict import Check
 from tests.parity.harness import shardwright
-from tests.verify.cases import FAMILIES, FAULT_IN_TEST, FAULTS, IN_RANKS, SAMPLE, recipe
+from tests.verify.cases import ADAPTED, FAMILIES, FAULT_IN_TEST, FAULTS, IN_RANKS, SAMPLE, recipe
 
 Record = Callable[[str, str, dict[str, Any]], None]
 CHECKS = ["losses", "gradient norms", "learning rates", "weights", "split", "resume", "resumed weights"]
@@ -75,6 +75,16 @@ def test_a_fault_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_passes(name: str, tmp_path: Path, proved: Record) -> None:
     proved("verify", name, _figures(FAMILIES[name][0], passes(name, tmp_path)))
+
+
+@pytest.mark.prove
+@pytest.mark.launch
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapters_pass(name: str, tmp_path: Path, proved: Record) -> None:
+    document = recipe(*ADAPTED[name]) | {"lora": {"rank": 16, "alpha": 32, "dropout": 0.1}}
+    code, found, errors = verified(document, tmp_path)
+    assert code == 0 and found["same"], (found, errors)
+    proved("verify", f"lora: {name}", _figures(ADAPTED[name][0], found))
 
 
 @pytest.mark.prove

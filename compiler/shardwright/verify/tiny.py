@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from shardwright.ir.json_value import JsonObject, JsonValue
+from shardwright.ir.lora import LoraSection
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.strategy import Strategy
 
@@ -12,7 +13,7 @@ STEPS, EVERY, LENGTH, SEED, WARMUP = 6, 3, 32, 11, 2
 LR, BETAS, EPS, DECAY, CLIPPING = 1e-3, (0.9, 0.95), 1e-3, 0.1, 0.5
 """eps: a gradient that is zero in theory (a key's bias) is rounding noise, which Adam with a small one turns into
 steps of the learning rate."""
-ODD_VOCABULARY = 259
+ODD_VOCABULARY, RANK = 259, 4
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads")
 _VOCABULARY = "vocab_size"
 MODEL, TOKENS = "model", "tokens.npy"
@@ -64,6 +65,14 @@ def _keep_uneven(config: JsonObject, small: dict[str, JsonValue], tensor: int) -
             small[name] = 1
 
 
+def _tiny_lora(lora: LoraSection | None) -> JsonObject | None:
+    """Without dropout: ranks draw numbers of their own."""
+    if lora is None:
+        return None
+    modules = "auto" if lora.target_modules is None else list(lora.target_modules)
+    return {"rank": min(lora.rank, RANK), "alpha": lora.alpha, "dropout": 0.0, "target_modules": modules}
+
+
 def tiny_recipe(recipe: Recipe, s: Strategy) -> JsonObject:
     """The document beside the tiny model and its tokens. fp32: in half precision a wrong sum hides in the rounding."""
     training = recipe.training
@@ -99,6 +108,7 @@ def tiny_recipe(recipe: Recipe, s: Strategy) -> JsonObject:
             "schedule": s.schedule,
             "offload": s.offload,
         },
+        "lora": _tiny_lora(recipe.lora),
         "launch": {"env": {"OMP_NUM_THREADS": "1"}},
         "checkpoint": {"every_steps": EVERY},
     }

@@ -42,6 +42,7 @@ from shardwright.verify.verdict import (
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from shardwright.hf.reference import Reference
 
@@ -142,7 +143,7 @@ def _prepare(
         folder / tiny.MODEL, dtype=torch.float32, attn_implementation=plan.model.attention, local_files_only=True
     )
     wanted = train(
-        plain,
+        _with_adapters(plain, plan),
         [token_rows(tokens, step, batch) for step in range(1, tiny.STEPS + 1)],
         lr=tiny.LR,
         betas=tiny.BETAS,
@@ -153,6 +154,32 @@ def _prepare(
         own_loss=plan.model.cut.loss == "next_token",
     )
     return wanted, plan
+
+
+def _with_adapters(model: nn.Module, plan: Plan) -> nn.Module:
+    """As a plain peft run has it."""
+    if plan.lora is None:
+        return model
+    from shardwright.runtime.preconditions import missing_peft
+
+    if absent := missing_peft():
+        raise Refusal(absent)
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers.pytorch_utils import Conv1D
+
+    stack, names = f"{plan.model.cut.stack}.", plan.lora.target_modules
+    adapted = {n: m for n, m in model.named_modules() if n.startswith(stack) and n.rpartition(".")[2] in names}
+    config = LoraConfig(
+        r=plan.lora.rank,
+        lora_alpha=plan.lora.alpha,
+        target_modules=list(adapted),
+        fan_in_fan_out=any(isinstance(m, Conv1D) for m in adapted.values()),
+        task_type="CAUSAL_LM",
+    )
+    torch.manual_seed(plan.training.seed)
+    adapted_model: nn.Module = get_peft_model(model, config)
+    return adapted_model
 
 
 def _no_copy(graph: ModelGraph, why: str) -> Diagnostic:
@@ -169,9 +196,11 @@ def _measure(folder: Path, plan: Plan, wanted: Reference, say: Say) -> tuple[Che
     _launch(out)
     rows = _metrics(out)
     say("exporting its last checkpoint")
-    first = _exported(out, folder / "first")
+    first = _exported(plan, out, folder / "first")
     held = sum(_held(out, rank.rank) != rank.parameter_bytes for rank in plan.ranks)
     used = {name: weight for name, weight in wanted.weights.items() if name not in wanted.unused}
+    if plan.lora is not None:
+        used = {name.replace(".default.", "."): weight for name, weight in used.items()}  # as peft saves them
     trained = (
         _check("losses", f"of {tiny.STEPS} steps", _differences(rows, "loss", wanted.losses), LOSS_ABSOLUTE),
         _check("gradient norms", "relative", _relative(rows, wanted.grad_norms), NORM_RELATIVE),
@@ -185,7 +214,7 @@ def _measure(folder: Path, plan: Plan, wanted: Reference, say: Say) -> tuple[Che
     say(f"resuming from step {tiny.EVERY}")
     _launch(out)
     again, losses = _metrics(out), [row["loss"] for row in rows]
-    resumed = _exported(out, folder / "again")
+    resumed = _exported(plan, out, folder / "again")
     return (
         *trained,
         _check("resume", "losses, against the uninterrupted run", _differences(again, "loss", losses), LOSS_ABSOLUTE),
@@ -217,16 +246,21 @@ def _furthest(weights: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
     return [float((weights[name] - weight).abs().max()) for name, weight in wanted.items()]
 
 
-def _exported(out: Path, target: Path) -> dict[str, torch.Tensor]:
+def _exported(plan: Plan, out: Path, target: Path) -> dict[str, torch.Tensor]:
+    """The trained parameters: the model's, or the adapters."""
     import torch
+    from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
     from shardwright.runtime.export import export_checkpoint
+    from shardwright.runtime.lora import ADAPTER_WEIGHTS
 
     newest = max((out / "checkpoints").glob("step-*"))
     # DeepSpeed's reader of ZeRO-3 checkpoints prints what it does, where the verdict goes.
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         export_checkpoint(newest, target)
+        if plan.lora is not None:
+            return load_file(target / ADAPTER_WEIGHTS)
         model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, local_files_only=True)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
