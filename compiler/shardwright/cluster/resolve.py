@@ -18,6 +18,7 @@ from shardwright.ir.recipe import ClusterSection
 
 class CatalogueEntry(TypedDict):
     memory_gib: float
+    cache_mib: float
     compute_units: int
     watts: float | None
     hbm_gbytes_per_second: float
@@ -30,6 +31,7 @@ class CatalogueEntry(TypedDict):
 class InlineDefaults(TypedDict):
     """What an inline GPU does not say."""
 
+    cache_mib: float
     compute_units: int
     watts: float
     intra_node_gbytes_per_second: float
@@ -63,6 +65,7 @@ def resolve_cluster(section: ClusterSection) -> Cluster:
             memory_gib=section.gpu.memory_gib,
             hbm_bytes_per_second=section.gpu.hbm_gbytes_per_second * 1e9,
             peak_flops={name: value * 1e12 for name, value in section.gpu.peak_tflops.items()},
+            cache_bytes=links["cache_mib"] * 2**20,
             compute_units=links["compute_units"],
             watts=catalogue()["inline_gpu"]["watts"],
         )
@@ -74,6 +77,7 @@ def resolve_cluster(section: ClusterSection) -> Cluster:
             memory_gib=entry["memory_gib"],
             hbm_bytes_per_second=entry["hbm_gbytes_per_second"] * 1e9,
             peak_flops={name: value * 1e12 for name, value in entry["peak_tflops"].items()},
+            cache_bytes=entry["cache_mib"] * 2**20,
             compute_units=entry["compute_units"],
             watts=entry["watts"],
             is_cpu=section.gpu == "cpu",

@@ -143,6 +143,7 @@ class _Micro:
             flops_per_second=peak_flops(gpu, precision),
             sustained_share=sustained_share(c, peak_flops(gpu, precision), gpu.watts),
             bytes_per_second=gpu.hbm_bytes_per_second,
+            cache_bytes=gpu.cache_bytes,
             compute_units=gpu.compute_units,
             element_bytes=ELEMENT_BYTES[precision],
         )

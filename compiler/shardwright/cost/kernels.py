@@ -29,6 +29,7 @@ class Device:
     flops_per_second: float  # dense peak of the precision
     sustained_share: float  # of it, at the board's power limit
     bytes_per_second: float
+    cache_bytes: float  # of the last level
     compute_units: int
     element_bytes: int
 
@@ -36,7 +37,8 @@ class Device:
 def product_seconds(device: Device, c: Constants, *, m: float, n: int, k: int, batch: float = 1.0) -> float:
     """`batch` products of (m, k) by (k, n), one kernel. Fractions of a batch are allowed (an average)."""
     units = device.compute_units
-    rate = device.flops_per_second * device.sustained_share / units * c.gemm_efficiency * width_efficiency(c, n, k)
+    rate = device.flops_per_second * device.sustained_share / units * c.gemm_efficiency
+    rate *= width_efficiency(device, c, batch * m, n, k)
     moved = batch * (m * k + k * n + m * n) * device.element_bytes
     bandwidth = device.bytes_per_second * c.memory_efficiency
     best = math.inf
@@ -64,10 +66,26 @@ def sustained_share(c: Constants, flops_per_second: float, watts: float | None) 
     return math.pow(min(1.0, watts / (c.watts_per_tflops * flops_per_second / 1e12)), 1 / 3)
 
 
-def width_efficiency(c: Constants, *widths: int) -> float:
-    """A factor for each halving of the widths' common power of two under 64 elements."""
-    halvings = math.log2(ALIGNED_WIDTH / math.gcd(ALIGNED_WIDTH, *widths))
-    return math.pow(c.width_alignment_efficiency, halvings)
+def width_efficiency(device: Device, c: Constants, rows: float, *widths: int) -> float:
+    """Of a product whose activations have `rows` rows of one of these widths: a factor for each halving of a width's
+    power of two under 64 elements.
+
+    Down to 8 elements a row begins inside a line of 128 bytes, and its ends are fetched with lines that it shares with
+    its neighbours: from memory, for the part of the activations that the cache does not hold. Below that each load is
+    broken up, wherever it comes from.
+    """
+
+    def halvings(width: int, most: int) -> float:
+        return math.log2(most / math.gcd(most, width))
+
+    def from_memory(width: int) -> float:
+        return max(0.0, 1 - device.cache_bytes / (rows * width * device.element_bytes))
+
+    loads = max(halvings(width, ALIGNED_LOAD) for width in widths)
+    lines = max(
+        from_memory(width) * (halvings(width, ALIGNED_WIDTH) - halvings(width, ALIGNED_LOAD)) for width in widths
+    )
+    return math.pow(c.width_alignment_efficiency, loads + lines)
 
 
 def load_efficiency(c: Constants, head_dim: int) -> float:

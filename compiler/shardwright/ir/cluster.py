@@ -13,6 +13,7 @@ class Gpu:
     hbm_bytes_per_second: float
     peak_flops: Mapping[str, float]  # precision -> dense FLOP/s
     watts: float | None  # the board's power limit; None: peak_flops are what it sustains
+    cache_bytes: float  # of the last level, before the memory
     compute_units: int  # streaming multiprocessors (NVIDIA), compute units (AMD)
     is_cpu: bool = False
 
