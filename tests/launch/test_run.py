@@ -24,7 +24,7 @@ pytestmark = pytest.mark.launch
     "case",
     [
         pytest.param(Case(model="gpt2-dropout", pipeline=2, tensor=2, checkpointing="full"), marks=pytest.mark.prove),
-        Case(model="llama", data=2, zero_stage=3),
+        pytest.param(Case(model="llama", data=2, zero_stage=3), marks=pytest.mark.prove),
     ],
     ids=["gpt2-dropout-pp2-tp2", "llama-dp2-zero3"],
 )

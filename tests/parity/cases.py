@@ -67,12 +67,10 @@ CASES: dict[str, Case] = {
 }
 
 SAMPLE = (
-    "llama-tp2-dp2-zero3",
     "llama-dp2-zero2",
     "mixtral-dp2-zero3",
     "gpt2-offload-parameters-tp2-dp2",
     "gpt2-dualpipev-pp2",
-    "gpt2-selective-pp2-tp2",
     "llama-bf16-pp2-tp2",
     "llama-tied-pp2-tp2",
 )

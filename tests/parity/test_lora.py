@@ -81,7 +81,8 @@ def test_dropout_is_drawn_as_in_one_process(tmp_path: Path) -> None:
     assert abs(wanted.losses[-1] - never.losses[-1]) > 10 * LOSS_ABSOLUTE, "dropout makes a difference"
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.prove)])
+@pytest.mark.prove
+@pytest.mark.parametrize("stage", [1, 3])
 def test_half_precision(stage: int, tmp_path: Path) -> None:
     case = Case(model="llama", data=2, zero_stage=stage, lora_rank=4, precision="bf16")
     tokens = write_inputs(case, tmp_path)
