@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import platform
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +16,11 @@ from safetensors.torch import save_file
 
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
+from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
+from shardwright.runtime.doctor import Examined, _versions
 from shardwright.runtime.preconditions import check_machine
+from shardwright.runtime.remote import Probed
 
 
 def test_weights_that_are_gone(write_recipe: Callable[..., Path], small_recipe: dict[str, Any], tmp_path: Path) -> None:
@@ -30,3 +35,25 @@ def test_weights_that_are_gone(write_recipe: Callable[..., Path], small_recipe: 
         check_machine(plan, tmp_path, None)
     (diagnostic,) = caught.value.diagnostics
     assert diagnostic.code == "SW6007" and str(folder) in diagnostic.message
+
+
+def test_what_a_plan_needs_beyond_the_usual_packages(write_recipe: Callable[..., Path], tmp_path: Path) -> None:
+    """flash-attn, where the plan's attention is its: `run` says so here, `doctor` of each host."""
+    plain = compile_recipe(load_recipe(write_recipe({}))).plan
+    flash = dataclasses.replace(plain, model=dataclasses.replace(plain.model, attention="flash_attention_2"))
+    versions = {**dataclasses.asdict(plain.versions), "peft": None, "flash_attn": None}
+    facts: dict[str, Any] = {"versions": versions, "python": platform.python_version()}
+    for plan, expected in ((plain, []), (flash, ["b: flash_attn is not installed, and the plan needs it"])):
+        answers = (Probed(host="a", facts=facts | {"versions": {**versions, "flash_attn": "2.8.3"}}),)
+        answers += (Probed(host="b", facts=facts),)
+        found = _versions(Examined(plan=plan, folder=tmp_path, shared=True, answers=answers, digest=None))
+        assert [d.message for d in found.problems] == expected
+        assert _refused(plan, tmp_path) == (["SW6009"] if expected else [])
+
+
+def _refused(plan: Plan, folder: Path) -> list[str]:
+    try:
+        check_machine(plan, folder, None)
+    except Refusal as refusal:
+        return [d.code for d in refusal.diagnostics]
+    return []
