@@ -78,5 +78,5 @@ class Layout:
         """Parameters of a rank with these blocks; a tied tensor that is on it twice counts once."""
         numel = self.shapes.numel
         total = sum([numel[b.stop] - numel[b.start] for b in blocks])
-        both = blocks[0].start == 0 and self.has_head(blocks)
-        return total - (self.shapes.shared_numel if both else 0)
+        shared = self.shapes.shared_numel
+        return total - (shared if shared and blocks[0].start == 0 and self.has_head(blocks) else 0)

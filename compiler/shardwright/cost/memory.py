@@ -97,8 +97,9 @@ class RankBytes:
     def _parts(self, blocks: tuple[Block, ...], usable: int) -> tuple[int, int, int, int, int]:
         """Parameters, gradients, optimizer states, activations, workspace."""
         layout = self._layout
-        numel = layout.trained_of(blocks)
-        states = states_bytes(layout, layout.numel_of(blocks), numel if layout.adapters else None)
+        held = layout.numel_of(blocks)
+        numel = layout.trained_of(blocks) if layout.adapters else held
+        states = states_bytes(layout, held, numel if layout.adapters else None)
         activations = sum(_kept_bytes(layout, block) * block.in_flight for block in blocks)
         bucket = _bucket_bytes(layout, numel)
         # Two phases that never meet: the last backward pass, and the optimizer's step, when no activation is left.
