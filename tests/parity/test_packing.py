@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardwright.hf.flash import FLASH
+from shardwright.ir.recipe import FLASH
 from tests.parity.harness import (
     BETAS,
     DECAY,

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwright.diagnostics import Refusal
-from shardwright.hf.flash import FLASH, flash_stand_in
+from shardwright.hf.flash import flash_stand_in
+from shardwright.ir.recipe import FLASH
 from shardwright.model.graph import check_attention
 from shardwright.model.probed import probe_config
 from tests.zoo.configs import RUNNABLE, tiny_config

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from transformers import modeling_flash_attention_utils as library
 from transformers.integrations import flash_attention
 
-FLASH = "flash_attention_2"
+from shardwright.ir.recipe import FLASH
+
 _LOADED = (
     "_flash_fn",
     "_flash_varlen_fn",

@@ -114,6 +114,7 @@ TOKENIZED_KINDS = ("text", "jsonl", "parquet", "chat")
 
 DOCUMENT_KINDS = (*TOKENIZED_KINDS, "megatron")
 """Those that are made of documents, which packing keeps apart."""
+FLASH = "flash_attention_2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,11 +15,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from shardwright.diagnostics import Diagnostic, KeyPath, Refusal
-from shardwright.hf.flash import FLASH, flash_stand_in
+from shardwright.hf.flash import flash_stand_in
 from shardwright.hf.probe import Probed
 from shardwright.hf.sizes import size_of
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.model_graph import ModelGraph, Parameter
+from shardwright.ir.recipe import FLASH
 from shardwright.model.config import config_json, contradiction, resolve_config, text_config
 from shardwright.model.layers import Shapes, make_layer
 from shardwright.model.probed import flash_error, probe_config, uncuttable

@@ -15,11 +15,11 @@ from transformers.utils import logging
 
 from shardwright.diagnostics import Diagnostic, KeyPath, Refusal
 from shardwright.hf.adapters import adapt
-from shardwright.hf.flash import FLASH
 from shardwright.hf.packing import why_not_packed
 from shardwright.hf.probe import NotCuttable, Probed, find_cut, find_together, probe
 from shardwright.hf.shrink import VOCABULARY, shrink
 from shardwright.ir.cut import Cut, Range
+from shardwright.ir.recipe import FLASH
 
 TOKENS = (2, 24)
 """Batch and sequence of the probe."""

@@ -10,7 +10,7 @@ from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.strategy import Strategy
-from shardwright.rules import layout, lora, offload
+from shardwright.rules import attention, layout, lora, offload
 from shardwright.rules.layout import Subject
 
 Check = Callable[[Subject], Diagnostic | None]
@@ -60,9 +60,9 @@ DEEPSPEED_RULES: dict[str, Rule] = {
     "SW3127": _rule(offload.host_memory, "offload"),
     "SW3113": _rule(layout.layer_drop, "pipeline", "zero_stage"),
     "SW3123": _rule(layout.tensor_styles, "tensor"),
-    "SW3124": _rule(layout.selective_attention, "activation_checkpointing"),
-    "SW3125": _rule(layout.packed_documents),
-    "SW3128": _rule(layout.flash_attention),
+    "SW3124": _rule(attention.selective_attention, "activation_checkpointing"),
+    "SW3125": _rule(attention.packed_documents),
+    "SW3128": _rule(attention.flash_attention),
     "SW1431": _rule(layout.chunked_loss),
     "SW1432": _rule(lora.no_pipeline, "pipeline"),
     "SW1433": _rule(lora.no_tensor, "tensor"),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from shardwright.diagnostics import Refusal
 from shardwright.ir.json_value import JsonValue
+from shardwright.ir.recipe import FLASH
 from shardwright.plan.plan import Plan
 from shardwright.runtime.checkpoint_index import checkpoint_root
 from shardwright.runtime.meeting import Assumed, Check, meet, red
@@ -117,7 +118,7 @@ def _reached(silent: Sequence[Probed], count: int, *, local: bool) -> Check:
 
 def _versions(x: Examined) -> Check:
     planned = {name: str(getattr(x.plan.versions, name)) for name in (*TESTED, "shardwright")}
-    optional = {"peft": x.plan.lora is not None, "flash_attn": x.plan.model.attention == "flash_attention_2"}
+    optional = {"peft": x.plan.lora is not None, "flash_attn": x.plan.model.attention == FLASH}
     ours = platform.python_version()
     problems = []
     for probed in x.answers:

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.ir.recipe import FLASH
 from shardwright.plan.build import NEEDS_HOSTS
 from shardwright.plan.hosts import SAFE_UNQUOTED, read_hosts
 from shardwright.plan.plan import Plan
@@ -85,7 +86,7 @@ def check_machine(plan: Plan, folder: Path, hostfile: Path | None) -> None:
 def _obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[Diagnostic]:
     if plan.lora is not None and (absent := missing_peft()):
         yield absent
-    if plan.model.attention == "flash_attention_2" and (absent := missing_flash_attention()):
+    if plan.model.attention == FLASH and (absent := missing_flash_attention()):
         yield absent
     if plan.is_cpu and plan.training.precision == "fp16":
         yield Diagnostic(

@@ -1,0 +1,57 @@
+"""The rules about attention: what can be recomputed of it, what keeps packed documents apart, where its kernels run."""
+
+from __future__ import annotations
+
+from shardwright.diagnostics import Diagnostic
+from shardwright.ir.recipe import DOCUMENT_KINDS, FLASH
+from shardwright.rules.layout import Subject, found
+
+FLASH_HEAD_SIZE = 256
+
+
+def selective_attention(x: Subject) -> Diagnostic | None:
+    """Selective checkpointing recomputes the attention module: there must be one."""
+    if x.strategy.activation_checkpointing != "selective" or x.graph.attention_module:
+        return None
+    return found(
+        "SW3124",
+        "parallelism.activation_checkpointing",
+        f"the layers of model_type {x.graph.model_type!r} have no attention module in common to recompute",
+        "Use activation_checkpointing: full or none.",
+    )
+
+
+def packed_documents(x: Subject) -> Diagnostic | None:
+    """Packing keeps documents apart by their positions; whether a model's masks follow them is proved by running a tiny
+    copy of it (hf/packing.py)."""
+    packed = [key for key, part in x.recipe.data_parts() if part.kind in DOCUMENT_KINDS and part.packing]
+    if not packed or not x.graph.packing:
+        return None
+    return Diagnostic(
+        code="SW3125",
+        message=f"a {x.graph.model_type!r} with {x.graph.attention} attention does not keep packed documents apart: "
+        f"{x.graph.packing}",
+        help="Write `packing: false` under data: one stream of text cut into sequences; a conversation a sequence.",
+        key=(*packed[0], "packing"),
+    )
+
+
+def flash_attention(x: Subject) -> Diagnostic | None:
+    """flash-attn 2 (README, "NVIDIA CUDA Support"): fp16 and bf16, Ampere or newer, head sizes up to 256."""
+    gpu, precision = x.cluster.gpu, x.recipe.training.precision
+    if x.graph.attention != FLASH:
+        return None
+    if gpu.is_cpu or "bf16" not in gpu.peak_flops:
+        why = f"has no kernels for the gpu {gpu.name}: it takes GPUs that compute in bf16, Ampere or newer"
+    elif precision == "fp32":
+        why = "has no kernels for fp32: write `precision: bf16`, or another attention"
+    elif x.graph.head_dim > FLASH_HEAD_SIZE:
+        why = f"takes heads of at most {FLASH_HEAD_SIZE}, and the model's have {x.graph.head_dim}"
+    else:
+        return None
+    return Diagnostic(
+        code="SW3128",
+        message=f"flash attention {why}",
+        help="Write `attention: sdpa`, which takes torch's own fused kernels.",
+        key=("model", "attention"),
+    )
