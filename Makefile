@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := build/demo
 
-.PHONY: help setup demo test test-hosts prove proof lint golden graphs snapshot lint-docs recipes docs readme build calibrate bench-cost bench-schedule
+.PHONY: help setup demo test test-light test-hosts prove prove-list proof lint golden graphs config-keys snapshot lint-docs recipes docs readme build calibrate bench-cost bench-schedule
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -28,17 +28,41 @@ demo: setup ## compile a tiny Llama, pipeline 2 x tensor 2, and train it on this
 	@echo "DeepSpeed's config   $(DEMO)/ds_config.json"
 	@echo "a line a step        $(DEMO)/run/metrics.jsonl"
 	@echo "the trained model    $(DEMO)/checkpoints"
+	@echo
+	@echo "what it writes, of Python's own sources, a byte at a time:"
+	$(BIN)/shardwright generate $(DEMO)/checkpoints/step-00000150 --prompt "def __init__(self, " --tokens 200 --temperature 0.7
 
 test: setup ## all tests but the full counts
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not prove and not hosts and not alone'
 	$(BIN)/python -m pytest -m 'alone and not prove and not hosts'
 
+# Another Python than .venv's, without torch: files that import none of it.
+LIGHT := build/light-$(notdir $(PYTHON))
+LIGHT_TESTS := tests/unit/recipe tests/unit/cli/test_render.py tests/unit/cluster \
+	tests/unit/data/test_rows.py tests/unit/data/test_prepare.py tests/unit/lower/test_folder.py \
+	tests/unit/partition/test_cuts.py tests/unit/partition/test_stages.py tests/unit/runtime/test_events.py \
+	tests/unit/runtime/test_stall.py tests/unit/schedule/test_step.py tests/unit/test_safe_read.py \
+	tests/lint/test_command.py tests/lint/test_fix.py tests/lint/test_rules.py tests/packaging/test_house.py
+
+test-light: $(LIGHT)/.installed ## the tests that need no torch, under another Python: make test-light PYTHON=python3.12
+	$(LIGHT)/bin/python -m pytest -n 2 --dist loadfile -p no:cacheprovider $(LIGHT_TESTS)
+
+$(LIGHT)/.installed: pyproject.toml constraints.txt tests/light.py
+	test -x $(LIGHT)/bin/python || $(PYTHON) -m venv $(LIGHT)
+	$(LIGHT)/bin/python -m tests.light > $(LIGHT)/requirements.txt
+	$(LIGHT)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt -r $(LIGHT)/requirements.txt
+	$(LIGHT)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt --no-deps -e .
+	touch $@
+
 test-hosts: setup ## hosts and schedulers that are not there, on this machine; needs root, installs Debian packages
 	apt-get install -y -qq --no-install-recommends openssh-server pdsh iproute2 munge slurm-wlm openmpi-bin
 	$(BIN)/python -m pytest -m 'hosts and not prove' tests/launch
 
-prove: setup ## the full counts; results go to benchmarks/
-	$(BIN)/python -m pytest -m prove
+prove: setup ## the full counts in pieces; those whose result in benchmarks/ is of this code are left out (PIECES="parity lora" runs only these, AGAIN=1 runs them anyway)
+	$(BIN)/python -m tests.prove $(PIECES) $(if $(AGAIN),--again)
+
+prove-list: setup ## the pieces of make prove: how old each result is and how long it took
+	$(BIN)/python -m tests.prove --list
 
 proof: setup ## the README's table and the support matrix, from benchmarks/
 	$(BIN)/python -m tests.proof
@@ -64,6 +88,9 @@ golden: setup ## write tests/cases/*/expected anew; read the difference before y
 
 graphs: setup ## trace the models that come with the package anew
 	$(BIN)/python -m tests.unit.model.write_graphs
+
+config-keys: setup ## what the installed transformers takes in a model's configuration, for `check`
+	$(BIN)/python -m tests.unit.model.write_config_keys
 
 snapshot: setup ## what the installed DeepSpeed takes in ds_config.json, for `lint`
 	$(BIN)/python -m tests.lint.write_snapshot

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-import datetime
 import json
 import os
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
+
+pytest_plugins = ["tests.prove.plugin"]
 
 # Two workers on two cores, tiny tensors: threads would only wait for each other. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -91,28 +91,3 @@ def write_recipe(tmp_path: Path, small_recipe: dict[str, Any]) -> Callable[..., 
         return path
 
     return write
-
-
-@pytest.fixture(scope="session")
-def proved(pytestconfig: pytest.Config) -> Iterator[Callable[[str, str, dict[str, Any]], None]]:
-    """record(area, case, figures): what `make prove` measured, written to benchmarks/AREA.json at the end. A part of a
-    file (-k, or a test by name) would leave the others out, and is not written."""
-    areas: dict[str, dict[str, Any]] = {}
-
-    def record(area: str, case: str, figures: dict[str, Any]) -> None:
-        areas.setdefault(area, {})[case] = figures
-
-    yield record
-    if pytestconfig.getoption("keyword") or any("::" in name for name in pytestconfig.args):
-        return
-    root = Path(__file__).resolve().parent.parent
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True).stdout.strip()
-    for area, cases in areas.items():
-        document = {
-            "date": datetime.date.today().isoformat(),
-            "commit": commit,
-            "command": "make prove",
-            "cases": cases,
-        }
-        (root / "benchmarks").mkdir(exist_ok=True)
-        (root / "benchmarks" / f"{area}.json").write_text(json.dumps(document, indent=1) + "\n")

@@ -1,13 +1,20 @@
-"""The README's table of what `make prove` measured, composed from benchmarks/*.json: `make proof` writes it."""
+"""The README's table of what `make prove` measured, composed from benchmarks/*.json: `make proof` writes it, and says
+which of these files are older than the code that they speak of."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.figures import worst_of_cases
+from tests.prove.digest import ROOT
+from tests.prove.ledger import BENCHMARKS, state
+from tests.prove.pieces import BENCHES, PIECES
+
 BEGIN, END = "<!-- made by `make proof` from benchmarks/ -->", "<!-- end -->"
+OLDER = "†"
+"""Marks a row whose figures were measured on other code than today's."""
+NOTE = f"{OLDER} The code that the figures speak of has changed since. `make prove-list` says what is due."
 
 AREAS = {
     "parity": "layouts of Llama, GPT-2 and Qwen2, 8 steps",
@@ -24,26 +31,29 @@ _KEYS = {
     "zoo": ("loss", "norm", "weights"),
 }
 
+WORDS = {"older": "older than the code that it speaks of", "unstamped": "has no digest: written before files had one"}
 
-def table() -> str:
-    """A markdown table; areas that were not measured are left out."""
+
+def table(older: frozenset[str]) -> str:
+    """A markdown table; areas that were not measured are left out. older: the areas to mark."""
     rows = [
         "| `make prove`, two CPU cores | measured | cases | worst loss difference | worst norm | worst weight |",
         "|---|---|---|---|---|---|",
     ]
     for area, what in AREAS.items():
-        path = ROOT / "benchmarks" / f"{area}.json"
+        path = BENCHMARKS / f"{area}.json"
         if path.exists():
             document = json.loads(path.read_text(encoding="utf-8"))
             cells = _resume(document) if area.startswith("resume") else _measured(area, document["cases"])
-            rows.append(f"| [{what}](benchmarks/{area}.json) | {document['date']} | {' | '.join(cells)} |")
-    return "\n".join(rows)
+            date = document["date"] + (f" {OLDER}" if area in older else "")
+            rows.append(f"| [{what}](benchmarks/{area}.json) | {date} | {' | '.join(cells)} |")
+    return "\n".join([*rows, "", NOTE] if older & AREAS.keys() else rows)
 
 
 def _resume(document: dict[str, Any]) -> list[str]:
     cases = document["cases"].values()
     if "loss_absolute" in next(iter(cases)):
-        return [f"{len(cases)} pairs of layouts", f"{max(c['loss_absolute'] for c in cases):.1e}", "", ""]
+        return [f"{len(cases)} pairs of layouts", f"{worst_of_cases(cases, 'loss_absolute'):.1e}", "", ""]
     return [f"{sum(c['bit_for_bit'] for c in cases)} of {len(cases)} bit for bit", "", "", ""]
 
 
@@ -57,15 +67,35 @@ def _measured(area: str, cases: dict[str, dict[str, Any]]) -> list[str]:
         proved = [c for c in cases.values() if c["verdict"] == "proved"]
         others = [f"{verdicts.count(v)} {v}" for v in ("refused", "wrong", "error") if v in verdicts]
         count = ", ".join([f"{len(proved)} of {len(cases)} proved", *others])
-    return [count, *(f"{max(c[key] for c in proved):.1e}" for key in keys)]
+    return [count, *(f"{worst_of_cases(proved, key):.1e}" for key in keys)]
 
 
-def written(readme: str) -> str:
+def marked(readme: str) -> frozenset[str]:
+    """The areas that the README marks as older than the code."""
+    return frozenset(a for a in AREAS if any(f"/{a}.json" in line and OLDER in line for line in readme.splitlines()))
+
+
+def written(readme: str, older: frozenset[str]) -> str:
     before, _, rest = readme.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+    return f"{before}{BEGIN}\n{table(older)}\n{END}{after}"
+
+
+def states() -> dict[str, str]:
+    """Each benchmarks/AREA.json that is there -> current | older | unstamped."""
+    areas = [*(area for piece in PIECES.values() for area in piece.areas), *BENCHES]
+    return {area: state(area) for area in areas if (BENCHMARKS / f"{area}.json").exists()}
+
+
+def main() -> None:
+    path = ROOT / "README.md"
+    found = states()
+    older = frozenset(area for area, age in found.items() if age != "current")
+    path.write_text(written(path.read_text(encoding="utf-8"), older), encoding="utf-8")
+    for area in sorted(older):
+        print(f"benchmarks/{area}.json: {WORDS[found[area]]}")
+    print(f"{len(found) - len(older)} of {len(found)} files speak of the code as it is")
 
 
 if __name__ == "__main__":
-    path = ROOT / "README.md"
-    path.write_text(written(path.read_text(encoding="utf-8")), encoding="utf-8")
+    main()

@@ -18,7 +18,7 @@ def write_atomically(path: Path, text: str) -> None:
             file.write(text.encode("utf-8"))
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~_umask())
+        os.chmod(temporary, stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~umask())
         os.replace(temporary, target)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
@@ -26,7 +26,8 @@ def write_atomically(path: Path, text: str) -> None:
         raise
 
 
-def _umask() -> int:
+def umask() -> int:
+    """The process's, which can only be read by setting it."""
     before = os.umask(0)
     os.umask(before)
     return before

@@ -11,7 +11,7 @@ from shardwright.cluster.resolve import resolve_cluster
 from shardwright.cost.placement import partition_stages
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.cluster import Cluster
-from shardwright.ir.estimate import Estimate
+from shardwright.ir.estimate import Estimate, PredictionError
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.own_code import OwnCode
 from shardwright.ir.partition import StagePartition, TensorParallelMap
@@ -20,8 +20,8 @@ from shardwright.ir.weights import Weights
 from shardwright.lower.autotp import AUTOTP_FILE, autotp_config
 from shardwright.lower.extra import check_extra
 from shardwright.lower.inputs import copied_inputs, model_companions
-from shardwright.lower.launch import check_launch
-from shardwright.lower.lower import json_bytes, lower
+from shardwright.lower.launch import check_launch, unseen_paths
+from shardwright.lower.lower import json_bytes, lower, sealed
 from shardwright.model.build import build_model_graph
 from shardwright.model.own_code import locate_own_code
 from shardwright.model.popular.snapshot import locate_weights, tokenizer_folder
@@ -38,11 +38,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """files: path relative to the compiled folder -> content."""
+    """files: path relative to the compiled folder -> content. error: of plan.predicted."""
 
     plan: Plan
     files: Mapping[str, bytes]
     warnings: tuple[Diagnostic, ...]
+    error: PredictionError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +141,8 @@ def _lower(c: Compilation) -> Compilation:
         files |= {f"{MODEL_DIRECTORY}/{name}": (folder / name).read_bytes() for name, _ in code.files}
     files |= model_companions(made(c.plan))
     files |= copied_inputs(c.recipe, made(c.cluster), _tokenizer_folder(c))
-    return replace(c, files=files, warnings=warnings)
+    plan, files = sealed(made(c.plan), files)
+    return replace(c, plan=plan, files=files, warnings=(*warnings, *unseen_paths(made(c.plan))))
 
 
 def _tokenizer_folder(c: Compilation) -> Path | None:
@@ -183,8 +185,12 @@ def compile_recipe(recipe: Recipe) -> Compiled:
         if errors:
             errors.extend(_layout_errors(state, errors))
             raise Refusal(*errors, source=recipe.source)
+    estimate = made(state.estimate)
     return Compiled(
-        plan=made(state.plan), files=made(state.files), warnings=(*made(state.estimate).diagnostics, *state.warnings)
+        plan=made(state.plan),
+        files=made(state.files),
+        warnings=(*estimate.diagnostics, *state.warnings),
+        error=estimate.error,
     )
 
 

@@ -5,16 +5,28 @@ Prints the table and writes benchmarks/cost.json, and the errors that `plan` pri
 
 from __future__ import annotations
 
-import datetime
 import json
 from pathlib import Path
 from typing import Any
 
 import shardwright.cost
 from shardwright.cost.constants import Constants, default_constants
+from shardwright.cost.measured import engine_of
 from tests.calibration import score
-from tests.calibration.cases import HARDWARE, Case, as_scored, estimate, hardware_of, load_cases
+from tests.calibration.cases import (
+    HARDWARE,
+    ROWS,
+    Case,
+    Row,
+    as_scored,
+    estimate,
+    hardware_of,
+    is_megatron,
+    load_cases,
+    project_of,
+)
 from tests.calibration.fit import fit, priors
+from tests.prove.ledger import stamp
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "cost.json"
 # What `plan` prints beside its figures.
@@ -103,7 +115,7 @@ def main() -> None:
         json.dumps(
             {
                 "command": "make bench-cost",
-                "date": datetime.date.today().isoformat(),
+                **stamp("cost"),
                 "left_out": left_out,
                 "left_out_mean": macro(left_out),
                 "hardware_left_out": other_hardware,
@@ -117,14 +129,39 @@ def main() -> None:
         + "\n"
     )
     mean = macro(left_out)
-    measured = {
+    PACKAGED.write_text(json.dumps(packaged(score.rows(ROWS), mean), indent=1) + "\n")
+
+
+def packaged(rows: list[Row], mean: dict[str, Any]) -> dict[str, Any]:
+    """measured.json. mean: of the projects, each left out."""
+    ran = [row for row in rows if score.usable(row) and not row["measured"]["oom"]]
+    return {
         "written_by": "make bench-cost",
-        "step_time": round(mean["time"], 3),
-        "memory": round(mean["memory"], 3),
-        "runs": mean["time_rows"],
-        "projects": len(projects),
+        "projects": len({project_of(row) for row in ran}),
+        "time": {"error": round(mean["time"], 3), **kinds([row for row in ran if score.step_seconds(row)])},
+        "memory": {"error": round(mean["memory"], 3), **kinds([row for row in ran if row["measured"]["peak_mem_GB"]])},
     }
-    PACKAGED.write_text(json.dumps(measured, indent=1) + "\n")
+
+
+def kinds(rows: list[Row]) -> dict[str, Any]:
+    """Which kinds of layouts these runs stand behind. All are dense, with nothing offloaded (score.usable)."""
+    recipes = [score.recipe(row) for row in rows]
+    most: dict[tuple[int, bool, str], int] = {}
+    for row, recipe in zip(rows, recipes, strict=True):
+        nodes, zero_stage = recipe["cluster"]["nodes"], recipe["parallelism"]["zero_stage"]
+        target = "megatron" if is_megatron(row) else recipe["target"]
+        kind = (zero_stage, nodes > 1, engine_of(target, recipe["assume"]["kernels"], zero_stage))
+        most[kind] = max(most.get(kind, 0), nodes)
+    return {
+        "runs": len(rows),
+        "gpus": sorted({row["hardware"]["gpu"].partition("-")[0].lower() for row in rows}),
+        "precisions": sorted({recipe["training"]["precision"] for recipe in recipes}),
+        "schedules": sorted({recipe["parallelism"]["schedule"] for recipe in recipes}),
+        "zero": [
+            {"stage": stage, "several_nodes": several, "engine": engine, "most_nodes": nodes}
+            for (stage, several, engine), nodes in sorted(most.items())
+        ],
+    }
 
 
 if __name__ == "__main__":

@@ -50,7 +50,16 @@ class Case:
 
     @property
     def project(self) -> str:
-        return next(name for start, name in PROJECTS.items() if self.row["source"].startswith(start))
+        return project_of(self.row)
+
+
+def project_of(row: Row) -> str:
+    return next(name for start, name in PROJECTS.items() if row["source"].startswith(start))
+
+
+def is_megatron(row: Row) -> bool:
+    """Megatron-LM's own runs: the scorer's recipe says `target: deepspeed` where they use nothing beyond it."""
+    return bool(row["source"].startswith(("Megatron SC", "Korthikanti")))
 
 
 def hardware_of(case: Case) -> str:

@@ -16,7 +16,7 @@ from shardwright.cost.constants import Constants, constant_entries
 from shardwright.cost.memory import live_bytes
 from shardwright.cost.placement import make_layout
 from tests.calibration import score
-from tests.calibration.cases import Case, estimate
+from tests.calibration.cases import Case, estimate, is_megatron
 
 # A published figure scatters this much between runs (its logarithm); larger errors count less and less (Cauchy).
 NOISE = 0.04
@@ -66,8 +66,8 @@ def memory_target(case: Case) -> float | None:
 
 
 def as_run(case: Case) -> Case:
-    """Megatron-LM's own runs as such: the scorer's recipe says `target: deepspeed` where they use nothing beyond it."""
-    if not case.row["source"].startswith(("Megatron SC", "Korthikanti")):
+    """Megatron-LM's own runs as such."""
+    if not is_megatron(case.row):
         return case
     return dataclasses.replace(case, recipe=dataclasses.replace(case.recipe, target="megatron"))
 

@@ -8,6 +8,7 @@ import math
 import pytest
 
 from shardwright.cost.constants import Constants, constant_entries, default_constants
+from shardwright.ir.apart import series_apart
 from tests.calibration import score
 from tests.calibration.bench import scored
 from tests.calibration.cases import HARDWARE, ROWS, Case, case_of, estimate, hardware_of, load_cases
@@ -52,7 +53,11 @@ def test_the_fit_finds_constants_again(sample: list[Case], monkeypatch: pytest.M
     found = fit(sample, priors())
 
     def error(c: Constants) -> float:
-        return max(abs(estimate(case, c).time.step_seconds / seconds[case.row["id"]] - 1) for case in sample)
+        return series_apart(
+            [estimate(case, c).time.step_seconds for case in sample],
+            [seconds[case.row["id"]] for case in sample],
+            relative=True,
+        )
 
     assert error(found) < 0.04 < 0.1 < error(priors())
     assert found.gemm_efficiency == pytest.approx(0.7, rel=0.05)

@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 GOOD = """\
@@ -40,9 +40,13 @@ for arguments in json.loads(sys.argv[1]):
 
 
 def shardwright(
-    *arguments: str | Path, cwd: Path, input: str | None = None, env: Mapping[str, str] | None = None
+    *arguments: str | Path,
+    cwd: Path,
+    input: str | None = None,
+    env: Mapping[str, str] | None = None,
+    preexec_fn: Callable[[], None] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    return _python(["-m", "shardwright", *map(str, arguments)], cwd, input, env)
+    return _python(["-m", "shardwright", *map(str, arguments)], cwd, input, env, preexec_fn)
 
 
 def shardwright_many(commands: Sequence[Sequence[str | Path]], *, cwd: Path) -> list[tuple[int, str, str]]:
@@ -57,12 +61,25 @@ def shardwright_many(commands: Sequence[Sequence[str | Path]], *, cwd: Path) -> 
 
 
 def _python(
-    arguments: list[str], cwd: Path, input: str | None = None, env: Mapping[str, str] | None = None
+    arguments: list[str],
+    cwd: Path,
+    input: str | None = None,
+    env: Mapping[str, str] | None = None,
+    preexec_fn: Callable[[], None] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "NO_COLOR": "1", **(env or {})}
     command = [sys.executable, *arguments]
     stdin = {"input": input} if input is not None else {"stdin": subprocess.DEVNULL}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, **stdin)  # type: ignore[call-overload, no-any-return]
+    return subprocess.run(  # type: ignore[call-overload, no-any-return]
+        command,
+        cwd=cwd,
+        env=environment,
+        preexec_fn=preexec_fn,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        **stdin,
+    )
 
 
 def changed(old: str, new: str) -> str:

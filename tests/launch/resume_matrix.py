@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from shardwright.ir.apart import series_apart
 from shardwright.runtime.launcher import free_port
 from tests.parity.harness import Case
 
@@ -49,8 +50,11 @@ def resumed(pairs: list[tuple[str, str]], out: Path) -> dict[tuple[str, str], fl
         _launch(world, {"save": [n for n in names if case(n).world == world], "load": []}, out)
     for world in worlds:
         _launch(world, {"save": [], "load": [pair for pair in pairs if case(pair[1]).world == world]}, out)
-    losses: dict[str, list[float]] = json.loads((out / "losses.json").read_text())
-    return {(a, b): max(abs(x - y) for x, y in zip(losses[a], losses[f"{a} -> {b}"], strict=True)) for a, b in pairs}
+    return differences(json.loads((out / "losses.json").read_text()), pairs)
+
+
+def differences(losses: dict[str, list[float]], pairs: list[tuple[str, str]]) -> dict[tuple[str, str], float]:
+    return {(a, b): series_apart(losses[f"{a} -> {b}"], losses[a]) for a, b in pairs}
 
 
 def _launch(world: int, work: dict[str, Any], out: Path) -> None:

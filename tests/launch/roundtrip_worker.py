@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from shardwright.compile import compile_recipe
 from shardwright.data.dataset import open_dataset
+from shardwright.ir.apart import tensor_apart
 from shardwright.lower.folder import write_folder
 from shardwright.model import graph
 from shardwright.model.trace import Traced
@@ -123,7 +124,7 @@ def measure(model_type: str, layout: str) -> dict[str, Any]:
         if sizes:
             at = plan.ranks[rank].tensor
             wanted = wanted.narrow(-1, sum(sizes[:at]), sizes[at])
-        worst = (wanted - logits).abs().max().item()
+        worst = tensor_apart(logits, wanted)
     figures = torch.tensor([worst])
     dist.all_reduce(figures, op=dist.ReduceOp.MAX)
     trainer.engine.destroy()

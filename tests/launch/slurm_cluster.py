@@ -16,6 +16,8 @@ from shardwright.runtime.launcher import free_port
 
 NODES = (socket.gethostname(), "zzz")
 """In Slurm's order. The first is where the ranks meet, so its name must lead somewhere."""
+SPARE = "zzzz"
+"""A node that a job may leave out."""
 
 CONF = """\
 ClusterName=test
@@ -41,7 +43,7 @@ MpiDefault=none
 ReturnToService=2
 PartitionName=main Nodes=ALL Default=YES MaxTime=60 State=UP
 """
-NODE = "NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs={cores} State=UNKNOWN\n"
+NODE = "NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs={cores} Feature=fast State=UNKNOWN\n"
 
 
 def why_not() -> str:
@@ -56,19 +58,23 @@ def _path() -> str:
 
 
 @contextlib.contextmanager
-def slurm(folder: Path) -> Iterator[dict[str, str]]:
-    """The environment in which sbatch and the other commands find the cluster. Its processes end with the block."""
+def slurm(folder: Path, *, spare: bool = False) -> Iterator[dict[str, str]]:
+    """The environment in which sbatch and the other commands find the cluster. Its processes end with the block.
+
+    spare: with a third node.
+    """
+    names = (*NODES, SPARE) if spare else NODES
     (folder / "state").mkdir(parents=True)
     key = folder / "munge.key"
     key.touch(mode=0o600)
     key.write_bytes(secrets.token_bytes(128))
-    nodes = "".join(NODE.format(name=name, port=free_port(), cores=os.cpu_count()) for name in NODES)
+    nodes = "".join(NODE.format(name=name, port=free_port(), cores=os.cpu_count()) for name in names)
     (folder / "slurm.conf").write_text(CONF.format(folder=folder, port=free_port()) + nodes)
     env = {**os.environ, "PATH": _path(), "SLURM_CONF": str(folder / "slurm.conf")}
     files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
     munge = [f"--{option}={folder}/munge.{ending}" for option, ending in files.items()]
     commands = [["munged", "--foreground", "--force", *munge], ["slurmctld", "-D", "-i"]]
-    commands += [["slurmd", "-D", "-N", name] for name in NODES]
+    commands += [["slurmd", "-D", "-N", name] for name in names]
     started: list[subprocess.Popen[bytes]] = []
     try:
         for command in commands:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from shardwright.data.dataset import open_dataset
 from shardwright.plan.serialize import read_plan
 from shardwright.runtime.checkpoint_manifest import read_manifest
+from tests.launch.resume import same_numbers
 from tests.parity.harness import (
     LENGTH,
     MODELS,
@@ -154,12 +155,8 @@ def test_ranks_see_the_rows_that_they_should_and_a_resumed_run_goes_on_mid_epoch
     for rank in range(case.world):
         again = lines(out / "run" / f"seen-{rank}.jsonl")[STEPS:]
         assert again == seen[rank][3:], "no row is seen twice or skipped"
-    for before, after in zip(first, metrics(out), strict=True):
-        assert (after["step"], after["loss"], after["grad_norm"]) == (
-            before["step"],
-            before["loss"],
-            before["grad_norm"],
-        )
+    assert [m["step"] for m in metrics(out)] == [m["step"] for m in first]
+    assert same_numbers(metrics(out), first)
     assert [f["step"] for f in lines(out / "run" / "evaluation.jsonl")] == [STEPS]
 
 

@@ -1,14 +1,18 @@
-"""Monitoring asked for in `extra` is there after a run."""
+"""Monitoring asked for in `extra` is there after a run; every key that may stand there leaves checkpoints whole."""
 
 from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.parity.harness import STEPS, Case, metrics, must, recipe, shardwright, write_inputs
+from shardwright.ir.apart import series_apart
+from tests.launch.extra_keys import HALF_RELATIVE, LAYOUTS, RESUMED_ON, cases, tried
+from tests.parity.harness import LOSS_ABSOLUTE, STEPS, Case, metrics, must, recipe, shardwright, write_inputs
 
 pytestmark = pytest.mark.launch
 
@@ -31,3 +35,24 @@ def test_csv_monitor_and_wall_clock_breakdown(tmp_path: Path) -> None:
     assert rates == pytest.approx([line["learning_rate"] for line in metrics(out)])
     assert len(rates) == STEPS
     assert "time (ms)" in (out / "run" / "launcher.log").read_text()
+
+
+@pytest.mark.prove
+def test_every_key_resumes_on_another_layout(
+    tmp_path: Path, proved: Callable[[str, str, dict[str, Any]], None]
+) -> None:
+    """What may stand in `extra` changes neither the training nor what another layout makes of its checkpoint."""
+    found = tried(tmp_path)
+    for key, layout in cases():
+        figures = found[f"{key or 'plain'} {layout}"]
+        apart = {
+            "resumed": series_apart(figures["resumed"]["losses"], figures["run"]["losses"], relative=True),
+            # fp16's scale decides which updates are made.
+            "plain": series_apart(figures["run"]["losses"], found[f"plain {layout}"]["run"]["losses"])
+            if not layout.startswith("fp16")
+            else 0.0,
+        }
+        proved("extra", f"{key or 'plain'} {layout}", {**apart, "resumed_on": RESUMED_ON[layout]})
+        assert apart["plain"] <= LOSS_ABSOLUTE, (key, layout, figures)
+        half = LAYOUTS[layout].precision != "fp32"
+        assert apart["resumed"] <= (HALF_RELATIVE if half else LOSS_ABSOLUTE), (key, layout, figures)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from shardwright.plan.serialize import read_plan
 from tests.parity.harness import (
     BETAS,
     DECAY,
@@ -50,11 +51,14 @@ def test_own_code_trains_in_a_pipeline_as_one_plain_process(tmp_path: Path, monk
     document["model"]["trust_remote_code"] = document["model"]["source"]
     (tmp_path / "recipe.yaml").write_text(json.dumps(document))
 
-    must(shardwright("compile", tmp_path / "recipe.yaml", "-o", tmp_path / "out"))
+    told = must(shardwright("compile", tmp_path / "recipe.yaml", "-o", tmp_path / "out")).stdout
+    assert "parameters, weights pretrained\n" in told
     for name in FILES:
         (source / name).unlink()  # the compiled folder has its own
-    must(shardwright("run", tmp_path / "out"))
-    must(shardwright("export", newest_checkpoint(tmp_path / "out"), "-o", tmp_path / "hf"))
+    assert "starts from weights pretrained\n" in must(shardwright("run", tmp_path / "out")).stdout
+    step, code = newest_checkpoint(tmp_path / "out"), read_plan(tmp_path / "out").model.own_code
+    assert code is not None
+    must(shardwright("export", step, "-o", tmp_path / "hf", "--trust-code", code.fingerprint))
 
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32, trust_remote_code=True)
     wanted = train(

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.slurm_cluster import output, slurm, state, wait_for, why_not
+from shardwright.recipe.slurm import options as sbatch_options
+from tests.launch.slurm_cluster import SPARE, output, slurm, state, wait_for, why_not
 from tests.parity.harness import STEPS, Case, compare, metrics, must, newest_checkpoint, recipe, write_inputs
 
 pytestmark = pytest.mark.hosts
@@ -53,7 +54,9 @@ def test_slurm_queues_a_run_again_that_was_told_to_stop(tmp_path: Path) -> None:
     document = recipe(case, tmp_path)
     document["training"] |= {"steps": 60}
     document["data"] = {"kind": "synthetic"}
-    document["launch"]["slurm"] = {"requeue": True, "time": "30:00"}
+    document["launch"]["slurm"] = {"requeue": True, "time": "30:00", "constraint": "fast", "extra": ["--nice=5"]}
+    document["launch"]["setup_script"] = "set-up.sh"
+    (tmp_path / "set-up.sh").write_text("export SET_UP=$undefined-yes\ncd /\nfalse\n")
     (tmp_path / "recipe.yaml").write_text(json.dumps(document))
     out = tmp_path / "out"
     compiler = [sys.executable, "-m", "shardwright", "compile", str(tmp_path / "recipe.yaml"), "-o", str(out)]
@@ -71,6 +74,53 @@ def test_slurm_queues_a_run_again_that_was_told_to_stop(tmp_path: Path) -> None:
     assert [line["step"] for line in lines] == list(range(1, 61)), log(out)
     assert {line["attempt"] for line in lines if line["step"] > stopped} == {2}
     assert json.loads((out / "run" / "status.json").read_text())["status"] == "done"
+
+
+@needs_slurm
+def test_slurm_takes_every_option_and_doctor_asks_it(tmp_path: Path) -> None:
+    """Nothing trains: the job is held, and doctor submits none."""
+    case = Case(model="llama", data=2, nodes=2, launcher="slurm")
+    write_inputs(case, tmp_path)
+    document = recipe(case, tmp_path)
+    document["data"] = {"kind": "synthetic"}
+    options = {"partition": "main", "constraint": "fast&fast", "exclude": SPARE, "reservation": "ours"}
+    extra = {"comment": "two words", "nice": 5, "hold": True, "mail-type": "END,FAIL"}
+    document["launch"]["slurm"] = {**options, "extra": extra}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(document))
+    out = tmp_path / "out"
+    compiler = [sys.executable, "-m", "shardwright", "compile", str(tmp_path / "recipe.yaml"), "-o", str(out)]
+    must(subprocess.run(compiler, capture_output=True, text=True))
+    with slurm(tmp_path / "slurm", spare=True) as env:
+        help = output(env, "sbatch", "--help")
+        assert set(re.findall(r"--([a-z][a-z-]+)", help)) <= {*sbatch_options()}
+        reservation = ["reservationname=ours", "users=root", "nodes=ALL", "starttime=now", "duration=10"]
+        output(env, "scontrol", "create", "reservation", *reservation)
+        job = submit(out, env)
+        told = output(env, "scontrol", "show", "job", job)
+        for word in ("Partition=main", "Features=fast&fast", f"ExcNodeList={SPARE}", "Reservation=ours", "Nice=5"):
+            assert word in told, told
+        assert "Comment=two words" in told and "JobState=PENDING" in told and "MailType=END,FAIL" in told
+        output(env, "scancel", job)
+
+        doctor = [sys.executable, "-m", "shardwright", "doctor", str(out), "--json"]
+        asked = subprocess.run(doctor, env=env, capture_output=True, text=True, timeout=120)
+        checks = {check["name"]: check for check in json.loads(asked.stdout)["checks"]}
+        assert asked.returncode == 0, asked.stdout
+        assert checks["partition"]["told"] == "main: 3 nodes" and "in partition main" in checks["job"]["told"]
+        assert not checks["nodes"]["checked"] and not output(env, "squeue", "--noheader").strip()
+
+        inside = ["salloc", "--nodes=2", "--ntasks-per-node=1", "--reservation=ours", "--quiet", *doctor]
+        tried = subprocess.run(inside, env=env, capture_output=True, text=True, timeout=120)
+        checks = {check["name"]: check for check in json.loads(tried.stdout)["checks"]}
+        assert tried.returncode == 0, tried.stdout
+        assert checks["srun"]["told"] == "2 of 2 hosts answer" and checks["all-reduce"]["told"] == "over all hosts"
+
+        must(subprocess.run([*compiler, "--set", "launch.slurm.constraint=slow"], capture_output=True, text=True))
+        refused = subprocess.run(doctor, env=env, capture_output=True, text=True, timeout=120)
+        (problem,) = (
+            p for check in json.loads(refused.stdout)["checks"] for p in check["problems"] if p["code"] == "SW5315"
+        )
+        assert refused.returncode == 1 and "Invalid feature specification" in problem["message"]
 
 
 @needs_mpi

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardwright.ir.apart import series_apart
+
 Facts = dict[str, Any]
 
 
@@ -39,10 +41,19 @@ def _zero(stage: int, **keys: Any) -> dict[str, Any]:
 
 def near(facts: Facts) -> bool:
     """The losses are those of a plain loop."""
-    return all(abs(a - b) < 1e-5 for a, b in zip(facts["losses"], facts["plain"], strict=True))
+    return series_apart(facts["losses"], facts["plain"]) < 1e-5
 
 
 PIPELINE = {"pipeline": True}
+AUTOTP = {
+    "tensor_parallel": {
+        "autotp_size": 2,
+        "partition_config": {
+            "use_default_specs": False,
+            "layer_specs": [{"patterns": [r"^0\.weight$"], "partition_type": "column"}],
+        },
+    }
+}
 
 PROBES: dict[str, list[Probe]] = {
     "SW4001": [Probe(at="file", refuses="Error", example="", instead="", instead_at="", options={"file": "none"})],
@@ -247,7 +258,14 @@ PROBES: dict[str, list[Probe]] = {
             fact=lambda bad, good: good["saved"] and not bad["saved"],
             example=_zero(3, stage3_gather_16bit_weights_on_model_save=False),
             instead=_zero(3, stage3_gather_16bit_weights_on_model_save=True),
-        )
+        ),
+        Probe(
+            at="ranks",
+            options={"gather": True},
+            refuses="Cannot get 16bit model weights",
+            example=_zero(1) | AUTOTP,
+            instead=_zero(1, gather_16bit_weights_on_model_save=True) | AUTOTP,
+        ),
     ],
     "SW4416": [Probe(at="step", fact=lambda bad, good: bad["wrapper"] == "DeepSpeedZeroOptimizer_Stage3")],
     "SW4417": [Probe(at="engine", refuses="Zenflow must be used with cpu offload", instead_at="config")],

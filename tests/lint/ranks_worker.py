@@ -1,7 +1,8 @@
 """Probes that need two ranks: both are this program, with the port and the rank as arguments.
 
 stdin: as probe_worker.py, `at` is ranks; "stages" says into how many the four layers are cut. stdout of rank 0: the
-outcomes, whose facts are the losses and those of a plain torch loop.
+outcomes, whose facts are the losses and those of a plain torch loop; with "gather" what Accelerate saves of a model
+that AutoTP has cut.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import logging
 import os
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[1]}
@@ -68,11 +70,24 @@ def probe(case: dict[str, Any], facts: dict[str, Any]) -> None:
     facts["plain"] = plain(x, y)
 
 
+def gather(case: dict[str, Any], facts: dict[str, Any]) -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType
+
+    config = copy.deepcopy(case["config"])
+    del config["train_batch_size"]
+    config |= {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+    engine, _, _, _ = deepspeed.initialize(model=nn.Sequential(*layers()), config=config)
+    saver = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, deepspeed_config=case["config"])
+    state = Accelerator.get_state_dict(saver, engine)
+    facts["shapes"] = {name: list(value.shape) for name, value in (state or {}).items()}
+
+
 def outcome(case: dict[str, Any]) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            probe(case, facts)
+            (gather if case.get("gather") else probe)(case, facts)
         return {"error": "", "logs": [], "facts": facts}
     except Exception as raised:
         return {"error": f"{type(raised).__name__}: {raised}", "logs": [], "facts": facts}

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import string
@@ -19,8 +20,10 @@ from shardwright.diagnostics import Refusal
 from shardwright.diagnostics.render import render
 from shardwright.lint.document import read_document
 from shardwright.lint.lint import diagnostic, lint, subject_of
+from shardwright.model.popular.hub import read_config_file
 from shardwright.recipe.load import load_recipe
 from tests.lint.test_rules import GOOD
+from tests.migrate.fuzz import commands, deep, try_import
 from tests.unit.recipe.test_load import FULL
 
 Path_ = tuple[str | int, ...]
@@ -184,6 +187,55 @@ def fuzz_recipes(count: int, seed: int, folder: Path) -> dict[str, int]:
     return totals
 
 
+def fuzz_imports(count: int, seed: int, folder: Path) -> dict[str, int]:
+    """dropped: keys of a file that the recipe neither carries nor names in a comment."""
+    rng = random.Random(seed)
+    corpus = [document for p in GOOD if isinstance(document := _plain(p), dict)]
+    launches = commands(rng)
+    totals = {"mutations": 0, "dropped": 0}
+    for _ in range(count):
+        document = rng.choice(corpus)
+        where = rng.choice(places(document))
+        kind = rng.choice(("typo", "value", "text", "drop", "deep"))
+        if kind == "typo" and isinstance(where[-1], str):
+            text = json.dumps(renamed(document, where, misspelt(rng, where[-1])))
+        elif kind == "text":
+            text = scrambled(rng, json.dumps(document))
+        elif kind == "drop":
+            text = json.dumps(changed(document, where, lambda parent, key: parent.pop(key)))
+        elif kind == "deep":
+            text = json.dumps(changed(document, where, put("HERE"))).replace('"HERE"', deep(rng))
+        else:
+            text = json.dumps(changed(document, where, put(rng.choice(ODD))))
+        totals["mutations"] += 1
+        began = time.process_time()
+        dropped = try_import(text, next(launches), folder)
+        totals["dropped"] += len(dropped)
+        assert time.process_time() - began < SECONDS_AT_MOST, (where, kind)
+    return totals
+
+
+def fuzz_depth(count: int, seed: int, folder: Path) -> dict[str, int]:
+    """Nesting without end in every text that is read: recipes, ds_configs, a model's configuration."""
+    rng = random.Random(seed)
+    recipe = {"version": 1, "name": "a", "cluster": {"nodes": 1, "gpus_per_node": 1, "gpu": "cpu"}}
+    for _ in range(count):
+        found_in(json.dumps({"train_batch_size": 8, "a": "HERE"}).replace('"HERE"', deep(rng)))
+        (folder / "deep.json").write_text(json.dumps({**recipe, "model": "HERE"}).replace('"HERE"', deep(rng)))
+        with contextlib.suppress(Refusal):
+            load_recipe(folder / "deep.json")
+        (folder / "config.json").write_text(deep(rng))
+        with contextlib.suppress(Refusal):
+            read_config_file(folder / "config.json")
+    return {"mutations": 3 * count}
+
+
+def test_a_sample_of_mutated_imports(tmp_path: Path) -> None:
+    totals = fuzz_imports(200, 1, tmp_path)
+    assert totals == {"mutations": 200, "dropped": 0}
+    fuzz_depth(10, 1, tmp_path)
+
+
 def test_a_sample_of_mutated_configurations() -> None:
     totals = fuzz_configs(500, seed=1)
     assert totals["typos"] > 50 and totals["silent_typos"] == 0
@@ -197,6 +249,9 @@ def test_a_sample_of_mutated_recipes(tmp_path: Path) -> None:
 @pytest.mark.prove
 def test_twenty_thousand_mutations(tmp_path: Path, proved: Callable[[str, str, dict[str, Any]], None]) -> None:
     configs, recipes = fuzz_configs(10_000, seed=2), fuzz_recipes(10_000, 2, tmp_path)
-    assert configs["silent_typos"] == recipes["silent_typos"] == 0
+    imports, depth = fuzz_imports(5_000, 2, tmp_path), fuzz_depth(300, 2, tmp_path)
+    assert configs["silent_typos"] == recipes["silent_typos"] == imports["dropped"] == 0
     proved("fuzz", "ds_config", {**configs, "tracebacks": 0})
     proved("fuzz", "recipe", {**recipes, "tracebacks": 0})
+    proved("fuzz", "import", {**imports, "tracebacks": 0})
+    proved("fuzz", "nesting", {**depth, "tracebacks": 0})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -115,11 +115,24 @@ def test_lint_of_a_file_for_both(tmp_path: Path, capsys: pytest.CaptureFixture[s
     path = tmp_path / "ds.json"
     path.write_text('{"train_batch_size": "auto", "zero_optimization": {"stage": 2}}')
     assert main(["lint", str(path)]) == 0
-    assert "warning[SW4119]" in capsys.readouterr().err
+    assert "note[SW4119]" in capsys.readouterr().err
+    assert main(["lint", str(path), "--format", "github"]) == 0
+    assert capsys.readouterr().out.startswith("::notice ")
     assert main(["lint", str(path), "--for", "trainer"]) == 0
     assert capsys.readouterr() == (f"ok {path}\n", "")
     assert main(["lint", str(path), "--for", "deepspeed"]) == 1
     assert "error[SW4119]: train_batch_size" in capsys.readouterr().err
+
+
+def test_gathered_weights_are_of_use_under_autotp() -> None:
+    """DeepSpeed's own published example; Accelerate raises without the key at every stage."""
+    gather: dict[str, Any] = {"stage": 1, "gather_16bit_weights_on_model_save": True}
+    autotp = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": gather, "tensor_parallel": {"autotp_size": 2}}
+    for audience in ("deepspeed", "trainer"):
+        assert codes(json.dumps(autotp), cast("Audience", audience)) == []
+    assert codes(json.dumps({**autotp, "tensor_parallel": {"autotp_size": 1}}), "trainer") == ["SW4401"]
+    without = json.dumps({**autotp, "zero_optimization": {"stage": 1}})
+    assert codes(without, "trainer") == ["SW4415"] and codes(without, "deepspeed") == []
 
 
 def test_the_page_of_rules_is_up_to_date() -> None:

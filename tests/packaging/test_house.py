@@ -18,11 +18,23 @@ def test_ci_runs_lint_and_test_as_make_does() -> None:
     assert ".ci/run" in (ROOT / ".github/workflows/ci.yml").read_text()
 
 
+def test_ci_runs_every_python_that_pyproject_names() -> None:
+    """3.11 all of the tests, the others those without torch."""
+    named = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+    light = re.findall(r"\bpython(3\.\d+)", (ROOT / ".ci/run").read_text())
+    assert named == ["3.11", *light] and len(light) == 2
+    assert sorted(set(re.findall(r"\b3\.\d+\b", (ROOT / ".github/workflows/ci.yml").read_text()))) == named
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    (paths,) = re.findall(r"^LIGHT_TESTS := (.*)$", makefile, re.M)
+    assert [path for path in paths.split() if not (ROOT / path).exists()] == []
+
+
 def test_make_targets_exist() -> None:
     for target in (
         "setup",
         "demo",
         "test",
+        "test-light",
         "test-hosts",
         "prove",
         "proof",

@@ -13,10 +13,11 @@ class Instead:
     """How a command is tried.
 
     target: `make -n` has to know it. prove: it runs in `make prove`; in the quick test its arguments are parsed, and
-    `part`, a command of it, has to print what the page shows up to the first `...`.
+    `part`, a command of it, has to print what the page shows up to the first `...`. refused: it has nothing to do where
+    the page is followed line by line, and says so with exit code 1.
     """
 
-    how: Literal["target", "prove"]
+    how: Literal["target", "prove", "refused"]
     reason: str
     part: str = ""
 
@@ -34,6 +35,7 @@ EXCEPTIONS: dict[tuple[str, str], Instead] = {
         "150 steps on four ranks, two minutes",
         part="shardwright compile recipes/tiny-llama-cpu.yaml -o build/demo",
     ),
+    ("README.md", "shardwright stop build/tiny"): Instead("refused", "the run above it has ended by itself"),
     ("README.md", "shardwright verify my.yaml"): Instead("prove", "two launches; tests/verify has its own"),
     ("docs/python-api.md", "deepspeed --no_local_rank --num_gpus 4 loop.py build/loop"): Instead(
         "prove", "a launch; tests/launch/test_own_loop.py trains with the same script"
@@ -46,6 +48,10 @@ EXCEPTIONS: dict[tuple[str, str], Instead] = {
     },
     ("CONTRIBUTING.md", "make setup"): Instead("target", "installs what the tests run with"),
     ("CONTRIBUTING.md", "make test"): Instead("target", "runs these tests"),
+    ("CONTRIBUTING.md", "make test-light PYTHON=python3.12"): Instead("target", "runs some of these tests"),
+    ("CONTRIBUTING.md", "make prove"): Instead("target", "runs for hours"),
+    ("CONTRIBUTING.md", "make prove-list"): Instead("target", "tests/unit/prove tries it"),
+    ("CONTRIBUTING.md", "make proof"): Instead("target", CHANGES),
     ("CONTRIBUTING.md", "make lint"): Instead("target", "runs beside the tests in .ci/run, over the same files"),
     ("CONTRIBUTING.md", "make golden"): Instead("target", FRESH),
     ("CONTRIBUTING.md", "make snapshot"): Instead("target", CHANGES),

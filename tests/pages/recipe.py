@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any, cast
 
+from shardwright.lower.extra import ALLOWED, REFUSED
 from shardwright.recipe.schema import recipe_schema
+from shardwright.rules.extra import IN_A_PIPELINE
 
 KINDS = ("text", "jsonl", "parquet", "chat", "tokens", "megatron", "synthetic")
 OPEN = ("model.config",)  # its keys are Hugging Face's, not ours
@@ -33,7 +35,25 @@ def page() -> str:
             lines += _data(resolved)
         elif "properties" in resolved:
             lines += ["", f"## {name}", "", str(resolved["description"]), "", *table(resolved, f"{name}.")]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_extra()]) + "\n"
+
+
+def _extra() -> list[str]:
+    """What may stand in `extra`, as compile has it."""
+    return [
+        "",
+        "## extra",
+        "",
+        "These keys and sections of DeepSpeed's configuration, by its own names. `make prove` trains with each, "
+        "saves, and goes on on another layout:",
+        "",
+        ", ".join(f"`{key}`" for key in ALLOWED) + ".",
+        "",
+        *(f"- `{key}` runs without a pipeline only: {why}." for key, why in IN_A_PIPELINE.items()),
+        *(f"- `{key}` is refused: {why}." for key, why in REFUSED.items()),
+        "- What the plan decides is refused with the recipe's key for it; all else because it changes what is trained, "
+        "unseen by the plan.",
+    ]
 
 
 def _data(section: Schema) -> list[str]:

@@ -54,7 +54,9 @@ def page() -> str:
         "",
         "<!-- made by `make docs` from compiler/shardwright/rules/registry.py -->",
         "",
-        "`plan` leaves out what an error forbids, `estimate` prices it all the same and says the code, and "
+        "`plan` leaves out what an error forbids. `estimate` prices it all the same and says the code, except where "
+        "there is nothing to count: degrees that do not multiply out to the GPUs (SW3101), a batch that does not "
+        "divide (SW3102), expert and context ranks (SW3115). Its object has no `strategy`, `memory` and `time` then. "
         "`shardwright explain R --why-not tensor=8,pipeline=2` tells which one forbids a layout. Warnings forbid "
         "nothing. What is asked about each layout:",
     ]
@@ -121,6 +123,7 @@ def recipes() -> tuple[Recipe, ...]:
         dataclasses.replace(single, model=dataclasses.replace(single.model, attention="flash_attention_2")),
         dataclasses.replace(plain, data=TEXT),
         dataclasses.replace(plain, lora=LoraSection(rank=8, alpha=16.0, dropout=0.0, target_modules=("c_attn",))),
+        dataclasses.replace(plain, extra={"wall_clock_breakdown": True}),
         recipe_of(cluster=cluster, training={**training, "sequence_length": 262_144}),
         recipe_of(cluster=cluster, training={**training, "gradient_accumulation_dtype": "bf16"}),
         recipe_of(cluster={**cluster, "gpu": "v100-sxm2-32gb"}, training=training),

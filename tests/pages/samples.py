@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
+from shardwright.cli.console import print_refusal
 from shardwright.compile import compile_recipe
+from shardwright.diagnostics import Refusal
+from shardwright.ir.own_code import OwnCode
 from shardwright.recipe.load import load_recipe
+from shardwright.runtime.divergence import Divergence
 from shardwright.runtime.events import EVENT
 from shardwright.runtime.failure import report_failure
 from shardwright.runtime.stall import Stack, culprits, describe
+from shardwright.runtime.trust import require_trust
 from tests.pages.blocks import ROOT
 
 RECIPE = ROOT / "recipes/tiny-llama-cpu.yaml"
@@ -40,9 +47,36 @@ def stalled_rank(folder: Path) -> str:
     return f"warning[SW6303]: {describe(stacks, culprits(stacks, (0, 1)), {0: 'a', 1: 'b'}, 600)}\n"
 
 
+def untrusted_code(folder: Path) -> str:
+    """Of two empty files."""
+    files = tuple((name, hashlib.sha256(b"").hexdigest()) for name in ("configuration_x.py", "modeling_x.py"))
+    code = OwnCode(config_class="configuration_x.X", model_class="modeling_x.XForCausalLM", files=files)
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        try:
+            require_trust(code, Path("step-00001000/model"), None)
+        except Refusal as refusal:
+            print_refusal(refusal)
+    return printed.getvalue()
+
+
+def lost_loss(folder: Path) -> str:
+    """Ten steps in a row, from step 812."""
+    divergence, said = Divergence(compile_recipe(load_recipe(RECIPE)).plan), io.StringIO()
+    with contextlib.redirect_stderr(said):
+        for step in range(812, 822):
+            try:
+                said.writelines(f"{line}\n" for line in divergence.step(step, math.nan, math.nan))
+            except Refusal as refusal:
+                print_refusal(refusal)
+    return said.getvalue()
+
+
 SAMPLES: dict[tuple[str, str], Callable[[Path], str]] = {
     ("docs/troubleshooting.md", "error[SW6301]"): killed_rank,
     ("docs/troubleshooting.md", "warning[SW6303]"): stalled_rank,
+    ("docs/troubleshooting.md", "warning[SW6310]"): lost_loss,
+    ("docs/trust.md", "error[SW2014]"): untrusted_code,
 }
 """(page, first word of the block) -> its text, made in an empty folder."""
 

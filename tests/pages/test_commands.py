@@ -41,7 +41,8 @@ def follow(page: str, folder: Path, *, thorough: bool) -> None:
             elif run.startswith("make"):
                 run = run.replace("make", "make -o .venv/.installed", 1)  # it is set up: the tests run
             code, printed = session.run(run)
-            assert code == exit_code(shown), f"{block}: `{run}` ended with {code}\n{printed[-3000:]}"
+            expected = 1 if instead is not None and instead.how == "refused" else exit_code(shown)
+            assert code == expected, f"{block}: `{run}` ended with {code}\n{printed[-3000:]}"
             if shown is not None:
                 assert same(shown, printed), f"{block}: `{run}` prints other than shown (`make readme`):\n{printed}"
 

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import deepspeed
@@ -23,9 +24,13 @@ from shardwright.data.dataset import open_dataset
 from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
 from shardwright.runtime.batches import Batches
+from shardwright.runtime.checkpoint import named_parameters
 from shardwright.runtime.engine import StepResult, Trainer, build_trainer
 from shardwright.runtime.loss import CausalLoss
+from shardwright.runtime.master_check import check_masters
+from shardwright.runtime.optimizer_state import live_fragments
 from shardwright.runtime.schedule import learning_rate
+from tests.figures import training_apart
 from tests.parity.groups import share_groups
 from tests.parity.harness import STEPS, Case, reference, write_inputs
 
@@ -37,14 +42,20 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
     trainer = build_trainer(plan, folder)
     widest = _watch_logits()
     results = train(plan, folder, trainer, 1, STEPS)
+    check_masters(live_fragments(trainer.engine, named_parameters(plan, trainer.engine.module)))
+    everyone: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, results)
+    assert all(other == results for other in everyone), everyone  # what a rank decides by its loss, all decide
     return {**difference(case, folder, results), "positions": max(widest, default=0)}
 
 
-def compiled(case: Case, folder: Path) -> Plan:
-    """Collective. The folder is written by rank 0."""
+def compiled(case: Case, folder: Path, **sections: object) -> Plan:
+    """Collective. The folder is written by rank 0. sections: of the recipe, beside the case's."""
     rank = dist.get_rank()
     if rank == 0:
         write_inputs(case, folder)
+        document = json.loads((folder / "recipe.yaml").read_text())
+        (folder / "recipe.yaml").write_text(json.dumps(document | sections))
     dist.barrier()
     made = compile_recipe(load_recipe(folder / "recipe.yaml"))
     if rank == 0:
@@ -68,10 +79,7 @@ def difference(case: Case, folder: Path, results: list[StepResult]) -> dict[str,
     """From one plain process of the case's precision."""
     dtype = torch.float32 if case.precision == "fp32" else torch.bfloat16
     wanted = reference(case, np.load(folder / "tokens.npy"), dtype)
-    return {
-        "loss": max(abs(r.loss - w) for r, w in zip(results, wanted.losses, strict=True)),
-        "norm": max(abs(r.grad_norm / w - 1) for r, w in zip(results, wanted.grad_norms, strict=True)),
-    }
+    return training_apart([r.loss for r in results], [r.grad_norm for r in results], wanted)
 
 
 def _watch_logits() -> list[int]:
@@ -95,7 +103,7 @@ def begin() -> None:
     share_groups()
 
 
-def main() -> None:
+def main(measure: Callable[[Case, Path], dict[str, float]] = measure) -> None:
     begin()
     out, rank = Path(os.environ["SHARDWRIGHT_CASES_OUT"]), dist.get_rank()
     for name, fields in json.loads(os.environ["SHARDWRIGHT_CASES"]).items():

@@ -124,6 +124,7 @@ def trained(plan: Plan, folder: Path, record: bool) -> tuple[list[float], str, M
                 results.append(trainer.step(micro_batches, 1e-3))
         else:
             results.append(trainer.step(micro_batches, 1e-3))
+    assert all(p.isfinite().all() for p in trainer.engine.module.parameters()), "equal bytes of NaN are no proof"
     weights = "".join(digest(p) for p in trainer.engine.module.parameters())
     return [x for r in results for x in (r.loss, r.grad_norm)], weights, masks
 

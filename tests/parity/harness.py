@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from shardwright.ir.apart import apart, series_apart, weights_apart
+from tests.figures import lines_apart
 from tests.parity.reference import Reference, initial_model, token_rows, train
 
 LLAMA: dict[str, Any] = {
@@ -287,9 +289,8 @@ def compare(case: Case, folder: Path, start: Callable[[Path], None] = run_here) 
     assert [m["step"] for m in lines] == list(range(1, STEPS + 1))
     assert all(m["tokens"] == case.batch * LENGTH for m in lines)
     wanted = reference(case, tokens)
-    for m, rate in zip(lines, wanted.learning_rates, strict=True):
-        assert abs(m["learning_rate"] - rate) <= 1e-12, (m["step"], m["learning_rate"], rate)
-    assert set(weights) == set(wanted.weights)
+    rates = [m["learning_rate"] for m in lines]
+    assert series_apart(rates, wanted.learning_rates) <= 1e-12, (rates, wanted.learning_rates)
     difference = difference_of(lines, weights, wanted)
     if case.precision == "fp32":
         assert difference.loss_absolute <= LOSS_ABSOLUTE, difference
@@ -302,16 +303,18 @@ def compare(case: Case, folder: Path, start: Callable[[Path], None] = run_here) 
 
 def check_half_precision(lines: list[dict[str, Any]], wanted: Reference, low: Reference) -> None:
     """wanted, low: the plain runs in fp32 and in bf16."""
-    for m, full, half in zip(lines, wanted.losses, low.losses, strict=True):
-        assert abs(m["loss"] / full - 1) <= BF16_RELATIVE, (m, full)
-        assert abs(m["loss"] / half - 1) <= BF16_RELATIVE, (m, half)
+    losses = [m["loss"] for m in lines]
+    assert series_apart(losses, wanted.losses, relative=True) <= BF16_RELATIVE, (losses, wanted.losses)
+    assert series_apart(losses, low.losses, relative=True) <= BF16_RELATIVE, (losses, low.losses)
     for m, full, half in zip(lines, wanted.grad_norms, low.grad_norms, strict=True):
-        assert min(abs(m["grad_norm"] / full - 1), abs(m["grad_norm"] / half - 1)) <= BF16_RELATIVE, (m, full, half)
+        nearest = min(apart(m["grad_norm"], plain, relative=True) for plain in (full, half))
+        assert nearest <= BF16_RELATIVE, (m, full, half)
 
 
 def difference_of(lines: list[dict[str, Any]], weights: dict[str, torch.Tensor], wanted: Reference) -> Difference:
+    off = lines_apart(lines, wanted)
     return Difference(
-        loss_absolute=max(abs(m["loss"] - w) for m, w in zip(lines, wanted.losses, strict=True)),
-        norm_relative=max(abs(m["grad_norm"] / w - 1) for m, w in zip(lines, wanted.grad_norms, strict=True)),
-        weight_absolute=max((weights[n] - w).abs().max().item() for n, w in wanted.weights.items()),
+        loss_absolute=off["loss"],
+        norm_relative=off["norm"],
+        weight_absolute=weights_apart(weights, wanted.weights),
     )

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 from collections import Counter
+from collections.abc import Container, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import groups
 
 from shardwright.data.dataset import open_dataset
+from shardwright.ir.apart import series_apart, tensor_apart, worst
 from shardwright.ir.hpz import HPZ
 from shardwright.lower.ds_config import ds_config
 from shardwright.plan.plan import Plan
@@ -62,12 +64,19 @@ def _weight_difference(case: Case, plan: Plan, folder: Path, trainer: Trainer) -
     if case.tensor > 1 or case.lora_rank or case.precision != "fp32":
         return 0.0
     wanted = reference(case, np.load(folder / "tokens.npy")).weights
-    worst = 0.0
-    for f in optimizer_state.live_fragments(trainer.engine, named_parameters(plan, trainer.engine.module)):
-        whole = wanted[f.name].t() if f.name in trainer.transposed else wanted[f.name]
+    fragments = optimizer_state.live_fragments(trainer.engine, named_parameters(plan, trainer.engine.module))
+    return fragments_apart(fragments, trainer.transposed, wanted)
+
+
+def fragments_apart(
+    fragments: Iterable[optimizer_state.LiveFragment], transposed: Container[str], wanted: dict[str, torch.Tensor]
+) -> float:
+    off = []
+    for f in fragments:
+        whole = wanted[f.name].t() if f.name in transposed else wanted[f.name]
         mine = f.states["fp32"]
-        worst = max(worst, (mine - whole.reshape(-1)[f.start : f.start + mine.numel()]).abs().max().item())
-    return worst
+        off.append(tensor_apart(mine, whole.reshape(-1)[f.start : f.start + mine.numel()]))
+    return worst(off)
 
 
 def under_tensor_parallelism(folder: Path) -> list[float]:
@@ -82,13 +91,13 @@ def under_tensor_parallelism(folder: Path) -> list[float]:
     if dist.get_rank() == 0:
         (folder / "ds_config.json").write_text(json.dumps(ds_config(plan)))
     dist.barrier()
-    own, worst = engine.secondary_group, []
+    own, off = engine.secondary_group, []
     for group in (own, _deepspeeds_group):
         engine.secondary_group = group
         norms = [r.grad_norm for r in train(plan, folder, build_trainer(plan, folder), 1, len(wanted))]
-        worst.append(max(abs(norm / w - 1) for norm, w in zip(norms, wanted, strict=True)))
+        off.append(series_apart(norms, wanted, relative=True))
     engine.secondary_group = own
-    return worst
+    return off
 
 
 def _deepspeeds_group(plan: Plan) -> dist.ProcessGroup:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.runtime.launcher import free_port
+from tests.figures import worst_of_ranks
 from tests.parity.harness import Case
 
 
@@ -33,15 +34,19 @@ def start(worker: str, cases: dict[str, Case], out: Path) -> str:
     return result.stdout[-3000:] + result.stderr[-3000:]
 
 
-def launched(cases: dict[str, Case], out: Path) -> dict[str, dict[str, Any]]:
+def launched(cases: dict[str, Case], out: Path, worker: str = "cases_worker.py") -> dict[str, dict[str, Any]]:
     """Case -> its worst figures over the ranks. All of one world size."""
-    printed = start("cases_worker.py", cases, out)
-    found: dict[str, dict[str, Any]] = {}
+    printed = start(worker, cases, out)
+    return read(cases, out, printed)
+
+
+def read(cases: dict[str, Case], out: Path, printed: str = "") -> dict[str, dict[str, Any]]:
+    """What the ranks wrote."""
+    found: dict[str, list[dict[str, Any]]] = {}
     for file in sorted(out.glob("rank-*.jsonl")):
         for line in map(json.loads, file.read_text().splitlines()):
             name = line.pop("case")
             assert "error" not in line, f"{name}: {line['error']}"
-            before = found.setdefault(name, line)
-            before |= {key: max(before[key], value) for key, value in line.items()}
+            found.setdefault(name, []).append(line)
     assert set(found) == set(cases), printed
-    return found
+    return {name: worst_of_ranks(ranks, cases[name].world) for name, ranks in found.items()}

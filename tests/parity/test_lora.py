@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,13 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from shardwright.ir.apart import apart, tensor_apart, weights_apart
+from tests.figures import lines_apart, same
 from tests.parity.harness import (
     LOSS_ABSOLUTE,
     NORM_RELATIVE,
     STEPS,
+    WEIGHT_ABSOLUTE,
     Case,
     check_half_precision,
     metrics,
@@ -75,10 +79,9 @@ def test_dropout_is_drawn_as_in_one_process(tmp_path: Path) -> None:
     case = Case(model="llama", data=2, zero_stage=2, lora_rank=4, lora_dropout=0.2)
     tokens = write_inputs(case, tmp_path)
     wanted, never = reference(case, tokens), reference(dataclasses.replace(case, lora_dropout=0.0), tokens)
-    for line, loss, norm in zip(trained_lines(case, tmp_path), wanted.losses, wanted.grad_norms, strict=True):
-        assert abs(line["loss"] - loss) <= LOSS_ABSOLUTE
-        assert abs(line["grad_norm"] / norm - 1) <= NORM_RELATIVE
-    assert abs(wanted.losses[-1] - never.losses[-1]) > 10 * LOSS_ABSOLUTE, "dropout makes a difference"
+    check("dropout", lines_apart(trained_lines(case, tmp_path), wanted))
+    difference = apart(wanted.losses[-1], never.losses[-1])
+    assert 10 * LOSS_ABSOLUTE < difference < math.inf, "dropout makes a difference"
 
 
 @pytest.mark.prove
@@ -104,9 +107,9 @@ def test_checkpoints_resume_and_export(tmp_path: Path) -> None:
 
     must(shardwright("run", out, "--resume", steps["step-00000003"]))
     again = metrics(out)
-    assert [m["loss"] for m in again] == [m["loss"] for m in first]
+    assert same([m["loss"] for m in again], [m["loss"] for m in first])
     resumed = load_file(newest_checkpoint(out) / "rank-00000-000.safetensors")
-    assert trained.keys() == resumed.keys() and all(torch.equal(trained[k], resumed[k]) for k in trained)
+    assert weights_apart(resumed, trained) == 0
 
     plan = json.loads((out / "plan.json").read_text())
     for rank in plan["ranks"]:
@@ -121,13 +124,10 @@ def test_checkpoints_resume_and_export(tmp_path: Path) -> None:
     ids = torch.from_numpy(tokens[:2].astype("int64"))
     with torch.no_grad():
         logits = [model.eval()(input_ids=ids).logits for model in (apart, merged, base)]
-    assert torch.allclose(logits[0], logits[1], atol=1e-5)
-    assert not torch.allclose(logits[0], logits[2], atol=1e-3)
+    assert tensor_apart(logits[0], logits[1]) <= 1e-5
+    assert 1e-3 < tensor_apart(logits[0], logits[2]) < math.inf
     wanted = reference(case, tokens)
-    assert max(abs(m["loss"] - w) for m, w in zip(first, wanted.losses, strict=True)) <= LOSS_ABSOLUTE
+    check("from a checkpoint", lines_apart(first, wanted))
     assert len(first) == STEPS
-    adapters = {n: p for n, p in wanted.weights.items() if "lora_" in n}
-    saved = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
-    assert {n.replace(".default", "") for n in adapters} == set(saved)
-    for name, p in adapters.items():
-        assert (saved[name.replace(".default", "")] - p).abs().max() <= 2e-5, name
+    adapters = {n.replace(".default", ""): p for n, p in wanted.weights.items() if "lora_" in n}
+    assert weights_apart(load_file(tmp_path / "adapters" / "adapter_model.safetensors"), adapters) <= WEIGHT_ABSOLUTE

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from shardwright.ir.recipe import FLASH
+from tests.figures import lines_apart
 from tests.parity.harness import (
     BETAS,
     DECAY,
@@ -104,6 +105,5 @@ def test_packed_documents_do_not_see_each_other(
         warmup=WARMUP,
         clipping=case.clipping,
     )
-    for line, loss, norm in zip(metrics(tmp_path / "out"), wanted.losses, wanted.grad_norms, strict=True):
-        assert line["loss"] == pytest.approx(loss, abs=1e-5)
-        assert line["grad_norm"] == pytest.approx(norm, rel=2e-5)
+    off = lines_apart(metrics(tmp_path / "out"), wanted)
+    assert off["loss"] <= 1e-5 and off["norm"] <= 2e-5, off

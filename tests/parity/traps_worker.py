@@ -18,6 +18,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataP
 from deepspeed.runtime.utils import clip_grad_norm_
 from torch import nn
 
+from shardwright.ir.apart import tensor_apart
 from shardwright.runtime.tensor.linears import ColumnLinear, RowLinear
 
 
@@ -49,7 +50,7 @@ def column_backward_error(group: dist.ProcessGroup, kind: type[nn.Module], plain
         got = torch.autograd.grad(layer(x).square().sum(), x)[0]
     finally:
         F.linear, torch.matmul = linear, matmul
-    return (got - wanted).abs().max().item()
+    return tensor_apart(got, wanted)
 
 
 def row_forward_error(group: dist.ProcessGroup, kind: type[nn.Module], plain: nn.Linear) -> float:
@@ -63,7 +64,7 @@ def row_forward_error(group: dist.ProcessGroup, kind: type[nn.Module], plain: nn
         got = layer(x[..., rank * 4 : rank * 4 + 4].contiguous())
     finally:
         F.linear, torch.matmul = linear, matmul
-    return (got - wanted).abs().max().item()
+    return tensor_apart(got, wanted)
 
 
 def requires_grad(group: dist.ProcessGroup, training: bool) -> float:

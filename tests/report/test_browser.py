@@ -13,7 +13,7 @@ from selenium.webdriver.common.actions.mouse_button import MouseButton
 from shardwright.report.write import write_report
 from tests.conftest import SMALL_RECIPE
 from tests.report.browser import Page, browser, needs_browser
-from tests.report.folders import LARGEST, compiled, with_run
+from tests.report.folders import LARGEST, compiled, with_run, with_validation
 
 pytestmark = needs_browser
 
@@ -23,7 +23,8 @@ CHARTS = ("cluster", "memory", "timeline", "parts", "space", "loss", "seconds")
 @pytest.fixture(scope="module")
 def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("page")
-    write_report(with_run(compiled(SMALL_RECIPE, folder), 60), folder / "report.html", None)
+    ran = with_run(compiled(SMALL_RECIPE, folder), 60)
+    write_report(with_validation(ran, (20, 40)), folder / "report.html", None)
     return folder / "report.html"
 
 
@@ -138,6 +139,22 @@ def test_hover_zoom_switches_and_peers(page_file: Path) -> None:
         page.script("document.querySelector('[data-chart=space][data-series=\"ruled out\"]').click()")
         shown = "return plots.space.renderers.filter(r => r.name == 'ruled out').map(r => r.visible)"
         assert page.script(shown) == [False]
+        assert page.console() == []
+
+
+def test_the_validation_curve_stands_beside_the_training_loss(page_file: Path) -> None:
+    with browser(1440) as driver:
+        page = Page(driver, page_file)
+        drawn = page.script(
+            "return plots.loss.renderers.filter(r => r.name == 'validation')"
+            ".map(r => [Array.from(r.data_source.data.step), Array.from(r.data_source.data.loss)])"
+        )
+        assert drawn == [[[20, 40], [2.5, 2.0]]] * 2  # the line and its points
+        move(page, place(page, "loss", 40, 2.0))
+        assert "validation 2.0000" in tooltip(page) and "perplexity 7.39" in tooltip(page), tooltip(page)
+        shown = "return plots.loss.renderers.map(r => [r.name, r.visible])"
+        page.script("document.querySelector('[data-chart=loss][data-series=validation]').click()")
+        assert page.script(shown) == [["training", True], ["validation", False], ["validation", False]]
         assert page.console() == []
 
 

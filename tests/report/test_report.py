@@ -6,6 +6,8 @@ import copy
 import dataclasses
 import itertools
 import json
+import math
+import re
 import shutil
 import subprocess
 import sys
@@ -15,14 +17,20 @@ from typing import Any
 
 import pytest
 
+from shardwright.data.dataset import resolve
+from shardwright.data.prepare import prepare
 from shardwright.diagnostics import Refusal
+from shardwright.figures import duration
+from shardwright.plan.serialize import read_plan
 from shardwright.report.page import render_page
+from shardwright.report.run import read_run
 from shardwright.report.source import read_subject
 from shardwright.report.timeline import drawn_ranks, step_timeline
 from shardwright.report.write import write_report
 from shardwright.search.search import search
 from tests.conftest import SMALL_RECIPE
 from tests.report.folders import compiled, with_run
+from tests.unit.model.own_model import write_own_model
 
 
 class Figures(HTMLParser):
@@ -168,10 +176,99 @@ def test_a_run_is_compared_and_its_text_is_only_text(small: Path, tmp_path: Path
     folder = with_run(Path(shutil.copytree(small, tmp_path / "out")), 60, cause="<script>alert('x')</script>")
     page, _ = render_page(read_subject(folder))
     assert "<script>alert" not in page and "&lt;script&gt;alert" in page
+    assert "LlamaForCausalLM, weights random (from scratch), on" in page
     assert "5.0000" not in page and "→ 2.669" in page  # the last whole line
     assert "<td>3.0</td>" in page and "GiB on the fullest CPU rank" in page
     assert page.count('id="chart-loss"') == 1
     assert 'id="chart-loss"' not in render_page(read_subject(small))[0]
+
+
+def test_no_text_of_a_folder_ends_a_script(small: Path, tmp_path: Path) -> None:
+    """A stranger's plan.json: its name stands in the page's JSON too."""
+    folder, bad = Path(shutil.copytree(small, tmp_path / "out")), "</script><!--<script>alert('x')"
+    plan = json.loads((folder / "plan.json").read_text())
+    (folder / "plan.json").write_text(json.dumps({**plan, "name": bad}))
+    plain, page = (render_page(read_subject(out))[0] for out in (small, folder))
+    found = Figures(page)
+    assert found.scripts["plan-figures"]["name"] == bad and found.scripts.keys() == Figures(plain).scripts.keys()
+    assert bad not in page and page.count("</script>") == plain.count("</script>")
+
+
+def test_a_run_whose_loss_is_no_number_any_more(small: Path, tmp_path: Path) -> None:
+    folder = with_run(Path(shutil.copytree(small, tmp_path / "out")), 60)
+    metrics = folder / "run" / "metrics.jsonl"
+    *lines, _ = metrics.read_text().splitlines()
+    lost = {**json.loads(lines[-1]), "loss": None, "grad_norm": None, "finite": False}
+    metrics.write_text("\n".join([*lines[:-1], json.dumps(lost)]) + "\n")
+    page, _ = render_page(read_subject(folder))
+    assert "→ nan" in page and page.count('id="chart-loss"') == 1
+    for text in re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', page, re.DOTALL):
+        json.loads(text, parse_constant=pytest.fail)
+
+
+def words(page: str) -> str:
+    """The text of the page's body, without its scripts."""
+    return " ".join(re.sub(r"<[^>]+>", " ", page.partition("<script")[0].partition("<body>")[2]).split()).replace(
+        " ,", ","
+    )
+
+
+def test_no_error_is_told_where_none_was_measured(small: Path, tmp_path: Path) -> None:
+    folder = with_run(Path(shutil.copytree(small, tmp_path / "out")), 60)
+    text = words(render_page(read_subject(folder))[0])
+    assert "±" not in text, text.partition("±")
+    assert "a step, not calibrated" in text and "of 8.0, not calibrated" in text
+    assert "not calibrated (a CPU): no published run is of that kind" in text
+    assert "predictions of 20" not in text and "one prediction in twenty" not in text
+    document = {**small_with({}), "cluster": {"nodes": 1, "gpus_per_node": 4, "gpu": "a100-sxm4-80gb"}}
+    document["training"] |= {"precision": "bf16"}
+    document["parallelism"] = {"zero_stage": 1, "data": 4, "micro_batch_size": 1}
+    text = words(render_page(read_subject(compiled(document, tmp_path / "a100")))[0])
+    assert "a step, ± 4.5%" in text and "the step ± 4.5%; the memory ± 5.1%; ±: the mean error on 232 published" in text
+
+
+def test_epochs_have_steps_once_the_data_is_prepared(tmp_path: Path) -> None:
+    (tmp_path / "corpus.txt").write_text("some text of its own " * 200)
+    document = small_with({"data": 4, "micro_batch_size": 2})
+    del document["training"]["steps"]
+    document["training"]["epochs"] = 3
+    document["data"] = {"kind": "text", "path": "corpus.txt", "tokenizer": "byte"}
+    folder = compiled(document, tmp_path)
+    page, _ = render_page(read_subject(folder))
+    text = words(page)
+    assert "3 epochs, in steps that are known once the data is prepared" in text
+    assert "0 seconds" not in text and "0 steps" not in text
+    assert not {"training.steps", "predicted.training.days"} & {key for key, _ in Figures(page).values}
+    _, data = resolve(read_plan(folder), prepared(folder))
+    text = words(render_page(read_subject(with_run(folder, 60)))[0])
+    steps, step = data.steps, read_plan(folder).predicted.time.step_seconds
+    assert f"{duration(steps * step / 86400)} {steps:,} steps, 3 epochs" in text
+    assert steps == 48 and "known once" not in text
+
+
+def prepared(folder: Path) -> Path:
+    prepare(read_plan(folder), folder, limit_bytes=None)
+    return folder
+
+
+def test_the_validation_curve_is_drawn(small: Path, tmp_path: Path) -> None:
+    folder = with_run(Path(shutil.copytree(small, tmp_path / "out")), 60)
+    lines = [
+        {"step": k, "loss": 3 - k / 40, "perplexity": 2.0, "tokens": 9, "seconds": 1, "attempt": 1} for k in (20, 40)
+    ]
+    lines += [{**lines[0], "step": 60, "loss": None, "perplexity": None, "finite": False}, {"step": "half"}]
+    (folder / "run" / "evaluation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"st')
+    subject = read_subject(folder)
+    run = read_run(folder, subject.plan)
+    assert run is not None
+    assert [(e.step, e.loss) for e in run.evaluations[:2]] == [(20, 2.5), (40, 2.0)]
+    assert run.evaluations[2].step == 60 and math.isnan(run.evaluations[2].loss)
+    page, _ = render_page(subject)
+    assert 'data-series="validation"' in page and "validation loss, first and last 2.5000" in words(page)
+    chart = json.dumps(Figures(page).scripts["items"]["loss"])
+    assert '"perplexity"' in chart and '"name": "validation"' in chart
+    (folder / "run" / "evaluation.jsonl").unlink()
+    assert "validation" not in words(render_page(subject)[0])
 
 
 def test_the_command_is_deterministic_offline_and_without_torch(small: Path, tmp_path: Path) -> None:
@@ -207,11 +304,36 @@ def test_the_folder_suffices_without_the_model_that_it_came_from(tmp_path: Path)
     shutil.rmtree(source)
     subject = read_subject(folder)
     assert subject.is_same and subject.graph.config_hash == subject.plan.model.config_hash
-    config = folder / "model" / "config.json"
-    config.write_text(config.read_text().replace('"intermediate_size": 96', '"intermediate_size": 80'))
-    with pytest.raises(Refusal) as refusal:
-        read_subject(folder)
-    assert refusal.value.diagnostics[0].code == "SW3322"
+    for name in ("model/config.json", "model_graph.json"):
+        text = (folder / name).read_text()
+        for damaged in (text.replace('"intermediate_size": 96', '"intermediate_size": 80'), text[:-9], "[" * 10**5):
+            assert damaged != text
+            (folder / name).write_text(damaged)
+            with pytest.raises(Refusal) as refusal:
+                read_subject(folder)
+            assert refusal.value.diagnostics[0].code == "SW3322"
+        (folder / name).write_text(text)
+
+
+def test_no_torch_and_no_code_of_the_models_own(tmp_path: Path) -> None:
+    """A stranger's folder is data, also where its plan names Python files in it."""
+    write_own_model(tmp_path / "made" / "own")
+    document = small_with({"pipeline": 2})
+    document["model"] = {"source": "./own", "trust_remote_code": "./own", "weights": "random"}
+    folder = compiled(document, tmp_path / "made")
+    for path in (folder / "model").glob("*.py"):
+        path.write_text("raise SystemExit('it ran')")
+    shutil.rmtree(tmp_path / "made" / "own")
+    code = (
+        "import sys\n"
+        "sys.modules |= dict.fromkeys(('torch', 'transformers', 'deepspeed'))\n"
+        "from shardwright.cli.main import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    page = tmp_path / "page.html"
+    done = subprocess.run([sys.executable, "-c", code, "report", folder, "-o", page], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "TinyForCausalLM" in page.read_text()
 
 
 def test_what_cannot_be_reported_on_is_said(small: Path, tmp_path: Path) -> None:

@@ -70,6 +70,74 @@ Skeleton.head = lambda self, state: head(self, state) * self.model.logit_scale
 """,
     ),
 }
+DOCUMENTS: dict[str, Any] = {"kind": "text", "path": "python-stdlib", "tokenizer": "byte"}
+PACKED_AND_VALIDATED: dict[str, Any] = {
+    "data": {**DOCUMENTS, "packing": True},
+    "validation": {"fraction": 0.01, "every_steps": 100},
+}
+
+# What a recipe may ask for beside its layout, and a fault that shows nowhere else.
+FEATURES: dict[str, tuple[str, Pins, dict[str, Any], str]] = {
+    "validation": (
+        "openai-community/gpt2",
+        {"pipeline": 4, "schedule": "dualpipev"},
+        {"data": {**DOCUMENTS, "packing": False}, "validation": {"fraction": 0.01, "every_steps": 100}},
+        """
+import numpy as np
+from shardwright.runtime import batches
+def every_row_counts(self):
+    return (batches._micro_batch(self._rows.read(np.maximum(n, 0)), self._packed) for n in self._numbers)
+batches.HeldOut.__iter__ = every_row_counts
+""",
+    ),
+    "packing": (
+        "Qwen/Qwen2.5-7B",
+        {"data": 4, "zero_stage": 3},
+        {"data": {**DOCUMENTS, "packing": True}},
+        """
+import dataclasses, torch
+from shardwright.runtime import batches
+plain = batches._micro_batch
+def joined(block, packed):
+    m = plain(block, packed)
+    return dataclasses.replace(m, position_ids=torch.arange(m.input_ids.shape[1]).expand_as(m.input_ids).contiguous())
+batches._micro_batch = joined
+""",
+    ),
+    "chunked loss": (
+        "Qwen/Qwen3-8B",
+        TENSOR,
+        {"model": {"loss": "chunked"}},
+        """
+from shardwright.runtime.loss import ChunkedLoss
+plain = ChunkedLoss._chunk
+ChunkedLoss._chunk = lambda self, hidden, target: plain(self, (hidden + hidden.detach()) / 2, target)
+""",
+    ),
+    "offload": (
+        "openai-community/gpt2",
+        {"data": 4, "zero_stage": 2, "offload": "optimizer"},
+        {},
+        """
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+plain = DeepSpeedZeroOptimizer._optimizer_step
+def first_group_alone(self, group):
+    return None if self.cpu_offload and group else plain(self, group)
+DeepSpeedZeroOptimizer._optimizer_step = first_group_alone
+""",
+    ),
+    "lora": (
+        "openai-community/gpt2",
+        {"data": 4, "zero_stage": 2},
+        {"lora": {"rank": 16, "alpha": 32, "dropout": 0.1}},
+        """
+import dataclasses
+from shardwright.runtime import lora
+plain = lora._config
+lora._config = lambda plan, **more: plain(dataclasses.replace(plan, alpha=2 * plan.alpha), **more)
+""",
+    ),
+}
 FAULT_IN_TEST = "a tied gradient that stays on its stage"
 
 IN_RANKS = """
@@ -79,13 +147,14 @@ if "RANK" in os.environ and "LOCAL_RANK" in os.environ:
 """
 
 
-def recipe(source: str, parallelism: Pins) -> dict[str, Any]:
-    """A layout of GPUs that are not there."""
+def recipe(source: str, parallelism: Pins, more: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A layout of GPUs that are not there. more: further sections; the model's has its source."""
     degrees = {"tensor": 1, "pipeline": 1, "data": 1, **parallelism}
+    more = dict(more or {})
     return {
         "version": 1,
         "name": "verify",
-        "model": {"source": source, "weights": "random"},
+        "model": {"source": source, "weights": "random", **more.pop("model", {})},
         "cluster": {
             "nodes": 1,
             "gpus_per_node": int(degrees["tensor"]) * int(degrees["pipeline"]) * int(degrees["data"]),
@@ -94,4 +163,5 @@ def recipe(source: str, parallelism: Pins) -> dict[str, Any]:
         "training": {"sequence_length": 512, "global_batch_size": 64, "steps": 1000, "precision": "bf16"},
         "parallelism": {"activation_checkpointing": "none", **degrees},
         "assume": {"ignore_memory": True},
+        **more,
     }

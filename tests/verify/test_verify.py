@@ -17,10 +17,21 @@ from shardwright.ir.strategy import Strategy
 from shardwright.verify.tiny import ODD_VOCABULARY, tiny_config, tiny_strategy
 from shardwright.verify.verdict import Check
 from tests.parity.harness import shardwright
-from tests.verify.cases import ADAPTED, FAMILIES, FAULT_IN_TEST, FAULTS, IN_RANKS, SAMPLE, recipe
+from tests.verify.cases import (
+    ADAPTED,
+    FAMILIES,
+    FAULT_IN_TEST,
+    FAULTS,
+    FEATURES,
+    IN_RANKS,
+    PACKED_AND_VALIDATED,
+    SAMPLE,
+    recipe,
+)
 
 Record = Callable[[str, str, dict[str, Any]], None]
 CHECKS = ["losses", "gradient norms", "learning rates", "weights", "split", "resume", "resumed weights"]
+HELD_OUT = ["held-out losses", "resumed held-out losses"]
 
 
 def verified(document: dict[str, Any], folder: Path) -> tuple[int, dict[str, Any], str]:
@@ -36,45 +47,47 @@ def verified(document: dict[str, Any], folder: Path) -> tuple[int, dict[str, Any
     return done.returncode, found, done.stderr
 
 
-def passes(name: str, folder: Path) -> dict[str, Any]:
-    code, found, errors = verified(recipe(*FAMILIES[name]), folder)
+def passes(document: dict[str, Any], folder: Path) -> dict[str, Any]:
+    code, found, errors = verified(document, folder)
     assert (code, found.get("same")) == (0, True), f"{found}\n{errors}"
-    assert [check["name"] for check in found["checks"]] == CHECKS
+    wanted = CHECKS + (HELD_OUT if "validation" in document else [])
+    assert sorted(check["name"] for check in found["checks"]) == sorted(wanted)
     return found
 
 
-def is_found(name: str, folder: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The fault changes the losses or the norms, by far more than the limit."""
-    source, parallelism, fault = FAULTS[name]
+def is_found(document: dict[str, Any], fault: str, folder: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The fault changes a loss or a norm by far more than the limit."""
     planted = folder / "planted"
     planted.mkdir()
     (planted / "sitecustomize.py").write_text(IN_RANKS + textwrap.indent(fault.strip(), "    ") + "\n")
     with patch.context() as context:
         context.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(planted), os.environ.get("PYTHONPATH")))))
-        code, found, errors = verified(recipe(source, parallelism), folder)
+        code, found, errors = verified(document, folder)
     assert (code, found.get("same")) == (1, False), f"{found}\n{errors}"
     assert "error[SW5401]" in errors and "Do not pay for this run" in errors
     wrong = {check["name"]: check["worst"] for check in found["checks"] if not check["passed"]}
-    assert any(found > 100 * 1e-5 for found in (wrong.get("losses", 0), wrong.get("gradient norms", 0))), wrong
+    assert any(wrong.get(name, 0) > 100 * 1e-5 for name in ("losses", "gradient norms", "held-out losses")), wrong
     return found
 
 
 @pytest.mark.launch
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_family_passes(name: str, tmp_path: Path) -> None:
-    passes(name, tmp_path)
+    """Its documents packed, and evaluated with others."""
+    passes(recipe(*FAMILIES[name], PACKED_AND_VALIDATED), tmp_path)
 
 
 @pytest.mark.launch
 def test_a_fault_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    is_found(FAULT_IN_TEST, tmp_path, monkeypatch)
+    source, parallelism, fault = FAULTS[FAULT_IN_TEST]
+    is_found(recipe(source, parallelism), fault, tmp_path, monkeypatch)
 
 
 @pytest.mark.prove
 @pytest.mark.launch
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_passes(name: str, tmp_path: Path, proved: Record) -> None:
-    proved("verify", name, _figures(FAMILIES[name][0], passes(name, tmp_path)))
+    proved("verify", name, _figures(FAMILIES[name][0], passes(recipe(*FAMILIES[name]), tmp_path)))
 
 
 @pytest.mark.prove
@@ -91,7 +104,23 @@ def test_adapters_pass(name: str, tmp_path: Path, proved: Record) -> None:
 @pytest.mark.launch
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_fault_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proved: Record) -> None:
-    proved("verify", f"fault: {name}", _figures(FAULTS[name][0], is_found(name, tmp_path, monkeypatch)))
+    source, parallelism, fault = FAULTS[name]
+    found = is_found(recipe(source, parallelism), fault, tmp_path, monkeypatch)
+    proved("verify", f"fault: {name}", _figures(source, found))
+
+
+@pytest.mark.prove
+@pytest.mark.launch
+@pytest.mark.parametrize("name", FEATURES)
+def test_what_the_recipe_asks_for_is_verified(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proved: Record
+) -> None:
+    """It passes as it is, and with a fault of its own it does not."""
+    source, parallelism, more, fault = FEATURES[name]
+    document = recipe(source, parallelism, more)
+    proved("verify", f"{name}: {source}", _figures(source, passes(document, tmp_path)))
+    found = is_found(document, fault, tmp_path, monkeypatch)
+    proved("verify", f"fault in {name}", _figures(source, found))
 
 
 def _figures(source: str, found: dict[str, Any]) -> dict[str, Any]:

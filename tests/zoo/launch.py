@@ -11,11 +11,12 @@ from typing import Any
 
 from shardwright.runtime.events import is_echo
 from shardwright.runtime.launcher import free_port
+from tests.figures import worst_of_ranks
 
 LOSS_ABSOLUTE, NORM_RELATIVE, WEIGHT_ABSOLUTE = 1e-5, 1e-4, 2e-5
 """DESIGN house rule 10, over the zoo."""
 
-
+OFF = ("loss", "norm", "weights")
 ROOT = Path(__file__).resolve().parents[2]
 TYPES_A_LAUNCH = 64
 
@@ -43,7 +44,7 @@ def run_types(types: list[str], layout: str, ranks: int, out: Path, kind: str = 
         program, worker = Path(sys.executable).parent / "deepspeed", Path(__file__).with_name("pipeline_worker.py")
         launch = [str(program), "--hostfile", "none", "--num_gpus", str(ranks), "--master_port", str(free_port())]
         result = subprocess.run([*launch, str(worker)], env=environment, capture_output=True, text=True, timeout=1800)
-        found = {**_read(out), **died}
+        found = {**read(out, ranks), **died}
         rest = [t for t in left if t not in found]
         if len(rest) == len(left):
             found[left[0]] = died[left[0]] = {"error": result.stdout[-2000:] + result.stderr[-2000:]}
@@ -52,20 +53,30 @@ def run_types(types: list[str], layout: str, ranks: int, out: Path, kind: str = 
     return found
 
 
-def _read(out: Path) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+def read(out: Path, ranks: int) -> dict[str, dict[str, Any]]:
+    """Types that every rank has reported, or one an error of."""
+    reported: dict[str, dict[Path, dict[str, Any]]] = {}
     for file in sorted(out.glob("rank-*.jsonl")):
         for line in file.read_text().splitlines():
             figures = json.loads(line)
             if is_echo(figures.get("error", "")):
                 continue  # the other rank failed, maybe at the type before: this one gets a launch of its own
-            before = found.setdefault(figures.pop("type"), figures)
-            if "error" in figures:
-                before["error"] = figures["error"]
-            for name in ("loss", "norm", "weights"):
-                if name in figures and name in before:
-                    before[name] = max(before[name], figures[name])
+            reported.setdefault(figures.pop("type"), {})[file] = figures
+    found = {}
+    for model_type, by_rank in reported.items():
+        errors = [figures for figures in by_rank.values() if "error" in figures]
+        if errors or len(by_rank) == ranks:
+            found[model_type] = errors[0] if errors else _merged(list(by_rank.values()))
     return found
+
+
+def _merged(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    first = ranks[0]
+    if any("refused" in figures for figures in ranks):
+        alike = all(figures == first for figures in ranks)
+        return first if alike else {"error": f"not every rank refuses it: {ranks}"}
+    off = worst_of_ranks([{key: figures[key] for key in OFF} for figures in ranks], len(ranks))
+    return {**first, **off, "sharded": min(figures["sharded"] for figures in ranks)}
 
 
 def verdict(figures: dict[str, Any]) -> str:

@@ -63,7 +63,7 @@ def _cell(column: str, model_type: str, case: dict[str, Any] | None) -> dict[str
     if case is None:
         reason = IMPOSSIBLE.get(model_type, "no run of it under this layout")
         return {"verdict": "untested", "reason": reason}
-    figures = {name: float(f"{case[name]:.2g}") for name in FIGURES if name in case}
+    figures = {name: float(f"{case[name]:.2g}") for name in FIGURES if case.get(name) is not None}
     if case["verdict"] == "refused":
         return {"verdict": "refused", "code": case["refused"], "reason": case["reason"]}
     if case["verdict"] == "proved":

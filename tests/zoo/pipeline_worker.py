@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from shardwright.compile import compile_recipe
 from shardwright.data.dataset import open_dataset
 from shardwright.diagnostics import Refusal
+from shardwright.ir.apart import tensor_apart, worst
 from shardwright.ir.cut import Cut
 from shardwright.ir.names import pattern
 from shardwright.model import graph
@@ -35,6 +36,7 @@ from shardwright.recipe.load import load_recipe
 from shardwright.runtime.batches import Batches
 from shardwright.runtime.engine import build_trainer
 from shardwright.runtime.schedule import learning_rate
+from tests.figures import training_apart
 from tests.parity.groups import share_groups
 from tests.parity.reference import token_rows, train
 from tests.zoo.configs import TEXT_VOCABULARY, base_type, build, tiny_config
@@ -121,7 +123,7 @@ def measure(model_type: str, folder: Path) -> dict[str, Any]:
         own_loss=plan.model.cut.loss == "next_token",
     )
     splits = {p.name: p for m in plan.tensor_parallel.modules for p in m.parameters}
-    worst, cut, total = 0.0, 0, 0
+    off, cut, total = [], 0, 0
     for name, p in trainer.engine.module.named_parameters():
         if name in wanted.unused and p.requires_grad:
             continue
@@ -133,13 +135,10 @@ def measure(model_type: str, folder: Path) -> dict[str, Any]:
             total += wanted.weights[name].numel()
             # A copy of a shard is one, too; a whole parameter has all its elements on this rank.
             cut += wanted.weights[name].numel() if p.numel() < wanted.weights[name].numel() else 0
-        # The runtime keeps a Conv1D's weight transposed; a square one does not show it by its shape.
-        views = [v for v in ((whole, whole.t()) if whole.ndim == 2 else (whole,)) if v.shape == p.shape]
-        worst = max(worst, min((p.detach() - v).abs().max().item() for v in views))
+        off.append(nearest(p, whole))
     return {
-        "loss": max(abs(r.loss - w) for r, w in zip(results, wanted.losses, strict=True)),
-        "norm": max(abs(r.grad_norm / w - 1) for r, w in zip(results, wanted.grad_norms, strict=True)),
-        "weights": worst,
+        **training_apart([r.loss for r in results], [r.grad_norm for r in results], wanted),
+        "weights": worst(off),
         "unused": len(wanted.unused),
         "sharded": cut / max(1, total),
         "payload": [*plan.model.cut.payload, *(f"output {place}" for place in plan.model.cut.carried)],
@@ -149,6 +148,11 @@ def measure(model_type: str, folder: Path) -> dict[str, Any]:
         "kind": plan.tensor_parallel.kind,
         "whole": whole_patterns(plan),
     }
+
+
+def nearest(parameter: torch.Tensor, whole: torch.Tensor) -> float:
+    """The runtime keeps a Conv1D's weight transposed; a square one does not show it by its shape."""
+    return min(tensor_apart(parameter, view) for view in ((whole, whole.t()) if whole.ndim == 2 else (whole,)))
 
 
 def whole_patterns(plan: Plan) -> list[str]:

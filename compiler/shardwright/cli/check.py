@@ -1,11 +1,17 @@
-"""check R...: stage 1, the GPU's name, and the files that the recipe names."""
+"""check R...: stage 1, the files that the recipe names, and what is known of its model without building it."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwright.strict_json import strict_json
+
+if TYPE_CHECKING:
+    from shardwright.diagnostics import Diagnostic
+    from shardwright.ir.recipe import Recipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,10 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from shardwright.cli.console import print_diagnostics
-    from shardwright.cluster.resolve import gpu_errors
-    from shardwright.diagnostics import Diagnostic, Refusal, Source
+    from shardwright.diagnostics import Refusal, Source
     from shardwright.diagnostics.render import to_json, visible
-    from shardwright.recipe.files import check_files
+    from shardwright.ir.weights import weights_words
     from shardwright.recipe.load import load_recipe
 
     refused, blocks = False, 0
@@ -30,19 +35,39 @@ def run(args: argparse.Namespace) -> int:
         diagnostics: tuple[Diagnostic, ...]
         try:
             recipe = load_recipe(Path(name), args.set)
-            source, diagnostics = recipe.source, (*gpu_errors(recipe.cluster), *check_files(recipe))
+            source, diagnostics = recipe.source, findings(recipe)
         except Refusal as refusal:
             source, diagnostics = refusal.source, refusal.diagnostics
         ok = not any(diagnostic.severity == "error" for diagnostic in diagnostics)
         refused |= not ok
         if args.json:
             found = [to_json(diagnostic, source) for diagnostic in diagnostics]
-            print(json.dumps({"recipe": name, "ok": ok, "diagnostics": found}), flush=True)
+            print(strict_json({"recipe": name, "ok": ok, "diagnostics": found}), flush=True)
             continue
         if diagnostics and blocks:
             sys.stderr.write("\n")
         blocks += len(diagnostics)
         print_diagnostics(diagnostics, source)
         if ok:
-            print(f"ok {visible(name)}", flush=True)
+            print(f"ok {visible(name)}: {weights_words(recipe.model.weights)}", flush=True)
     return 1 if refused else 0
+
+
+def findings(recipe: Recipe) -> tuple[Diagnostic, ...]:
+    """Of a recipe that passed stage 1: what compile would refuse, as far as no torch is needed to tell."""
+    from shardwright.cluster.resolve import gpu_errors, resolve_cluster
+    from shardwright.lower.extra import check_extra
+    from shardwright.model.check import check_model
+    from shardwright.recipe.files import check_files
+    from shardwright.rules.executable import check_tokenizers
+    from shardwright.rules.precision import half_on_cpu, no_peak
+
+    found = [*gpu_errors(recipe.cluster)]
+    if not found:
+        cluster, precision = resolve_cluster(recipe.cluster), recipe.training.precision
+        found += [d for d in (no_peak(precision, cluster), half_on_cpu(precision, cluster)) if d is not None]
+    found += [*check_files(recipe), *check_model(recipe), *check_tokenizers(recipe), *check_extra(recipe)]
+    told: dict[tuple[str, object], Diagnostic] = {}
+    for diagnostic in found:
+        told.setdefault((diagnostic.code, diagnostic.key), diagnostic)
+    return tuple(told.values())

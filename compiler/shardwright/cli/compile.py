@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
     from shardwright.compile import Compiled
@@ -49,7 +50,7 @@ def as_json(compiled: Compiled, directory: Path) -> str:
     from dataclasses import asdict
 
     plan = compiled.plan
-    return json.dumps(
+    return strict_json(
         {
             "directory": str(directory),
             "name": plan.name,
@@ -65,14 +66,16 @@ def as_json(compiled: Compiled, directory: Path) -> str:
 def summary(compiled: Compiled, directory: Path) -> str:
     """What was decided, in the recipe's own words, and the next command."""
     from shardwright.cli.console import shell_word
+    from shardwright.cost.measured import error_words
     from shardwright.diagnostics.render import visible
+    from shardwright.ir.weights import weights_words
     from shardwright.search.compare import hpz_words
 
-    plan, files = compiled.plan, compiled.files
+    plan, model, files = compiled.plan, compiled.plan.model, compiled.files
     s, t, memory, time = plan.strategy, plan.training, plan.predicted.memory, plan.predicted.time
     rows = [
         ("recipe", plan.name),
-        ("model", f"{plan.model.architecture}, {plan.model.total_parameters:,} parameters"),
+        ("model", f"{model.architecture}, {model.total_parameters:,} parameters, {weights_words(model.weights)}"),
         ("cluster", f"{plan.nodes} x {plan.gpus_per_node} {plan.gpu}"),
         ("layout", f"tensor={s.tensor} pipeline={s.pipeline} data={s.data} zero_stage={s.zero_stage}"),
         ("", f"activation_checkpointing={s.activation_checkpointing} schedule={s.schedule}"),
@@ -85,6 +88,7 @@ def summary(compiled: Compiled, directory: Path) -> str:
             f"{memory.peak_bytes / GIB:.1f} of {memory.capacity_bytes / GIB:.1f} GiB on the fullest rank, predicted",
         ),
         ("step", f"{time.step_seconds:.3g} s, {time.bubble_fraction:.0%} of it idle, predicted"),
+        ("error", error_words(compiled.error)),
         ("written", f"{len(files)} files in {visible(str(directory))}"),
         ("next", f"shardwright run {shell_word(str(directory))}"),
     ]

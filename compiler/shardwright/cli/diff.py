@@ -6,16 +6,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
     from shardwright.cli.subject import Subject
     from shardwright.ir.estimate import Estimate
     from shardwright.ir.json_value import JsonObject, JsonValue
-    from shardwright.plan.resume import Resumable, Resume
+    from shardwright.plan.resume import Resumable, Resume, Tokenizer
 
 GIB = 2**30
 Change = tuple[str, "JsonValue", "JsonValue"]
@@ -39,10 +43,10 @@ def run(args: argparse.Namespace) -> int:
     except Refusal as refusal:
         if not args.json:
             raise
-        print(json.dumps({"diagnostics": diagnostic_objects(refusal.diagnostics)}), flush=True)
+        print(strict_json({"diagnostics": diagnostic_objects(refusal.diagnostics)}), flush=True)
         return 1
     found = difference(a, b)
-    print(json.dumps(as_object(a, b, found)) if args.json else page(a, b, found), flush=True)
+    print(strict_json(as_object(a, b, found)) if args.json else page(a, b, found), flush=True)
     return 0
 
 
@@ -80,7 +84,7 @@ def resumable(subject: Subject) -> Resumable:
     """A recipe counts as compiled by what is installed."""
     from shardwright.cost.placement import partition_stages
     from shardwright.diagnostics import Refusal
-    from shardwright.plan.build import installed_versions
+    from shardwright.plan.build import installed_versions, plan_lora
     from shardwright.plan.resume import Resumable
 
     plan, strategy = subject.plan, subject.estimate.strategy
@@ -95,8 +99,28 @@ def resumable(subject: Subject) -> Resumable:
         strategy=strategy,
         boundaries=boundaries,
         config_hash=subject.graph.config_hash,
+        attention=subject.graph.attention,
+        tokenizer=_tokenizer(subject),
+        lora=plan_lora(subject.recipe, subject.graph) if plan is None else plan.lora,
         versions=installed_versions() if plan is None else plan.versions,
     )
+
+
+def _tokenizer(subject: Subject) -> Tokenizer | None:
+    """All parts of the data have the same one."""
+    from shardwright.ir.weights import TOKENIZER_PATTERNS
+    from shardwright.plan.build import TOKENIZER_DIRECTORY
+    from shardwright.plan.resume import Tokenizer
+
+    name = next((part.tokenizer for _, part in subject.recipe.tokenized()), None)
+    if name is None or name == "byte":
+        return None if name is None else Tokenizer(name=name, files=())
+    folder = Path(name) if subject.plan is None else Path(subject.name) / TOKENIZER_DIRECTORY
+    found = {path for pattern in TOKENIZER_PATTERNS for path in folder.glob(pattern) if path.is_file()}
+    if not found or (not folder.is_absolute() and subject.plan is None):
+        return Tokenizer(name=name, files=None)
+    digests = ((path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in sorted(found))
+    return Tokenizer(name=name, files=tuple(digests))
 
 
 def changes(a: JsonObject, b: JsonObject) -> tuple[Change, ...]:
@@ -177,7 +201,7 @@ _SHOWN = {
     "mfu": ("MFU", 1, ".1%"),
     "steps": ("steps", 1, ",.0f"),
     "days": ("days", 1, ".3g"),
-    "gpu_hours": ("GPU hours", 1, ",.4g"),
+    "gpu_hours": ("GPU hours", 1, ",.1f"),
     "cost": ("cost", 1, ",.0f"),
 }
 LONGEST = 60  # characters of a value in the page; --json has all
@@ -200,7 +224,9 @@ def page(a: Subject, b: Subject, found: Difference) -> str:
         if rows:
             cells = [(key, _say(ours), _say(theirs)) for key, ours, theirs in rows]
             lines += [title(words), *table_lines(("key", "A", "B"), cells, text=(0, 1, 2), indent="  "), ""]
-    figures = [_effect_row(effect) for effect in effects(a.estimate, b.estimate) if _is_shown(effect)]
+    on_cpu = a.cluster.gpu.is_cpu and b.cluster.gpu.is_cpu
+    shown = [effect for effect in effects(a.estimate, b.estimate) if _is_shown(effect)]
+    figures = [_effect_row(effect, is_cpu=on_cpu) for effect in shown]
     lines += [title("Effect"), *table_lines(("", "A", "B", "change"), figures, text=(0,), indent="  ")]
     for name, subject in (("A", a), ("B", b)):
         broken = [d for d in subject.estimate.diagnostics if d.severity == "error"]
@@ -232,8 +258,9 @@ def _is_shown(effect: Effect) -> bool:
     return effect.name in _SHOWN and bool(effect.a or effect.b)
 
 
-def _effect_row(effect: Effect) -> tuple[str, ...]:
+def _effect_row(effect: Effect, *, is_cpu: bool) -> tuple[str, ...]:
     words, unit, form = _SHOWN[effect.name]
+    words = words.replace("GPU", "rank") if is_cpu else words
     values = ("-" if value is None else format(value / unit, form) for value in (effect.a, effect.b))
     change = effect.change
     return words, *values, "" if change is None else "same" if change == 0 else f"{change:+.1%}"

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright.ir.recipe import AssumeSection
+from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardwright.diagnostics import Diagnostic
     from shardwright.ir.cluster import Cluster
-    from shardwright.ir.estimate import Estimate
+    from shardwright.ir.estimate import Estimate, Training
     from shardwright.ir.json_value import JsonValue
     from shardwright.ir.model_graph import ModelGraph
     from shardwright.ir.recipe import Recipe
@@ -85,6 +85,7 @@ def estimate_object(path: str, estimate: Estimate) -> dict[str, JsonValue]:
         "memory": dataclasses.asdict(estimate.memory),
         "time": dataclasses.asdict(estimate.time),
         "training": dataclasses.asdict(estimate.training),
+        "error": dataclasses.asdict(estimate.error),
     }
 
 
@@ -108,7 +109,7 @@ def _json_line(path: str, overrides: Sequence[str]) -> bool:
             {"recipe": path, "feasible": False, "diagnostics": diagnostic_objects(refusal.diagnostics)},
             False,
         )
-    print(json.dumps(line), flush=True)
+    print(strict_json(line), flush=True)
     return feasible
 
 
@@ -121,7 +122,7 @@ def _page(path: str, overrides: Sequence[str]) -> bool:
     except Refusal as refusal:
         print_refusal(refusal)
         return False
-    print("\n".join([path, *_lines(estimate, recipe.assume), ""]), flush=True)
+    print("\n".join([path, *_lines(estimate, recipe), ""]), flush=True)
     print_diagnostics(estimate.diagnostics, recipe.source)
     return estimate.feasible
 
@@ -135,8 +136,23 @@ def layout_text(estimate: Estimate) -> str:
     )
 
 
-def _lines(estimate: Estimate, assume: AssumeSection) -> list[str]:
-    time, memory, training = estimate.time, estimate.memory, estimate.training
+def training_words(recipe: Recipe, training: Training) -> str:
+    """Steps, time, GPU hours and cost."""
+    from shardwright.figures import device_hours, duration
+
+    if not training.steps:
+        return f"{recipe.training.epochs:g} epochs: the steps are known once the data is prepared"
+    cost = "" if training.cost is None else f", cost {training.cost:,.0f}"
+    hours = device_hours(training.gpu_hours, is_cpu=recipe.cluster.gpu == "cpu")
+    return f"{training.steps:,} steps, {duration(training.days)}, {hours}{cost}"
+
+
+def _lines(estimate: Estimate, recipe: Recipe) -> list[str]:
+    from shardwright.cost.measured import error_words
+    from shardwright.figures import device, rate
+
+    time, memory, assume = estimate.time, estimate.memory, recipe.assume
+    is_cpu = recipe.cluster.gpu == "cpu"
     gib = 2**30
     from shardwright.search.compare import hpz_words
 
@@ -146,18 +162,15 @@ def _lines(estimate: Estimate, assume: AssumeSection) -> list[str]:
         *([f"  weights  {hpz}"] if hpz else []),
         f"  memory   {memory.peak_bytes / gib:.1f} of {memory.capacity_bytes / gib:.1f} GiB, "
         f"{'fits' if memory.fits else 'does not fit'}",
-        f"  step     {time.step_seconds:.4g} s, {time.tokens_per_second_per_gpu:.0f} tokens/s per GPU, "
-        f"{time.model_tflops_per_gpu:.4g} TFLOP/s per GPU, MFU {time.mfu:.1%}",
+        f"  step     {time.step_seconds:.4g} s, {rate(time.tokens_per_second_per_gpu, is_cpu=is_cpu)}, "
+        f"{time.model_tflops_per_gpu:.4g} TFLOP/s per {device(is_cpu=is_cpu)}, MFU {time.mfu:.1%}",
         f"  of it    compute {time.compute_seconds:.4g} s, tensor {time.tensor_comm_seconds:.4g} s, "
         f"pipeline {time.pipeline_comm_seconds:.4g} s, data {time.data_comm_seconds:.4g} s, "
         f"optimizer {time.optimizer_seconds:.4g} s, bubble {time.bubble_seconds:.4g} s "
         f"({time.bubble_fraction:.1%} idle)",
     ]
-    if training.steps:
-        cost = "" if training.cost is None else f", cost {training.cost:.0f}"
-        lines.append(
-            f"  training {training.steps} steps, {training.days:.3g} days, {training.gpu_hours:.4g} GPU hours{cost}"
-        )
+    lines.append(f"  error    {error_words(estimate.error)}")
+    lines.append(f"  training {training_words(recipe, estimate.training)}")
     if assume != AssumeSection(kernels="auto", mfu=None, ignore_memory=False):
         given = (f"{name}={value}" for name, value in dataclasses.asdict(assume).items())
         lines.append(f"  assumed  {' '.join(given)}")

@@ -11,6 +11,8 @@ import re
 import textwrap
 from typing import TYPE_CHECKING
 
+from shardwright.strict_json import strict_json
+
 if TYPE_CHECKING:
     from shardwright.diagnostics.explain import Explanation
 
@@ -52,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         from shardwright.cli.estimate import diagnostic_objects
 
         found = diagnostic_objects(refusal.diagnostics)
-        print(json.dumps({"recipe": args.subject, "feasible": False, "diagnostics": found}), flush=True)
+        print(strict_json({"recipe": args.subject, "feasible": False, "diagnostics": found}), flush=True)
         return 1
 
 
@@ -69,7 +71,7 @@ def _explain_plan(args: argparse.Namespace) -> int:
 
     subject = read_subject(args.subject, args.overrides)
     found = explained(subject)
-    print(json.dumps(as_object(subject, found)) if args.json else plan_page(subject, found), flush=True)
+    print(strict_json(as_object(subject, found)) if args.json else plan_page(subject, found), flush=True)
     if not args.json:
         print_diagnostics(found.chosen.diagnostics, subject.recipe.source)
     return 0 if found.chosen.feasible else 1
@@ -93,7 +95,7 @@ def _explain_code(args: argparse.Namespace) -> int:
     if found is None:
         error(_no_code(args.subject))
         return 1
-    print(json.dumps(_object(found)) if args.json else page(found))
+    print(strict_json(_object(found)) if args.json else page(found))
     return 0
 
 

@@ -5,18 +5,23 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from shardwright.cli.plan_table import GIB, error_note
+from shardwright.cli.estimate import training_words
+from shardwright.cli.plan_table import GIB
 from shardwright.cli.tables import table_lines, title
 from shardwright.cost.breakdown import RankBreakdown, StepParts
+from shardwright.cost.measured import error_words
+from shardwright.figures import rate
+from shardwright.ir.weights import weights_words
 from shardwright.search.compare import hpz_words, layout_words
 from shardwright.search.explain import Alternative, Explanation, KeyReason, SecondCopy, explain
+from shardwright.search.plainer import plainer_words
 from shardwright.search.sensitivity import MORE, Sensitivity
 
 if TYPE_CHECKING:
     from shardwright.cli.subject import Subject
     from shardwright.ir.estimate import Estimate
     from shardwright.ir.json_value import JsonObject, JsonValue
-    from shardwright.ir.recipe import Recipe
+    from shardwright.ir.recipe import Recipe, TrainingSection
 
 # `StepParts`' fields in words.
 STEP_WORDS = {
@@ -59,6 +64,7 @@ RESOURCE_WORDS = {
     "memory_bandwidth": "memory bandwidth",
     "peak_flops": "peak FLOP/s",
 }
+LAST_STEP = "the last step's learning rate is 0 (scheduler.min_lr), so it trains nothing"
 MOST_RANKS = 16
 """Pipeline ranks in a table; of more, the first, the last, and those that matter."""
 
@@ -81,10 +87,11 @@ def page(subject: Subject, found: Explanation) -> str:
 
 def _head(subject: Subject, found: Explanation) -> list[str]:
     e, cluster, graph = found.chosen, subject.cluster, subject.graph
-    memory, time, training = e.memory, e.time, e.training
+    memory, time = e.memory, e.time
+    weights = weights_words(subject.recipe.model.weights)
     rows = [
         ("recipe", subject.recipe.name),
-        ("model", f"{graph.architecture}, {graph.total_parameters:,} parameters"),
+        ("model", f"{graph.architecture}, {graph.total_parameters:,} parameters, {weights}"),
         ("cluster", f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"),
         ("layout", layout_words(e.strategy)),
         *([] if found.second_copy is None else [("weights", _weights(found.second_copy, e, subject.recipe))]),
@@ -96,15 +103,19 @@ def _head(subject: Subject, found: Explanation) -> list[str]:
         ),
         (
             "step",
-            f"{time.step_seconds:.4g} s, {time.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, MFU {time.mfu:.1%}",
+            f"{time.step_seconds:.4g} s, {rate(time.tokens_per_second_per_gpu, is_cpu=cluster.gpu.is_cpu)}, "
+            f"MFU {time.mfu:.1%}",
         ),
+        ("error", error_words(e.error)),
+        ("training", training_words(subject.recipe, e.training)),
+        *(
+            [("", "the last step's learning rate is 0 (scheduler.min_lr)")]
+            if ends_at_zero(subject.recipe.training)
+            else []
+        ),
+        ("bound by", found.binding),
     ]
-    if training.steps:
-        cost = "" if training.cost is None else f", cost {training.cost:,.0f}"
-        rows.append(
-            ("training", f"{training.steps} steps, {training.days:.3g} days, {training.gpu_hours:,.4g} GPU hours{cost}")
-        )
-    rows += [("bound by", found.binding), ("", error_note())]
+    rows += [] if found.plainer is None else [("plainer", plainer_words(found.plainer))]
     if subject.plan is not None and subject.is_predicted_anew:
         then = subject.plan.predicted
         rows.append(
@@ -115,6 +126,14 @@ def _head(subject: Subject, found: Explanation) -> list[str]:
             )
         )
     return [f"{name:<9} {text}" for name, text in rows]
+
+
+def ends_at_zero(training: TrainingSection) -> bool:
+    """Whether the last step trains nothing."""
+    from shardwright.plan.build import resolve_scheduler
+
+    scheduler = resolve_scheduler(training, training.known_steps)
+    return scheduler.name != "constant" and scheduler.min_lr == 0
 
 
 def _weights(copy: SecondCopy, chosen: Estimate, recipe: Recipe) -> str:
@@ -325,6 +344,7 @@ def as_object(subject: Subject, found: Explanation) -> JsonObject:
             "ranks": [_rank_object(rank, subject) for rank in breakdown.ranks],
         },
         "binding": found.binding,
+        "plainer": None if found.plainer is None else dataclasses.asdict(found.plainer),
         "second_copy": None if found.second_copy is None else dataclasses.asdict(found.second_copy),
         "keys": [dataclasses.asdict(reason) for reason in found.keys],
         "sensitivity": sensitivity,

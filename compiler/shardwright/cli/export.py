@@ -21,12 +21,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="of a LoRA run: the whole model, its adapters merged in",
     )
+    parser.add_argument(
+        "--trust-code",
+        metavar="SHA256",
+        help="run the Python code that came with the model; the refusal without it says which, and their fingerprint",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     from shardwright.runtime.export import export_checkpoint
 
-    if export_checkpoint(args.checkpoint, args.output, args.precision, merge=args.merge):
+    if export_checkpoint(args.checkpoint, args.output, args.precision, merge=args.merge, trust_code=args.trust_code):
         print(f"wrote {args.output}: adapters; load them with peft's AutoPeftModelForCausalLM.from_pretrained")
     else:
         print(f"wrote {args.output}: load it with AutoModelForCausalLM.from_pretrained")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from shardwright.cli.init_text import GPUS_PER_NODE, Choice, recipe_text
 
 if TYPE_CHECKING:
-    from shardwright.diagnostics import Diagnostic
+    from shardwright.diagnostics import Diagnostic, KeyPath
     from shardwright.ir.recipe import Recipe
 
 MOST_NODES = 1024
@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the recipe, or writes it with -o. Raises Refusal: SW1442 to SW1444, and for an unknown model or GPU."""
     from shardwright.cli.console import error
+    from shardwright.cli.plan_model import words_of
     from shardwright.diagnostics import Refusal
     from shardwright.model.popular.shipped import shipped_name
 
@@ -44,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
     folder = os.path.isfile(os.path.join(args.model, "config.json"))
     choice = Choice(
         model=_relative(args.model, output) if folder else shipped_name(args.model) or args.model,
+        has_weights=folder and _has_weights(Path(args.model)),
         name=_name(args.model, gpu, args.nodes, args.gpus_per_node),
         gpu=gpu,
         nodes=args.nodes,
@@ -51,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
     )
     source = os.path.abspath(args.model) if folder else choice.model
     text = recipe_text(choice, source)
-    _check(text, None if output is None else output.parent)
+    words = words_of(args, args.model) | {("cluster", "gpu"): f"--gpu {gpu}"}
+    _check(text, words, None if output is None else output.parent)
     if output is None:
         sys.stdout.write(text)
         return 0
@@ -65,6 +68,11 @@ def run(args: argparse.Namespace) -> int:
         return 1
     print(f"written {output}; next: shardwright plan {output}", file=sys.stderr)
     return 0
+
+
+def _has_weights(folder: Path) -> bool:
+    """Any at all: what is cut off, or in a format that is not read, `compile` says, and nobody trains from scratch."""
+    return any(next(folder.glob(pattern), None) for pattern in ("*.safetensors", "pytorch_model*.bin"))
 
 
 def _ask_gpu() -> str | None:
@@ -100,14 +108,14 @@ def _exists(output: Path) -> Diagnostic:
     )
 
 
-def _check(text: str, directory: Path | None) -> None:
+def _check(text: str, words: dict[KeyPath, str], directory: Path | None) -> None:
     """Refuses what `check` or `plan` would: an unknown name, or a model that fits on no layout of the cluster."""
     from shardwright.cli.estimate import model_and_cluster
     from shardwright.cli.plan_model import load_text
     from shardwright.diagnostics import Diagnostic, Refusal
     from shardwright.search.search import choose
 
-    recipe = _at(load_text(text, ()), text, directory)
+    recipe = _at(load_text(text, (), words), text, directory)
     graph, cluster = model_and_cluster(recipe)
     try:
         choose(recipe, graph, cluster)

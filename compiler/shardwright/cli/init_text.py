@@ -17,9 +17,10 @@ CPU_TOKENS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What the command line says. model: as the recipe shall name it."""
+    """What the command line says. model: as the recipe shall name it. has_weights: it is a folder with some in it."""
 
     model: str
+    has_weights: bool
     name: str
     gpu: str
     nodes: int
@@ -60,9 +61,15 @@ def recipe_text(choice: Choice, source: str) -> str:
         step_tokens=f"{batch * length:,}",
         precision=precision,
         precisions=", ".join(peaks),
+        weights=_PRETRAINED if choice.has_weights else _RANDOM,
+        lr=_FINE_TUNING if choice.has_weights else _FROM_SCRATCH,
     )
 
 
+_PRETRAINED = "pretrained # goes on from the folder's weights; `random` trains from scratch (at lr 3e-4, say)"
+_RANDOM = "random # from scratch; `pretrained` goes on from the published weights (at lr 2e-5, say)"
+# Of fine-tuning whole models of 7 B (Alpaca, and Llama 2's section 3.1); of pre-training (Llama 2, table 1).
+_FINE_TUNING, _FROM_SCRATCH = "2e-5", "3e-4"
 _LINKS = """\
   # intra_node_gbytes_per_second: {intra} # per GPU, one direction; this is the catalogue's value
   # inter_node_gbits_per_second: {inter} # per GPU; this is the catalogue's value
@@ -77,7 +84,7 @@ name: {name}
 
 model:
   source: {model}
-  weights: random # from scratch; `pretrained` goes on from the published weights (lower the learning rate then)
+  weights: {weights}
 
 cluster:
   nodes: {nodes} # or auto, with training.days_at_most: the fewest that meet the deadline
@@ -92,7 +99,7 @@ training:
   global_batch_size: {batch} # sequences a step: {step_tokens} tokens
   steps: 1000 # or tokens: 1e12
   precision: {precision} # this GPU has {precisions}
-  optimizer: {{name: adamw, lr: 3e-4, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1}}
+  optimizer: {{name: adamw, lr: {lr}, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1}}
   scheduler: {{name: cosine, warmup_ratio: 0.03, min_lr_ratio: 0.1}}
   gradient_clipping: 1.0
   seed: 1234

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
     from shardwright.diagnostics import Diagnostic, Source
@@ -165,7 +166,7 @@ def _json(result: _Result, printed: int) -> None:
         document["fixed"] = [{"code": f.code, "key": dotted(f.key), "message": f.message} for f in result.mended]
     if result.notes:
         document["notes"] = list(result.notes)
-    print(json.dumps(document), flush=True)
+    print(strict_json(document), flush=True)
 
 
 def _github(result: _Result, printed: int) -> None:
@@ -178,7 +179,8 @@ def _github(result: _Result, printed: int) -> None:
         if place is not None and place.line:
             where += f",line={place.line},col={place.column},endColumn={place.column + place.length}"
         text = f"{found.message}. {found.help}" if found.help else found.message
-        print(f"::{found.severity} {where},title={found.code}::{_data(text)}", flush=True)
+        level = "notice" if found.severity == "note" else found.severity
+        print(f"::{level} {where},title={found.code}::{_data(text)}", flush=True)
 
 
 def _data(text: str) -> str:

@@ -20,6 +20,7 @@ DONE, REFUSED, OUR_FAULT, INTERRUPTED = 0, 1, 2, 130
 # name -> (module, one line of help); only the chosen module is imported.
 COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("shardwright.cli.init", "write a commented first recipe for a model and a cluster"),
+    "import": ("shardwright.cli.import_config", "turn a DeepSpeed configuration and its launch into a recipe"),
     "schema": ("shardwright.cli.schema", "print the JSON Schema of a recipe, with every default"),
     "check": ("shardwright.cli.check", "check recipes and the files that they name"),
     "models": ("shardwright.cli.models", "list the model types and what was proved of each"),
@@ -39,6 +40,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "stop": ("shardwright.cli.stop", "end a run with a checkpoint"),
     "completion": ("shardwright.cli.completion", "print the script that completes commands in a shell"),
     "export": ("shardwright.cli.export", "turn a checkpoint into a Hugging Face folder"),
+    "generate": ("shardwright.cli.generate", "write text with a trained model"),
 }
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import TYPE_CHECKING
+
+from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
     from shardwright.diagnostics import Refusal
@@ -148,4 +149,4 @@ def as_json(model_type: str, table: Support) -> str:
         name: {key: value for key, value in asdict(cell).items() if value not in (None, "")}
         for name, cell in table.types[model_type].items()
     }
-    return json.dumps({"type": model_type, "transformers": table.transformers, **cells}) + "\n"
+    return strict_json({"type": model_type, "transformers": table.transformers, **cells}) + "\n"

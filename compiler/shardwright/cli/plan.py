@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +18,9 @@ from shardwright.cli.plan_model import (
     planned_as,
     recipe_text,
     usage_error,
+    words_of,
 )
+from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
     from shardwright.cli.plan_table import Row
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from shardwright.ir.json_value import JsonValue
     from shardwright.ir.model_graph import ModelGraph
     from shardwright.ir.recipe import Recipe
-    from shardwright.search.deadline import Sizing
+    from shardwright.search.deadline import OtherBatch, Sizing
     from shardwright.search.search import SearchResult
 
 MOST_LOST = 5  # regions that the page names; --json has them all
@@ -75,7 +76,7 @@ def _positive(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Exit 1 where no layout is feasible; the rejected regions are printed all the same."""
-    from shardwright.cli.console import error, print_refusal
+    from shardwright.cli.console import error, print_diagnostics, print_refusal
     from shardwright.cli.estimate import model_and_cluster
     from shardwright.diagnostics import Refusal
     from shardwright.recipe.load import load_recipe
@@ -90,9 +91,9 @@ def run(args: argparse.Namespace) -> int:
         recipe = load_recipe(Path(args.recipe), args.overrides)
     else:
         text = recipe_text(args, model)
-        recipe = load_text(text, args.overrides)
+        recipe = load_text(text, args.overrides, words_of(args, model))
     graph, cluster = model_and_cluster(recipe)
-    from shardwright.search.deadline import size_cluster
+    from shardwright.search.deadline import other_batch, size_cluster
     from shardwright.search.search import choose, search
 
     try:
@@ -100,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
     except Refusal as refusal:
         print_refusal(refusal, recipe.source)
         return 1
+    batch = None if sizing is None else other_batch(recipe, graph, cluster, sizing)
     result = search(recipe, graph, cluster)
     rows = ranked_rows(recipe, graph, cluster, result, args.top)
     if args.pin is not None and (problem := _unpinnable(args, rows)):
@@ -107,9 +109,10 @@ def run(args: argparse.Namespace) -> int:
         return 1
     if args.json:
         planned = {} if model is None else {"planned_as": planned_as(recipe), "assumed": list(assumed_keys(args))}
-        print(json.dumps({**_object(args.recipe, recipe, rows, result, sizing), **planned}))
+        print(strict_json({**_object(args.recipe, recipe, rows, result, sizing, batch), **planned}))
     else:
-        print("\n".join([*heading(args, text), *page_lines(recipe, rows, result, sizing)]))
+        print("\n".join([*heading(args, text), *page_lines(recipe, rows, result, sizing, batch)]), flush=True)
+        print_diagnostics(result.ranked[0].diagnostics if result.ranked else (), recipe.source)
     if args.pin is not None:
         _pin(args, recipe, text, rows[args.pin - 1])
     if result.ranked:
@@ -152,12 +155,16 @@ def _row(estimate: Estimate, *, today: bool, ranked: bool) -> Row:
 
 
 def _object(
-    path: str, recipe: Recipe, rows: list[Row], result: SearchResult, sizing: Sizing | None
+    path: str,
+    recipe: Recipe,
+    rows: list[Row],
+    result: SearchResult,
+    sizing: Sizing | None,
+    batch: OtherBatch | None,
 ) -> dict[str, JsonValue]:
     import dataclasses
 
     from shardwright.cli.estimate import estimate_object
-    from shardwright.cost.measured import measured_error
     from shardwright.search.compare import binding_constraint, lost_regions, pareto_front
 
     found: dict[str, JsonValue] = {
@@ -167,32 +174,70 @@ def _object(
         "lost": [dataclasses.asdict(region) for region in lost_regions(recipe, result.ranked)],
         "pareto": [estimate_object(path, estimate) for estimate in pareto_front(result.ranked)],
         "binding": binding_constraint(result.ranked[0], result.beyond_memory) if result.ranked else None,
-        "measured_error": dataclasses.asdict(measured_error()),
+        "measured_error": _measured_error(result),
+        "plainer": _plainer_object(recipe, result),
         "search_seconds": result.seconds,
     }
     if sizing is not None:
-        found["sizing"] = {**dataclasses.asdict(sizing), "bound": sizing.bound()}
+        other = None if batch is None else dataclasses.asdict(batch)
+        found["sizing"] = {**dataclasses.asdict(sizing), "bound": _bound(recipe, sizing, batch), "other_batch": other}
     return found
 
 
-def page_lines(recipe: Recipe, rows: list[Row], result: SearchResult, sizing: Sizing | None) -> list[str]:
-    """What `plan` prints, without a line end. rows: of ranked_rows."""
-    from shardwright.cli.plan_table import error_note, table
-    from shardwright.search.compare import binding_constraint, lost_regions, pareto_front
+def _measured_error(result: SearchResult) -> dict[str, JsonValue]:
+    """Of the best plan; each plan has its own."""
+    from shardwright.cost.measured import bench
 
-    lines = table(rows) if rows else []
+    best = result.ranked[0].error if result.ranked else None
+    return {
+        "step_time": None if best is None else best.step_time,
+        "memory": None if best is None else best.memory,
+        "runs": bench().time.runs,
+        "projects": bench().projects,
+    }
+
+
+def _plainer_object(recipe: Recipe, result: SearchResult) -> JsonValue:
+    import dataclasses
+
+    from shardwright.search.plainer import plainer
+
+    found = plainer(recipe, result.ranked)
+    return None if found is None else dataclasses.asdict(found)
+
+
+def _bound(recipe: Recipe, sizing: Sizing, batch: OtherBatch | None) -> str:
+    return sizing.bound() if batch is None else batch.words(recipe.training.global_batch_size, sizing.nodes)
+
+
+def page_lines(
+    recipe: Recipe,
+    rows: list[Row],
+    result: SearchResult,
+    sizing: Sizing | None = None,
+    batch: OtherBatch | None = None,
+) -> list[str]:
+    """What `plan` prints, without a line end. rows: of ranked_rows; batch: of other_batch."""
+    from shardwright.cli.plan_table import error_notes, table
+    from shardwright.ir.weights import weights_words
+    from shardwright.search.compare import binding_constraint, lost_regions, pareto_front
+    from shardwright.search.plainer import plainer, plainer_words
+
+    is_cpu = recipe.cluster.gpu == "cpu"
+    lines = [*table(rows, is_cpu=is_cpu), "", weights_words(recipe.model.weights)] if rows else []
     if result.ranked:
         front = len(pareto_front(result.ranked))
         lines += [
-            "",
             f"{len(result.ranked)} layouts run, {front} of them on the Pareto front of time and memory; "
             f"searched in {result.seconds:.2f} s",
             f"bound by {binding_constraint(result.ranked[0], result.beyond_memory)}",
-            error_note(),
+            *error_notes([row.estimate for row in rows]),
         ]
+        plain = plainer(recipe, result.ranked)
+        lines += [] if plain is None else [f"plainer: {plainer_words(plain)}"]
     if sizing is not None:
         days = f"{sizing.days:.3g} days of at most {sizing.days_at_most:g}"
-        lines.append(f"{sizing.nodes} nodes are the fewest: {days}; {sizing.bound()}")
+        lines.append(f"{sizing.nodes} nodes are the fewest: {days}; {_bound(recipe, sizing, batch)}")
     lost = lost_regions(recipe, result.ranked)
     if lost:
         lines.append("lost to row 1:")

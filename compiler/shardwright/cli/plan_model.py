@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardwright.ir.json_value import JsonObject
     from shardwright.ir.recipe import Recipe
 
-NAME = "<planned recipe>"
+COMMAND_LINE = "the command line"
 GPUS_PER_NODE = 8
 STEPS = 1000
 PRECISION = "bf16"
@@ -88,30 +88,49 @@ def longest_sequence(model: str) -> int:
     return next((n for n in lengths if isinstance(n, int) and n > 0), LONGEST_ASSUMED_SEQUENCE)
 
 
-def load_text(text: str, overrides: Sequence[str]) -> Recipe:
-    """The recipe of `text`, whose lines diagnostics show under a name of its own: there is no file of it."""
+def words_of(args: argparse.Namespace, model: str) -> dict[KeyPath, str]:
+    """Recipe key -> the word of the command line that gives it."""
+    flags: dict[KeyPath, tuple[str, object]] = {
+        ("model", "source"): ("", model),
+        ("cluster", "gpu"): ("--gpu ", args.gpu),
+        ("cluster", "nodes"): ("--nodes ", args.nodes),
+        ("cluster", "gpus_per_node"): ("--gpus-per-node ", args.gpus_per_node),
+        **{
+            ("training", flag): (f"--{flag.replace('_', '-')} ", getattr(args, flag, None)) for flag in _MODEL_FLAGS[3:]
+        },
+    }
+    return {key: f"{flag}{value}" for key, (flag, value) in flags.items() if value is not None}
+
+
+def load_text(text: str, overrides: Sequence[str], words: Mapping[KeyPath, str]) -> Recipe:
+    """The recipe of `text`. There is no file of it, so diagnostics point at the words of the command line."""
     import dataclasses
 
-    from shardwright.diagnostics import Refusal, Source
+    from shardwright.diagnostics import Location, Refusal, Source
     from shardwright.recipe.layers import STDIN
     from shardwright.recipe.load import load_recipe
 
-    def renamed(source: Source) -> Source:
-        def places(table: Mapping[KeyPath, Location]) -> dict[KeyPath, Location]:
-            return {key: dataclasses.replace(p, file=NAME) if p.file == STDIN else p for key, p in table.items()}
+    def word(key: KeyPath) -> Location:
+        return Location(file=words.get(key, COMMAND_LINE), line=0, column=0)
 
-        return Source(
-            file=NAME,
-            locations=places(source.locations),
-            key_locations=places(source.key_locations),
-            texts={NAME if file == STDIN else file: body for file, body in source.texts.items()},
-        )
+    def as_typed(source: Source) -> Source:
+        def places(table: Mapping[KeyPath, Location]) -> dict[KeyPath, Location]:
+            return {key: word(key) if p.file == STDIN else p for key, p in table.items()}
+
+        texts = {file: body for file, body in source.texts.items() if file != STDIN}
+        keys, values = places(source.key_locations), places(source.locations)
+        return Source(file=COMMAND_LINE, locations=values, key_locations=keys, texts=texts)
 
     try:
         recipe = load_recipe(Path("-"), overrides, stdin_text=text)
     except Refusal as refusal:
-        raise Refusal(*refusal.diagnostics, source=refusal.source and renamed(refusal.source)) from None
-    return dataclasses.replace(recipe, source=renamed(recipe.source))
+        source = refusal.source or Source(file=STDIN)
+        at = {place: word(key) for key, place in source.locations.items()}
+        told = [
+            d if d.location not in at else dataclasses.replace(d, location=at[d.location]) for d in refusal.diagnostics
+        ]
+        raise Refusal(*told, source=as_typed(source)) from None
+    return dataclasses.replace(recipe, source=as_typed(recipe.source))
 
 
 def assumed_keys(args: argparse.Namespace) -> tuple[str, ...]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shardwright.cli.tables import table_lines
-from shardwright.cost.measured import measured_error
+from shardwright.cost.measured import bench, source, unmeasured
+from shardwright.figures import device, number
 from shardwright.ir.estimate import Estimate
 
 GIB = 2**30
@@ -28,19 +29,21 @@ HEADER = (
 TEXT_COLUMNS = ("checkpointing", "")  # the others are numbers, and stand on the right
 
 
-def table(rows: Sequence[Row]) -> list[str]:
+def table(rows: Sequence[Row], *, is_cpu: bool) -> list[str]:
     """Lines without a line end. Δ: step time against row 1."""
-    cells = [_cells(place, row, rows[0].estimate) for place, row in enumerate(rows, start=1)]
+    cells = [_cells(place, row, rows[0].estimate, is_cpu=is_cpu) for place, row in enumerate(rows, start=1)]
     text = [i for i, name in enumerate(HEADER) if name in TEXT_COLUMNS]
-    return table_lines(HEADER, cells, text=text, bold=() if rows[0].broken else (0,))
+    header = [name.replace("/GPU", f"/{device(is_cpu=is_cpu)}") for name in HEADER]
+    return table_lines(header, cells, text=text, bold=() if rows[0].broken else (0,))
 
 
-def _cells(place: int, row: Row, first: Estimate) -> tuple[str, ...]:
+def _cells(place: int, row: Row, first: Estimate, *, is_cpu: bool) -> tuple[str, ...]:
     e, s = row.estimate, row.estimate.strategy
     peak, capacity, step = e.memory.peak_bytes, e.memory.capacity_bytes, e.time.step_seconds
     training = e.training
-    days = f"{training.days:.3g}" if training.steps else "-"
-    cost = f"{training.cost:,.0f}" if training.cost is not None else f"{training.gpu_hours:,.0f} GPU-h"
+    days = number(training.days) if training.steps else "-"
+    hours = f"{number(training.gpu_hours)} {device(is_cpu=is_cpu)}-h"
+    cost = f"{training.cost:,.0f}" if training.cost is not None else hours
     return (
         str(place),
         f"{s.tensor} x {s.pipeline} x {s.data}",
@@ -48,7 +51,7 @@ def _cells(place: int, row: Row, first: Estimate) -> tuple[str, ...]:
         f"{s.micro_batch_size} x {s.gradient_accumulation_steps}",
         s.activation_checkpointing,
         f"{peak / GIB:.1f} / {capacity / GIB:.1f} ({1 - peak / capacity:.0%})",
-        f"{step:.3g} ± {step * measured_error().step_time:.2g}",
+        f"{step:.3g}" + ("" if e.error.step_time is None else f" ± {step * e.error.step_time:.2g}"),
         f"{e.time.tokens_per_second_per_gpu:,.0f}",
         f"{e.time.mfu:.1%}",
         days,
@@ -58,10 +61,21 @@ def _cells(place: int, row: Row, first: Estimate) -> tuple[str, ...]:
     )
 
 
-def error_note() -> str:
-    """Where the ± comes from."""
-    e = measured_error()
-    return (
-        f"± {e.step_time:.1%} of the step, {e.memory:.1%} of the memory: the mean error on {e.runs} published runs, "
-        f"each of {e.projects} projects predicted from the others (make bench-cost)"
-    )
+def error_notes(estimates: Sequence[Estimate]) -> list[str]:
+    """Where the ± comes from, and why rows of the table have none."""
+    time, memory = bench().time, bench().memory
+    known = [f"{time.error:.1%} of the step"] * any(e.error.step_time is not None for e in estimates)
+    known += [f"{memory.error:.1%} of the memory"] * any(e.error.memory is not None for e in estimates)
+    notes = [f"± {', '.join(known)}: {source()}"] if known else []
+    for reason, rows in _rows_by(e.error.step_time_reason for e in estimates).items():
+        which = "" if len(rows) == len(estimates) else f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows))}: "
+        notes.append(which + unmeasured(reason))
+    return notes
+
+
+def _rows_by(reasons: Iterable[str]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for place, reason in enumerate(reasons, start=1):
+        if reason:
+            found.setdefault(reason, []).append(place)
+    return found

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
     from shardwright.data.dataset import Dataset
@@ -37,7 +38,7 @@ def as_json(plan: Plan, folder: Path, data: Dataset, parts: tuple[PartSummary, .
     from dataclasses import asdict
 
     t = plan.training
-    return json.dumps(
+    return strict_json(
         {
             "directory": str(folder),
             "steps": t.steps,

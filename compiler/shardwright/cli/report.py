@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
+
+from shardwright.strict_json import strict_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,10 +22,11 @@ def run(args: argparse.Namespace) -> int:
 
     written = write_report(args.folder, args.output, args.trace)
     if args.json:
-        print(json.dumps({"files": [{"path": str(path), "bytes": size} for path, size in written]}))
+        print(strict_json({"files": [{"path": str(path), "bytes": size} for path, size in written]}))
         return 0
     from shardwright.diagnostics.render import visible
+    from shardwright.figures import file_size
 
     for path, size in written:
-        print(f"written   {visible(str(path))} ({size / 1e6:.1f} MB)")
+        print(f"written   {visible(str(path))} ({file_size(size)})")
     return 0

@@ -7,7 +7,9 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", type=Path, help="a folder that `shardwright compile` wrote")
+    parser.add_argument(
+        "folder", metavar="DIR", type=Path, help="a folder that `compile` wrote; its scripts are executed"
+    )
     parser.add_argument("--hostfile", type=Path, help="hosts to run on, a line `name slots=N` each")
     parser.add_argument(
         "--resume",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
     from shardwright.runtime.state import State
@@ -23,13 +24,14 @@ def run(args: argparse.Namespace) -> int:
     from shardwright.runtime.state import read_state
 
     state = read_state(load_plan(args.folder), args.folder)
-    print(json.dumps(asdict(state)) if args.json else as_text(state, args.folder))
+    print(strict_json(asdict(state)) if args.json else as_text(state, args.folder))
     return 0
 
 
 def as_text(state: State, folder: Path) -> str:
     from shardwright.cli.console import shell_word
     from shardwright.diagnostics.render import visible
+    from shardwright.runtime.step_folders import step_name
 
     rows = [("status", state.status if state.attempt is None else f"{state.status}, attempt {state.attempt}")]
     if state.step:
@@ -47,13 +49,15 @@ def as_text(state: State, folder: Path) -> str:
         elif state.host is not None:
             rows.append(("where", f"host {visible(state.host)}"))
         rows.append(("cause", visible(str(state.cause))))
+        if state.help:
+            rows.append(("help", visible(state.help)))
     place = shell_word(str(folder))
     rank = "" if state.rank is None else f" --rank {state.rank}"
     after = {
         "not started": f"shardwright run {place}",
         "failed": f"shardwright logs {place}{rank}, then shardwright run {place}",
         "preempted": f"shardwright run {place}",
-        "done": f"shardwright export {place}/checkpoints/step-{state.step:08d} -o HF_FOLDER",
+        "done": f"shardwright export {place}/checkpoints/{step_name(state.step)} -o HF_FOLDER",
     }
     rows.append(("next", after.get(state.status, f"shardwright logs {place} -f")))
     return "\n".join(f"{name:<9}{text}" for name, text in rows)

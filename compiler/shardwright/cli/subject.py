@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from shardwright.ir.cluster import Cluster
     from shardwright.ir.estimate import Estimate
     from shardwright.ir.model_graph import ModelGraph
-    from shardwright.ir.recipe import Recipe
-    from shardwright.plan.plan import Plan
+    from shardwright.ir.recipe import DataSection, Recipe
+    from shardwright.plan.plan import Plan, PlanData
 
 PREDICTION_NOISE = 1e-6  # of the step time: what another machine's floating point may differ by
 
@@ -92,9 +92,25 @@ def read_folder(name: str) -> Subject:
                 f"`shardwright compile {name}/recipe.resolved.json -o {name}`.",
             )
         ) from None
-    recipe = load_recipe(folder / "recipe.resolved.json")
-    sized = dataclasses.replace(recipe.cluster, nodes=plan.nodes)  # `auto` was settled by the compile
-    recipe = dataclasses.replace(recipe, cluster=sized)
+    recipe = _as_compiled(load_recipe(folder / "recipe.resolved.json"), plan)
     cluster = resolve_cluster(recipe.cluster)
     estimate = estimate_strategy(recipe, graph, cluster, plan.strategy)
     return Subject(name=name, recipe=recipe, graph=graph, cluster=cluster, estimate=estimate, plan=plan)
+
+
+def _as_compiled(recipe: Recipe, plan: Plan) -> Recipe:
+    """`nodes: auto` was settled by the compile, and relative paths start where the recipe lay then."""
+    held_out = recipe.validation
+    if held_out is not None and held_out.data is not None and plan.validation is not None and plan.validation.data:
+        held_out = dataclasses.replace(held_out, data=_with_paths(held_out.data, plan.validation.data))
+    return dataclasses.replace(
+        recipe,
+        cluster=dataclasses.replace(recipe.cluster, nodes=plan.nodes),
+        data=None if recipe.data is None else _with_paths(recipe.data, plan.data),
+        validation=held_out,
+    )
+
+
+def _with_paths(data: DataSection, plan: PlanData) -> DataSection:
+    parts = tuple(_with_paths(*each) for each in zip(data.mixture, plan.mixture, strict=True))
+    return dataclasses.replace(data, path=plan.path, mixture=parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,9 +58,16 @@ def _mismatch(verdict: Verdict) -> Diagnostic:
 
 
 def _as_json(path: str, verdict: Verdict) -> str:
-    checks = [{**dataclasses.asdict(check), "passed": check.passed} for check in verdict.checks]
+    checks = [
+        {**dataclasses.asdict(check), "worst": _number(check.worst), "passed": check.passed} for check in verdict.checks
+    ]
     document = {"recipe": path, "same": verdict.same, **dataclasses.asdict(verdict), "checks": checks}
-    return json.dumps(document)
+    return json.dumps(document, allow_nan=False)
+
+
+def _number(worst: float) -> float | None:
+    """JSON has no infinity."""
+    return worst if math.isfinite(worst) else None
 
 
 def _as_text(name: str, verdict: Verdict) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from shardwright.cli.plan_table import GIB
 from shardwright.cli.tables import table_lines
 from shardwright.search.compare import PARTS, layout_words
 from shardwright.search.why_not import CHOSEN, LOSES, TOO_LARGE, WINS, Answer
+from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
     from shardwright.cli.subject import Subject
@@ -33,7 +33,7 @@ def run(name: str, overrides: Sequence[str], words: str, *, as_json: bool) -> in
     subject = read_subject(name, overrides)
     answer, freed = ask(subject, overrides, asked)
     print(
-        json.dumps(as_object(subject, asked, freed, answer)) if as_json else page(subject, asked, freed, answer),
+        strict_json(as_object(subject, asked, freed, answer)) if as_json else page(subject, asked, freed, answer),
         flush=True,
     )
     return 0

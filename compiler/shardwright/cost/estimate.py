@@ -7,6 +7,7 @@ from dataclasses import replace
 from shardwright.cost.constants import Constants, default_constants
 from shardwright.cost.hpz import is_faster, with_hpz
 from shardwright.cost.layout import Layout
+from shardwright.cost.measured import prediction_error
 from shardwright.cost.memory import estimate_memory, logits_are_peak
 from shardwright.cost.placement import make_layout
 from shardwright.cost.timing import estimate_time
@@ -17,7 +18,7 @@ from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.strategy import Strategy
 from shardwright.model.chunked import proved_chunked
-from shardwright.rules.registry import UNCOUNTABLE_CODES, check_layout
+from shardwright.rules.registry import check_layout, is_countable
 
 SECONDS_PER_DAY = 86_400
 
@@ -25,10 +26,11 @@ SECONDS_PER_DAY = 86_400
 def estimate_strategy(recipe: Recipe, graph: ModelGraph, cluster: Cluster, strategy: Strategy) -> Estimate:
     """Numbers for any layout whose world and batch work out; rules and memory decide `feasible`.
 
-    Raises Refusal (SW3101, SW3102 and every other broken rule) where they do not: there is nothing to count.
+    Raises Refusal (SW3101, SW3102, SW3115 and every other broken rule) where they do not, and for axes that the cost
+    model does not know: there is nothing to count.
     """
     diagnostics = check_layout(recipe, graph, cluster, strategy)
-    if any(d.code in UNCOUNTABLE_CODES for d in diagnostics):
+    if not is_countable(strategy, diagnostics):
         raise Refusal(*diagnostics)
     return price(recipe, graph, cluster, strategy, diagnostics)
 
@@ -92,7 +94,8 @@ def price_layout(layout: Layout, memory: Memory, diagnostics: tuple[Diagnostic, 
         diagnostics=diagnostics,
         memory=memory,
         time=time,
-        training=_training(layout.recipe, layout.cluster, time),
+        training=training_of(layout.recipe.training.known_steps, layout.cluster, time),
+        error=prediction_error(layout.recipe, layout.graph, layout.cluster, layout.strategy),
     )
 
 
@@ -127,8 +130,7 @@ def does_not_fit(memory: Memory, strategy: Strategy) -> Diagnostic:
     )
 
 
-def _training(recipe: Recipe, cluster: Cluster, time: Time) -> Training:
-    steps = recipe.training.known_steps
+def training_of(steps: int, cluster: Cluster, time: Time) -> Training:
     seconds = steps * time.step_seconds
     gpu_hours = seconds / 3600 * cluster.world_size
     price_per_hour = cluster.price_per_gpu_hour

@@ -202,13 +202,32 @@ def _too_little(plan: Plan, counts: list[int]) -> Exception:
         "SW6104",
         f"{name!r} gives {count} sequences of {t.sequence_length}{held}, fewer than "
         f"{'one' if empty else f'one global batch of {t.global_batch_size}'}",
-        "Add data, or lower training.global_batch_size or training.sequence_length.",
+        _more_sequences(plan, sum(counts)),
     )
 
 
-def validation_batches(count: int, rows_at_once: int, least: int) -> Indices:
-    """(batches, rows_at_once), at least `least` batches: every held-out row once, -1 where there is none left."""
-    batches = max(least, -(-count // rows_at_once))
+def _more_sequences(plan: Plan, count: int) -> str:
+    """What gives more rows of this kind of data: whole conversations are not cut from a stream as other text is."""
+    kinds = {part.kind for part in parts_of(plan.data)}
+    ways = ["add text", "lower training.sequence_length"]
+    if kinds == {"tokens"}:
+        ways = ["add rows"]
+    elif kinds == {"chat"}:
+        ways = ["add conversations"]
+        if not count:
+            ways.append("raise training.sequence_length (one counts where an answer begins within it)")
+        elif any(part.packing for part in parts_of(plan.data)):
+            ways.append("write `packing: false` for a row a conversation")
+    if plan.validation is not None and plan.validation.fraction is not None:
+        ways.append("lower validation.fraction")
+    ways += ["lower training.global_batch_size"] * bool(count)
+    shown = ways[0] if len(ways) == 1 else f"{', '.join(ways[:-1])}, or {ways[-1]}"
+    return f"{shown[0].upper()}{shown[1:]}."
+
+
+def validation_batches(count: int, rows_at_once: int, batches_at_once: int) -> Indices:
+    """(batches, rows_at_once), a multiple of `batches_at_once`: each held-out row once, -1 where none is left."""
+    batches = -(-count // (rows_at_once * batches_at_once)) * batches_at_once
     numbers = np.full(batches * rows_at_once, -1, dtype=np.int64)
     numbers[:count] = np.arange(count)
     return numbers.reshape(batches, rows_at_once)

@@ -7,6 +7,7 @@ trained.bin: one byte a token, 1 where it is a label; only where some are not. m
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -27,7 +28,8 @@ BUFFER_BYTES = 8 * 2**20
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """settings: of the Source; dtype: of tokens.bin; trained: labels among the tokens, None where all are;
-    empty: source files and records that held nothing."""
+    empty: source files and records that held nothing; digest: SHA-256 (hex) of all that was written, "" in what an
+    earlier version wrote."""
 
     format: int
     settings: str
@@ -39,6 +41,7 @@ class Manifest:
     largest_id: int
     source_bytes: int
     empty: int
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +68,15 @@ class Writer:
         self._trained = self._open("trained.bin") if masked else None
         self.tokens = self.documents = self.trained = self.empty = 0
         self.largest_id = -1
+        self._digest = hashlib.sha256()
         self._first = 0  # of the document that is being written
 
     def _open(self, name: str) -> BinaryIO:
         return (self.folder / name).open("wb", buffering=BUFFER_BYTES)
+
+    def _write(self, file: BinaryIO, data: bytes) -> None:
+        self._digest.update(data)
+        file.write(data)
 
     def add(self, ids: npt.NDArray[np.integer], trained: npt.NDArray[np.bool_] | None = None) -> None:
         """A whole document."""
@@ -78,11 +86,11 @@ class Writer:
 
     def extend(self, ids: npt.NDArray[np.integer], trained: npt.NDArray[np.bool_] | None = None) -> None:
         """A piece of a document, not empty."""
-        self._tokens.write(ids.astype(self.dtype).tobytes())
+        self._write(self._tokens, ids.astype(self.dtype).tobytes())
         self.tokens += len(ids)
         self.largest_id = max(self.largest_id, int(ids.max()))
         if self._trained is not None and trained is not None:
-            self._trained.write(trained.astype(np.uint8).tobytes())
+            self._write(self._trained, trained.astype(np.uint8).tobytes())
             self.trained += int(trained.sum())
 
     def end_document(self, closing: Sequence[int]) -> None:
@@ -93,7 +101,7 @@ class Writer:
         if closing:
             self.extend(np.asarray(closing, dtype=np.int32))
         self._first = self.tokens
-        self._ends.write(np.int64(self.tokens).tobytes())
+        self._write(self._ends, np.int64(self.tokens).tobytes())
         self.documents += 1
 
     def finish(self, *, settings: str, kind: str, source_bytes: int) -> Manifest:
@@ -110,6 +118,7 @@ class Writer:
             largest_id=self.largest_id,
             source_bytes=source_bytes,
             empty=self.empty,
+            digest=self._digest.hexdigest(),
         )
         with (self.folder / MANIFEST).open("w", encoding="utf-8") as file:
             json.dump(asdict(manifest), file)

@@ -73,7 +73,7 @@ class HubTokenizer:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer
 
-        self._hf = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self._hf = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         self.size = len(self._hf)
         self.end = [] if self._hf.eos_token_id is None else [int(self._hf.eos_token_id)]
         self.dtype = "uint16" if self.size <= 2**16 else "int32"
@@ -112,8 +112,9 @@ def load_tokenizer(name: str, folder: Path) -> Tokenizer:
         return HubTokenizer(folder / name)
     except Exception as error:  # whatever a broken file makes the tokenizer's code raise
         lines = str(error).strip().splitlines() or [type(error).__name__]
+        why = "it is Python code of its own, which is not run" if "trust_remote_code" in str(error) else lines[0][:300]
         raise refusal(
             "SW6121",
-            f"the tokenizer in {str(folder / name)!r} cannot be used: {lines[0][:300]}",
+            f"the tokenizer in {str(folder / name)!r} cannot be used: {why}",
             "Compile again with a data.tokenizer that AutoTokenizer.from_pretrained loads.",
         ) from None

@@ -8,7 +8,7 @@ from typing import Literal
 
 from shardwright.diagnostics.codes import CODES
 
-Severity = Literal["error", "warning"]
+Severity = Literal["error", "warning", "note"]
 KeyPath = tuple[str | int, ...]
 """Where in the recipe: ("parallelism", "tensor"); () is the document itself."""
 

@@ -5,11 +5,12 @@ Nothing of a recipe reaches the terminal raw: control characters, escapes and di
 
 from __future__ import annotations
 
+import functools
 import re
 import unicodedata
 from collections.abc import Callable, Iterable
 
-from shardwright.diagnostics.diagnostic import Diagnostic, Location, Source
+from shardwright.diagnostics.diagnostic import Diagnostic, Location, Severity, Source
 
 WIDEST = 100
 """Columns of a source line that are shown; longer lines are cut around the caret."""
@@ -23,6 +24,7 @@ _RESET, _BOLD, _RED, _YELLOW, _BLUE, _CYAN = (
     "\033[1;34m",
     "\033[1;36m",
 )
+_TONES: dict[Severity, str] = {"error": _RED, "warning": _YELLOW, "note": _BLUE}
 _LINE_BREAK = re.compile(r"\r\n|\r|\n")
 # The key is at fault, not its value: unknown, twice in a mapping, a merge key, not text.
 _KEY_CODES = frozenset({"SW1006", "SW1007", "SW1015", "SW1101", "SW2005"})
@@ -73,6 +75,8 @@ def to_json(diagnostic: Diagnostic, source: Source | None = None) -> dict[str, s
 
 def visible(text: str) -> str:
     """Text that cannot move the cursor, switch colours or reorder what stands beside it."""
+    if text.isascii() and text.isprintable():
+        return text
     return "".join(_visible(character) for character in text)
 
 
@@ -89,7 +93,7 @@ def _visible(character: str) -> str:
 
 def width(text: str) -> int:
     """Terminal columns: wide characters take two, combining ones none."""
-    return sum(_width(character) for character in text)
+    return len(text) if text.isascii() else sum(_width(character) for character in text)
 
 
 def _width(character: str) -> int:
@@ -99,7 +103,7 @@ def _width(character: str) -> int:
 
 
 def _block(diagnostic: Diagnostic, source: Source | None, paint: Paint) -> str:
-    tone = _RED if diagnostic.severity == "error" else _YELLOW
+    tone = _TONES[diagnostic.severity]
     head = (
         f"{paint(tone, f'{diagnostic.severity}[{diagnostic.code}]')}{paint(_BOLD, ': ' + visible(diagnostic.message))}"
     )
@@ -122,7 +126,7 @@ def _excerpt(place: Location | None, source: Source | None, tone: str, paint: Pa
     margin = " " * len(number)
     found = [f"{margin}{arrow} {visible(place.file)}:{place.line}:{place.column}"]
     text = source.texts.get(place.file) if source else None
-    lines = [] if text is None else _LINE_BREAK.split(text)
+    lines = () if text is None else _lines(text)
     if place.line <= len(lines):
         shown, indent, run = _cut(lines[place.line - 1], place)
         bar = paint(_BLUE, "|")
@@ -132,6 +136,12 @@ def _excerpt(place: Location | None, source: Source | None, tone: str, paint: Pa
             f"{margin} {bar} {' ' * indent}{paint(tone, '^' * run)}",
         ]
     return found
+
+
+@functools.lru_cache(maxsize=8)
+def _lines(text: str) -> tuple[str, ...]:
+    """Split once for all the findings of a file."""
+    return tuple(_LINE_BREAK.split(text))
 
 
 def _cut(line: str, place: Location) -> tuple[str, int, int]:

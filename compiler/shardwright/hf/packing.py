@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from shardwright.hf.flash import position_keywords
 from shardwright.hf.probe import isolated
 from shardwright.hf.skeleton import Skeleton
+from shardwright.ir.apart import tensor_apart
 from shardwright.ir.cut import Cut
 
 LENGTHS = ((7, 5, 12), (1, 16, 7))
@@ -33,16 +34,18 @@ def why_not_packed(model: PreTrainedModel, cut: Cut, input_ids: torch.Tensor) ->
     whole = model(
         input_ids=input_ids, use_cache=False, **position_keywords(model.config._attn_implementation, place)
     ).logits
+    if not whole.isfinite().all():
+        return "a tiny copy's logits are not finite"
     scale = TOLERANCE * max(1.0, float(whole.abs().max()))
     for row, lengths in enumerate(LENGTHS):
         at = 0
         for length in lengths:
             alone = model(input_ids=input_ids[row : row + 1, at : at + length], use_cache=False).logits[0]
-            off = float((whole[row, at : at + length] - alone).abs().max())
+            off = tensor_apart(whole[row, at : at + length], alone)
             if not off <= scale:
                 return f"a packed document's logits differ by {off:.1e} from its own"
             at += length
-    off = float((_in_pieces(model, cut, input_ids, place) - whole).abs().max())
+    off = tensor_apart(_in_pieces(model, cut, input_ids, place), whole)
     return "" if off <= scale else f"packed logits of isolated layers differ by {off:.1e} from the model's"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,20 +18,22 @@ Rows = list[dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Reference:
-    """unused: parameters that the loss does not reach: a plain optimizer leaves them alone, ZeRO's decays them."""
+    """unused: parameters that the loss does not reach: a plain optimizer leaves them alone, ZeRO's decays them.
+    held_out: step -> loss over the held-out rows after it."""
 
     losses: list[float]
     grad_norms: list[float]
     learning_rates: list[float]
     weights: dict[str, torch.Tensor]
     unused: frozenset[str]
+    held_out: dict[int, float] = field(default_factory=dict)
 
 
 def initial_model(config: dict[str, Any], seed: int) -> nn.Module:
     config = dict(config)
     torch.manual_seed(seed)
     model: nn.Module = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(config.pop("model_type"), **config), dtype=torch.float32
+        AutoConfig.for_model(config.pop("model_type"), **config), dtype=torch.float32, trust_remote_code=False
     )
     return model
 
@@ -48,10 +50,12 @@ def train(
     clipping: float,
     dtype: torch.dtype = torch.float32,
     own_loss: bool = True,
+    held_out: Rows | None = None,
+    every: int = 1,
 ) -> Reference:
     """blocks: per step. The loss is Hugging Face's own, sum over the predicted tokens / their number over all rows of
     the step. own_loss False: the model's own loss is another one, and next-token cross-entropy is taken from its
-    logits."""
+    logits. held_out: rows to evaluate after each `every` steps and after the last."""
     model.train()
     master = {n: p.detach().clone() for n, p in model.named_parameters()}
     decay = [p for p in master.values() if p.ndim >= 2]
@@ -67,15 +71,9 @@ def train(
         if buffer.is_floating_point():
             owner, _, leaf = buffer_name.rpartition(".")
             model.get_submodule(owner)._buffers[leaf] = buffer.float()
-    losses, norms, rates = [], [], []
+    losses, norms, rates, evaluations = [], [], [], {}
     for step, rows in enumerate(blocks, 1):
-        items = sum(int((r["labels"][:, 1:] != -100).sum()) for r in rows)
-        loss = torch.zeros(())
-        for r in rows:
-            if own_loss:
-                loss = loss + model(**r, use_cache=False, num_items_in_batch=items).loss
-            else:
-                loss = loss + next_token_loss(model, **r) / items
+        loss = mean_loss(model, rows, own_loss=own_loss)
         loss.backward()  # type: ignore[no-untyped-call]
         for name, p in model.named_parameters():
             master[name].grad = None if p.grad is None else p.grad.float()
@@ -91,11 +89,27 @@ def train(
         with torch.no_grad():
             for name, p in model.named_parameters():
                 p.copy_(master[name])
+        if held_out is not None and (step % every == 0 or step == len(blocks)):
+            with torch.no_grad():
+                evaluations[step] = float(mean_loss(model.eval(), held_out, own_loss=own_loss))
+            model.train()
         losses.append(float(loss.detach()))
         norms.append(norm)
         rates.append(rate)
     unused = frozenset(n for n, p in master.items() if p.grad is None)
-    return Reference(losses, norms, rates, {n: p.detach() for n, p in master.items()}, unused)
+    return Reference(losses, norms, rates, {n: p.detach() for n, p in master.items()}, unused, evaluations)
+
+
+def mean_loss(model: nn.Module, rows: Rows, *, own_loss: bool) -> torch.Tensor:
+    """Over the predicted tokens of all rows."""
+    items = sum(int((r["labels"][:, 1:] != -100).sum()) for r in rows)
+    loss = torch.zeros(())
+    for r in rows:
+        if own_loss:
+            loss = loss + model(**r, use_cache=False, num_items_in_batch=items).loss
+        else:
+            loss = loss + next_token_loss(model, **r) / items
+    return loss
 
 
 def next_token_loss(model: nn.Module, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:

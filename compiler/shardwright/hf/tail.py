@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from shardwright.hf.skeleton import forward_replaced
+from shardwright.ir.apart import share_apart, worst
 
 TOLERANCE = 1e-6
 """Of the largest logit: a matrix product of fewer rows may sum in another order."""
@@ -80,16 +81,12 @@ def why_not_chunked(model: nn.Module, input_ids: torch.Tensor) -> str:
         return f"its head cannot be run alone: {(str(error).strip().splitlines() or [type(error).__name__])[0][:150]}"
     if chunks.shape != whole.shape:
         return f"the logits of its chunks are {tuple(chunks.shape)}, not {tuple(whole.shape)}"
-    off = _apart(chunks.detach(), whole.detach())
+    off = share_apart(chunks, whole, least=1.0)
     if not off <= TOLERANCE:
         return f"the logits of its chunks differ by {off:.1e}"
     pairs = zip(_gradients(chunks, parameters), _gradients(whole, parameters), strict=True)
-    off = max(_apart(a, b) for a, b in pairs)
+    off = worst(share_apart(a, b, least=1.0) for a, b in pairs)
     return "" if off <= 1e-4 else f"the gradients of its chunks differ by {off:.1e}"
-
-
-def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).abs().max() / b.abs().max().clamp(min=1.0))
 
 
 def _gradients(logits: torch.Tensor, parameters: list[nn.Parameter]) -> list[torch.Tensor]:

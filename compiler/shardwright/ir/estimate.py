@@ -56,10 +56,24 @@ class Training:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PredictionError:
+    """Mean absolute errors as shares, None where no measured run is of this kind; the reason says what kind that is
+    ("a CPU"), and is "" where there is a figure."""
+
+    step_time: float | None
+    memory: float | None
+    step_time_reason: str
+    memory_reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
+    """error: how far such predictions were off where they could be compared."""
+
     strategy: Strategy
     feasible: bool
     diagnostics: tuple[Diagnostic, ...]
     memory: Memory
     time: Time
     training: Training
+    error: PredictionError

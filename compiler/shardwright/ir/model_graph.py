@@ -5,6 +5,8 @@ Shape letters: S sequence length, H hidden size, F feed-forward size, V vocabula
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from dataclasses import dataclass
 
@@ -22,6 +24,11 @@ class Parameter:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+
+def hash_of_config(config: JsonObject) -> str:
+    """sha256 (hex), whatever the order of the keys."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
 CHECKPOINTING = ("none", "selective", "full")

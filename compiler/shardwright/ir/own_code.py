@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 
@@ -15,3 +16,8 @@ class OwnCode:
     config_class: str
     model_class: str
     files: tuple[tuple[str, str], ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 (hex) over all the files' names and contents."""
+        return hashlib.sha256(repr(self.files).encode()).hexdigest()

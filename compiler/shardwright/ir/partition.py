@@ -75,6 +75,16 @@ class ParameterSplit:
             offset += block
         return tuple(found)
 
+    def verify(self) -> None:
+        if self.dimension is None:
+            return
+        if not 0 <= self.dimension < len(self.shape) or self.copies < 1 or len(self.sizes) % self.copies:
+            raise ValueError(f"{self.name}: no cut of {self.shape} at dimension {self.dimension}")
+        full = self.shape[self.dimension]
+        whole = sum(self.sizes) == self.copies * full and sum(self.blocks) == full
+        if not whole or any(sum(n for _, n in self.pieces(r)) != size for r, size in enumerate(self.sizes)):
+            raise ValueError(f"{self.name}: {self.sizes} do not cut {self.shape} at dimension {self.dimension}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleSplit:
@@ -109,10 +119,6 @@ class TensorParallelMap:
     def verify(self) -> None:
         for module in self.modules:
             for p in module.parameters:
-                if p.dimension is not None and (
-                    sum(p.sizes) != p.copies * p.shape[p.dimension]
-                    or sum(p.blocks) != p.shape[p.dimension]
-                    or len(p.sizes) != self.degree
-                    or any(sum(n for _, n in p.pieces(r)) != size for r, size in enumerate(p.sizes))
-                ):
-                    raise ValueError(f"{p.name}: {p.sizes} do not cut {p.shape} at dimension {p.dimension}")
+                p.verify()
+                if p.dimension is not None and len(p.sizes) != self.degree:
+                    raise ValueError(f"{p.name} is cut for {len(p.sizes)} ranks, not {self.degree}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardwright.diagnostics import KeyPath, Source
 from shardwright.ir.json_value import JsonObject
@@ -80,6 +80,7 @@ class TrainingSection:
     gradient_clipping: float
     seed: int
     days_at_most: float | None
+    stop_after_nonfinite: int = 10  # losses in a row; 0 = never
 
     @property
     def known_steps(self) -> int:
@@ -153,11 +154,20 @@ class AssumeSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmContainer:
+    """image: as enroot names it. mounts: /host/path:/path or /host/path:/path:flags."""
+
+    image: str
+    mounts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmSection:
     """The options of the Slurm job, as sbatch names them.
 
     signal_seconds: how long before the time limit the job is told to save and stop.
-    gres: None is --gpus-per-node with the plan's number. cpus_per_node: None is what the node gives.
+    gres: None is --gpus-per-node with the plan's number. cpus_per_node, mem: None is what the cluster gives.
+    extra: further words behind #SBATCH.
     """
 
     account: str | None = None
@@ -169,13 +179,24 @@ class SlurmSection:
     gres: str | None = None
     cpus_per_node: int | None = None
     exclusive: bool = True
+    mem: str | None = None
+    exclude: str | None = None
+    constraint: str | None = None
+    reservation: str | None = None
+    extra: tuple[str, ...] = ()
+    container: SlurmContainer | None = None
+
+
+POD_CONTAINER = "ranks"
+POD_LABEL = "app.kubernetes.io/name"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KubernetesSection:
     """directory: the compiled folder in the pods, inside mount_path, where volume_claim is mounted.
 
-    secret: holds launch.env_from's values. restarts: of a pod, before the job fails.
+    secret: holds launch.env_from's values. restarts: of a pod (job) or all pods (jobset), before the job fails.
+    labels: of the Job or JobSet. pod_patch: merged into the pod template.
     """
 
     image: str
@@ -186,6 +207,9 @@ class KubernetesSection:
     secret: str | None
     gpu_resource: str
     restarts: int
+    kind: str = "job"  # job | jobset
+    labels: Mapping[str, str] = field(default_factory=dict)
+    pod_patch: JsonObject = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

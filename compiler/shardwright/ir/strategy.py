@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+UNPRICED_AXES = ("expert", "context")
+"""Axes that the cost model does not know: beyond 1 there are no numbers for a layout."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
@@ -25,7 +28,7 @@ class Strategy:
 
     @property
     def world_size(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.context * self.data
 
     @property
     def stages(self) -> int:

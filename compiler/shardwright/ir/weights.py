@@ -22,3 +22,8 @@ TOKENIZER_PATTERNS: tuple[str, ...] = (
     "chat_template*",
     "*.model",
 )
+
+
+def weights_words(weights: str) -> str:
+    """`model.weights` as every summary says it: who brings data of his own shall see what is trained on it."""
+    return "weights pretrained" if weights == "pretrained" else "weights random (from scratch)"

@@ -6,9 +6,9 @@ and unquoted words are allowed. The Trainer and Accelerate read it with `json` (
 
 from __future__ import annotations
 
+import errno
 import json
 import math
-import os
 import re
 import sys
 from collections.abc import Mapping
@@ -19,6 +19,7 @@ from shardwright.diagnostics import Diagnostic, KeyPath, Location, Refusal, Sour
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.recipe.events import Lines
 from shardwright.recipe.read_json import json_events
+from shardwright.safe_read import is_too_deep, read_regular
 
 STDIN = "<stdin>"
 MOST_BYTES = 512 * 1024
@@ -53,12 +54,16 @@ def read_file(path: str) -> str:
     """ "-" is standard input. Raises Refusal: SW4001, SW4002, SW4003, SW4009."""
     name = STDIN if path == "-" else path
     try:
-        data = sys.stdin.buffer.read(MOST_BYTES + 1) if path == "-" else _bytes(path)
+        data = _standard_input() if path == "-" else read_regular(path, MOST_BYTES)
+    except IsADirectoryError:
+        help = "Name the file, such as ds_config.json inside it."
+        raise _refused(name, "SW4002", f"{path} is a folder", help) from None
     except OSError as error:
-        cause = os.strerror(error.errno) if error.errno else str(error)
-        raise _refused(name, "SW4001", f"{path} cannot be read: {cause}", "Check the path and its rights.") from None
-    if len(data) > MOST_BYTES:
-        raise _refused(name, "SW4009", f"{path} is larger than {MOST_BYTES // 1024} KiB", "Is it a ds_config.json?")
+        if error.errno == errno.EFBIG:
+            message = f"{path} is larger than {MOST_BYTES // 1024} KiB"
+            raise _refused(name, "SW4009", message, "Is it a ds_config.json?") from None
+        message = f"{path} cannot be read: {error.strerror or error}"
+        raise _refused(name, "SW4001", message, "Check the path and its rights; `-` is standard input.") from None
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -66,11 +71,11 @@ def read_file(path: str) -> str:
         raise _refused(name, "SW4003", message, "Save it as UTF-8.") from None
 
 
-def _bytes(path: str) -> bytes:
-    if os.path.isdir(path):
-        raise _refused(path, "SW4002", f"{path} is a folder", "Name the file, such as ds_config.json inside it.")
-    with open(path, "rb") as file:
-        return file.read(MOST_BYTES + 1)
+def _standard_input() -> bytes:
+    data = sys.stdin.buffer.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise OSError(errno.EFBIG, "it is too large")
+    return data
 
 
 def read_document(name: str, text: str) -> Document:
@@ -80,6 +85,8 @@ def read_document(name: str, text: str) -> Document:
     bare = _blank(text)
     try:
         config, is_json, placed = _parse(name, text, bare)
+        if is_too_deep(config):
+            raise RecursionError
     except RecursionError:
         raise _refused(name, "SW4009", f"{name} is nested too deeply", "Is it a ds_config.json?", text) from None
     places = _places(bare) if placed else _Places()

@@ -39,7 +39,7 @@ class Found:
     fix: tuple[Edit, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Subject:
     """declared: `--for` was given. world_size: ranks, or None. is_json: no Hjson in the file."""
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.lease import holder
 from shardwright.lower.lower import EXECUTABLE_FILES, MARKER, MARKER_TEXT
 from shardwright.plan.build import ARTIFACT_ROOTS, FOLDER_ROOTS, RUN_DIRECTORY
 
@@ -69,15 +70,15 @@ def _check_parent(directory: Path) -> None:
 
 
 def _run_is_alive(directory: Path) -> bool:
-    """`run` holds this lock for as long as its ranks live."""
+    """Here `run` holds a lock for as long as its ranks live; on any host they, or rank 0 alone, have a lease."""
     try:
         with (directory / RUN_DIRECTORY / "lock").open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
-        return False  # never run
-    return False
+        pass  # never run
+    return holder(directory / RUN_DIRECTORY / "lease") is not None
 
 
 def write_folder(directory: Path, files: Mapping[str, bytes]) -> None:

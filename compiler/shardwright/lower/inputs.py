@@ -12,6 +12,7 @@ from shardwright.ir.weights import TOKENIZER_PATTERNS
 from shardwright.plan.build import HOSTFILE, MODEL_DIRECTORY, SETUP_SCRIPT, TOKENIZER_DIRECTORY
 from shardwright.plan.hosts import read_hosts
 from shardwright.plan.plan import Plan
+from shardwright.safe_read import read_regular, read_regular_text
 
 
 def copied_inputs(recipe: Recipe, cluster: Cluster, tokenizer: Path | None) -> dict[str, bytes]:
@@ -68,7 +69,7 @@ def _hostfile(recipe: Recipe, cluster: Cluster) -> dict[str, bytes]:
     if path is None:
         return {}
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_regular_text(path)
     except (OSError, UnicodeDecodeError) as error:
         cause = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise Refusal(
@@ -88,7 +89,7 @@ def _setup_script(recipe: Recipe) -> dict[str, bytes]:
     if path is None:
         return {}
     try:
-        return {SETUP_SCRIPT: Path(path).read_bytes()}
+        return {SETUP_SCRIPT: read_regular(path)}
     except OSError as error:
         raise Refusal(
             Diagnostic(

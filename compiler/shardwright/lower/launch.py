@@ -7,7 +7,8 @@ import shlex
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from shardwright.diagnostics import Diagnostic
-from shardwright.ir.recipe import LaunchSection, Recipe
+from shardwright.ir.recipe import POD_CONTAINER, LaunchSection, Recipe
+from shardwright.lower.pod_patch import with_pod_patch
 from shardwright.plan.build import NEEDS_HOSTS, launcher_of
 from shardwright.plan.hosts import SAFE_UNQUOTED
 from shardwright.plan.plan import Plan
@@ -25,17 +26,26 @@ TEMPLATES: dict[str, dict[str, str]] = {
         "launch/job.yaml": "kubernetes_job.yaml.j2",
         "launch/node.sh": "node.sh.j2",
     },
+    "jobset": {
+        "launch.sh": "kubernetes.sh.j2",
+        "launch/jobset.yaml": "kubernetes_jobset.yaml.j2",
+        "launch/node.sh": "node.sh.j2",
+    },
 }
-"""launcher -> path in the compiled folder -> template"""
+"""launcher, or its kind -> path in the compiled folder -> template"""
+
+PATCHED = ("launch/job.yaml", "launch/jobset.yaml")
 
 SCRIPTS: frozenset[str] = frozenset(path for files in TEMPLATES.values() for path in files if path.endswith(".sh"))
 
 
 def launch_files(plan: Plan) -> dict[str, bytes]:
     """Path in the compiled folder -> content. No host's name: those are bound when the run starts."""
-    files = {
-        path: render(f"launch/{template}", plan, path) for path, template in TEMPLATES[plan.launch.launcher].items()
-    }
+    kubernetes = plan.launch.kubernetes
+    kind = "jobset" if kubernetes is not None and kubernetes.kind == "jobset" else plan.launch.launcher
+    files = {path: render(f"launch/{template}", plan, path) for path, template in TEMPLATES[kind].items()}
+    if kubernetes is not None and kubernetes.pod_patch:
+        files |= {path: with_pod_patch(files[path], kubernetes.pod_patch) for path in PATCHED if path in files}
     files["train.py"] = render("launch/train.py.j2", plan, "train.py")
     if plan.launch.hostfile is not None:  # one that the recipe names replaces it
         files[plan.launch.hostfile] = render("launch/hostfile.j2", plan, plan.launch.hostfile)
@@ -68,6 +78,40 @@ def check_launch(recipe: Recipe) -> tuple[Diagnostic, ...]:
     if launcher in NEEDS_HOSTS:
         found.extend(_unquoted(launch, launcher))
     return tuple(found)
+
+
+def unseen_paths(plan: Plan) -> tuple[Diagnostic, ...]:
+    """Warnings for what the ranks read or write and their container or pod, by the recipe, does not mount. An image may
+    have it all the same."""
+    slurm, kubernetes = plan.launch.slurm, plan.launch.kubernetes
+    if slurm is not None and slurm.container is not None:
+        mounted = tuple(mount.split(":")[1] for mount in slurm.container.mounts)
+        where, help = "launch.slurm.container.mounts", "Add it there, or name the path as the container has it."
+    elif kubernetes is not None:
+        mounted = (kubernetes.mount_path,)
+        where, help = "launch.kubernetes.mount_path", "Bring it to the volume, and name it as the pods see it."
+    else:
+        return ()
+    parts = [
+        part for data in (plan.data, plan.validation and plan.validation.data) if data for part in (data, *data.mixture)
+    ]
+    named = [(("data", "path"), part.path) for part in parts if part.path != "python-stdlib"]
+    named += [(("model", "source"), plan.model.weights_path), (("checkpoint", "directory"), plan.checkpoint.directory)]
+    return tuple(
+        Diagnostic(
+            code="SW5209",
+            severity="warning",
+            message=f"{'.'.join(key)}: {path} is not below {' or '.join(mounted) or 'any of'} ({where})",
+            help=help,
+            key=key,
+        )
+        for key, path in dict.fromkeys(named)
+        if path is not None and path.startswith("/") and not any(_below(path, folder) for folder in mounted)
+    )
+
+
+def _below(path: str, folder: str) -> bool:
+    return f"{path}/".startswith(f"{folder.rstrip('/')}/")
 
 
 def _unquoted(launch: LaunchSection, launcher: str) -> list[Diagnostic]:
@@ -105,5 +149,5 @@ def render(template: str, plan: Plan, path: str) -> str:
     environment.filters["kubernetes_name"] = kubernetes_name
     # root: the compiled folder, from the script's own.
     return environment.get_template(template).render(
-        plan=plan, launch=plan.launch, path=path, root="../" * path.count("/")
+        plan=plan, launch=plan.launch, path=path, root="../" * path.count("/"), container=POD_CONTAINER
     )

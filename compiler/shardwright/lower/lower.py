@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.model_graph import ModelGraph
@@ -10,6 +13,7 @@ from shardwright.ir.recipe import Recipe
 from shardwright.lower.accelerate import CONFIG, PLAIN, TRAINER, has_accelerate, plain_config, trainer_config
 from shardwright.lower.ds_config import checked, ds_config
 from shardwright.lower.launch import SCRIPTS, launch_files, render
+from shardwright.plan.build import DS_CONFIG, MODEL_DIRECTORY, PLAN_FILE, TOKENIZER_DIRECTORY
 from shardwright.plan.graph_file import GRAPH_FILE, graph_to_json
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import plan_to_json
@@ -20,17 +24,27 @@ EXECUTABLE_FILES = SCRIPTS
 
 
 def lower(plan: Plan, recipe: Recipe, graph: ModelGraph) -> dict[str, bytes]:
-    """Path relative to the compiled folder -> content. Depends on nothing but its arguments and the templates."""
+    """Path relative to the compiled folder -> content, without plan.json (`sealed`). Depends on nothing but its
+    arguments and the templates."""
     return {
         MARKER: MARKER_TEXT,
-        "plan.json": plan_to_json(plan).encode("utf-8"),
-        "ds_config.json": json_bytes(checked(ds_config(plan))),
+        DS_CONFIG: json_bytes(checked(ds_config(plan))),
         "recipe.resolved.json": json_bytes(recipe.document),
         plan.model.config_file: json_bytes(graph.config),
         GRAPH_FILE: graph_to_json(graph).encode("utf-8"),
         **launch_files(plan),
         **_accelerate(plan),
     }
+
+
+def sealed(plan: Plan, files: Mapping[str, bytes]) -> tuple[Plan, dict[str, bytes]]:
+    """The plan with the digests of what a run reads as data, and the files with plan.json. Scripts may be edited, a
+    model's own code has digests of its own, and the rest is for readers."""
+    own = {f"{MODEL_DIRECTORY}/{name}" for name, _ in (plan.model.own_code.files if plan.model.own_code else ())}
+    read = [name for name in files if name == DS_CONFIG or name.split("/")[0] in (MODEL_DIRECTORY, TOKENIZER_DIRECTORY)]
+    digests = {name: hashlib.sha256(files[name]).hexdigest() for name in sorted(set(read) - own)}
+    plan = replace(plan, digests=digests)
+    return plan, {**files, PLAN_FILE: plan_to_json(plan).encode("utf-8")}
 
 
 def _accelerate(plan: Plan) -> dict[str, bytes]:

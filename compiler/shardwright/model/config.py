@@ -17,26 +17,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from shardwright.diagnostics import Diagnostic, KeyPath, Refusal
 from shardwright.hf.floats import tagged, untagged
 from shardwright.ir.json_value import JsonObject, JsonValue
+from shardwright.model.config_values import size_problem
 from shardwright.model.own_code import FINGERPRINT
+from shardwright.model.popular.shipped import published_keys
 from shardwright.model.refusals import encoder_decoder, no_causal_lm, unknown_type
 from shardwright.model.support import support
 
-# Sizes that must be at least one, by transformers' common names.
-_SIZES = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-    "intermediate_size",
-    "n_inner",
-    "max_position_embeddings",
-    "head_dim",
-)
-# Each layer becomes a module, even on the meta device: ten times the deepest published models.
-MOST_LAYERS = 2048
 # Read by transformers from any configuration although no class lists them.
-_COMMON_KEYS = {"model_type", "torch_dtype", "rope_theta", "rope_scaling", "transformers_version", "_name_or_path"}
+COMMON_KEYS = {"model_type", "torch_dtype", "rope_theta", "rope_scaling", "transformers_version", "_name_or_path"}
 # Say who wrote the configuration and where it lay, not what the model is.
 _VOLATILE_KEYS = ("transformers_version", "_name_or_path", "_attn_implementation", "_attn_implementation_autoset")
 
@@ -63,7 +51,7 @@ def resolve_config(config: JsonObject, key: KeyPath, inline: bool) -> Pretrained
         probe = config_class()
     except Exception as error:  # some types have no defaults that agree with each other
         raise Refusal(contradiction(error, key)) from None
-    known = {*probe.to_dict(), *config_class.attribute_map, *_COMMON_KEYS}
+    known = {*probe.to_dict(), *config_class.attribute_map, *COMMON_KEYS, *published_keys(model_type)}
     diagnostics: list[Diagnostic] = []
     config = untagged(config)
     for name, value in config.items():
@@ -133,7 +121,13 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _value_problem(probe: PretrainedConfig, name: str, value: JsonValue) -> str:
-    """Why `value` cannot be `name`, or "". transformers' configurations check a field's type when it is set."""
+    """Why `value` cannot be `name`, or ""."""
+    canonical = {v: k for k, v in probe.attribute_map.items()}.get(name, name)
+    return refused_value(probe, name, value) or size_problem(canonical, name, value)
+
+
+def refused_value(probe: PretrainedConfig, name: str, value: JsonValue) -> str:
+    """What the class itself says, or "": transformers' configurations check a field's type when it is set."""
     if name in ("model_type", "torch_dtype", "rope_parameters", "rope_scaling", *_VOLATILE_KEYS) or isinstance(
         value, Mapping
     ):
@@ -142,13 +136,6 @@ def _value_problem(probe: PretrainedConfig, name: str, value: JsonValue) -> str:
         setattr(probe, name, value)
     except Exception as error:
         return f"is refused: {_one_line(error)}"
-    canonical = {v: k for k, v in probe.attribute_map.items()}.get(name, name)
-    if canonical in _SIZES and isinstance(value, int | float) and value < 1:
-        return "is not a positive size"
-    if canonical == "num_hidden_layers" and isinstance(value, int) and value > MOST_LAYERS:
-        return f"is beyond {MOST_LAYERS}, the most layers that this version builds"
-    if name.endswith(("dropout", "pdrop")) and isinstance(value, int | float) and not 0 <= value < 1:
-        return "is not a probability below 1"
     return ""
 
 

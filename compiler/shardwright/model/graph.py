@@ -5,8 +5,6 @@ Shape letters: S sequence length, H hidden size, F feed-forward size, V vocabula
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -19,7 +17,7 @@ from shardwright.hf.flash import flash_stand_in
 from shardwright.hf.probe import Probed
 from shardwright.hf.sizes import size_of
 from shardwright.ir.json_value import JsonObject
-from shardwright.ir.model_graph import ModelGraph, Parameter
+from shardwright.ir.model_graph import ModelGraph, Parameter, hash_of_config
 from shardwright.ir.recipe import FLASH
 from shardwright.model.config import config_json, contradiction, resolve_config, text_config
 from shardwright.model.layers import Shapes, make_layer
@@ -72,13 +70,15 @@ def _on_meta(hf_config: PretrainedConfig, attention: str | None, key: KeyPath) -
     try:
         with torch.device("meta"):
             # float32: the size of an element is the cost model's business, and half types need no support here.
-            return AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, attn_implementation=attention)
+            return AutoModelForCausalLM.from_config(
+                hf_config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
+            )
     except Exception as error:
         raise Refusal(contradiction(error, key)) from None
 
 
 def _check_flash(hf_config: PretrainedConfig, attention: str) -> None:
-    if attention == FLASH and (error := flash_error(hf_config)) > FLASH_TOLERANCE:
+    if attention == FLASH and not (error := flash_error(hf_config)) <= FLASH_TOLERANCE:
         raise Refusal(
             Diagnostic(
                 code="SW2008",
@@ -138,7 +138,7 @@ def _measure(
         model_type=hf_config.model_type,
         architecture=type(model).__name__,
         config=plain,
-        config_hash=hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest(),
+        config_hash=hash_of_config(plain),
         hidden_size=hidden,
         feed_forward_size=shapes_of_text.feed_forward,
         vocabulary_size=shapes_of_text.vocabulary,

@@ -17,15 +17,11 @@ FINGERPRINT = "own_code_sha256"
 """Key of the configuration that makes its hash depend on the code too."""
 
 
-def needs_own_code(config: JsonObject) -> bool:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    return "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING_NAMES
-
-
 def settle(section: ModelSection, config: JsonObject) -> JsonObject:
     """`config` without `auto_map`, which names Python files beside the weights; their classes are imported where
     transformers does not have the type itself."""
+    from shardwright.hf.own_code import needs_own_code
+
     if needs_own_code(config):
         return adopt(section, config)
     return {name: value for name, value in config.items() if name != "auto_map"}
@@ -36,39 +32,38 @@ def adopt(section: ModelSection, config: JsonObject) -> JsonObject:
 
     Errors: SW2014 not trusted, or no code to run; SW2018 the code does not load.
     """
-    from shardwright.hf.own_code import fingerprint, register
+    from shardwright.hf.own_code import register
 
     folder, code = find(section, config)
     try:
         register(folder, code)
     except Exception as error:  # whatever a stranger's module raises on import
         raise Refusal(_broken(section, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")) from None
-    return {**{k: v for k, v in config.items() if k != "auto_map"}, FINGERPRINT: fingerprint(code)}
+    return {**{k: v for k, v in config.items() if k != "auto_map"}, FINGERPRINT: code.fingerprint}
 
 
 def locate_own_code(section: ModelSection) -> tuple[Path, OwnCode] | None:
     """Of a model that is trusted and that has code of its own; the compiled folder takes these files along."""
     if section.trust_remote_code is None or section.source is None:
         return None
+    from shardwright.hf.own_code import needs_own_code
+
     config = _config(section)
     return find(section, config) if needs_own_code(config) else None
 
 
 def find(section: ModelSection, config: JsonObject) -> tuple[Path, OwnCode]:
     """The folder of the code and what is in it. Runs nothing. Errors: as adopt's."""
-    from shardwright.hf.own_code import describe
+    from shardwright.hf.own_code import NoClasses, own_code_in
 
     source = section.source or ""
     if section.trust_remote_code is None:
         raise Refusal(_not_trusted(source, config))
-    auto_map = config.get("auto_map")
-    classes = auto_map if isinstance(auto_map, dict) else {}
-    references = [classes.get("AutoConfig"), classes.get("AutoModelForCausalLM")]
-    if not all(isinstance(r, str) and r.count(".") == 1 and "--" not in r for r in references):
-        raise Refusal(_no_classes(source))
     try:
         folder = Path(source) if Path(source).is_absolute() else _downloaded(section)
-        return folder, describe(folder, str(references[0]), str(references[1]))
+        return folder, own_code_in(folder, config)
+    except NoClasses:
+        raise Refusal(_no_classes(source)) from None
     except (OSError, ValueError, SyntaxError) as error:
         raise Refusal(_broken(section, " ".join(str(error).split())[:200])) from None
 

@@ -18,6 +18,7 @@ from shardwright.hf.adapters import adapt
 from shardwright.hf.packing import why_not_packed
 from shardwright.hf.probe import NotCuttable, Probed, find_cut, find_together, probe
 from shardwright.hf.shrink import VOCABULARY, shrink
+from shardwright.ir.apart import share_apart
 from shardwright.ir.cut import Cut, Range
 from shardwright.ir.recipe import FLASH
 
@@ -105,7 +106,7 @@ def flash_error(config: PretrainedConfig) -> float:
         plain.load_state_dict(model.state_dict())
         adapt(plain.train())
         given, wanted = (m(input_ids=tokens, use_cache=False).logits for m in (model, plain))
-    return float((given - wanted).abs().max() / wanted.abs().max())
+    return share_apart(given, wanted)
 
 
 @functools.lru_cache(maxsize=256)
@@ -121,7 +122,9 @@ def _together(model_type: str, text: str, attention: str | None) -> tuple[Range,
 
 def _build(model_type: str, text: str, attention: str | None) -> PreTrainedModel:
     config = CONFIG_MAPPING[model_type].from_dict(json.loads(text))
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    return AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
+    )
 
 
 def _random_model(model_type: str, text: str, attention: str | None) -> PreTrainedModel:

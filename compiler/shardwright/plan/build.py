@@ -39,6 +39,8 @@ from shardwright.plan.plan import (
 from shardwright.plan.ranks import BYTES_PER_ELEMENT, place_ranks
 from shardwright.plan.zero import zero_section
 
+PLAN_FILE = "plan.json"
+DS_CONFIG = "ds_config.json"
 MODEL_DIRECTORY = "model"
 CONFIG_FILE = f"{MODEL_DIRECTORY}/config.json"
 TOKENIZER_DIRECTORY = "tokenizer"
@@ -48,8 +50,8 @@ RUN_DIRECTORY = "run"
 FOLDER_ROOTS: tuple[str, ...] = ("accelerate", "launch", MODEL_DIRECTORY, TOKENIZER_DIRECTORY)
 ARTIFACT_ROOTS: tuple[str, ...] = (
     ".shardwright",
-    "plan.json",
-    "ds_config.json",
+    PLAN_FILE,
+    DS_CONFIG,
     "ds_config.autotp.json",
     "recipe.resolved.json",
     GRAPH_FILE,
@@ -121,6 +123,7 @@ def build_plan(
             gradient_clipping=recipe.training.gradient_clipping,
             seed=recipe.training.seed,
             epochs=recipe.training.epochs,
+            stop_after_nonfinite=recipe.training.stop_after_nonfinite,
         ),
         optimizer=PlanOptimizer(
             name=recipe.training.optimizer.name,
@@ -143,7 +146,7 @@ def build_plan(
         extra=recipe.extra,
         tracking=recipe.tracking,
         validation=_validation(recipe),
-        lora=_lora(recipe, graph),
+        lora=plan_lora(recipe, graph),
     )
 
 
@@ -265,7 +268,7 @@ def _tokenizer(data: DataSection) -> str | None:
     return "byte" if data.tokenizer == "byte" else TOKENIZER_DIRECTORY
 
 
-def _lora(recipe: Recipe, graph: ModelGraph) -> PlanLora | None:
+def plan_lora(recipe: Recipe, graph: ModelGraph) -> PlanLora | None:
     if recipe.lora is None:
         return None
     return PlanLora(
@@ -310,7 +313,7 @@ def _launch(launch: LaunchSection, nodes: int) -> PlanLaunch:
         env=tuple(sorted(launch.env.items())),
         env_from=tuple(sorted(set(launch.env_from))),
         setup_script=None if launch.setup_script is None else SETUP_SCRIPT,
-        slurm=(launch.slurm or SlurmSection()) if launcher == "slurm" else None,
+        slurm=(launch.slurm or SlurmSection(mem="0")) if launcher == "slurm" else None,
         kubernetes=launch.kubernetes if launcher == "kubernetes" else None,
     )
 

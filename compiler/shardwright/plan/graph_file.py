@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.ir.model_graph import Layer, ModelGraph
+from shardwright.safe_read import parse_json
 
 GRAPH_FILE = "model_graph.json"
 _NAME = "*"
@@ -33,7 +34,7 @@ def graph_from_json(text: str) -> ModelGraph:
     """Raises ValueError (pydantic's ValidationError is one) where the text is no graph."""
     from pydantic import TypeAdapter
 
-    document = json.loads(text)
+    document: Any = parse_json(text)
     try:
         kinds = document.pop("layer_kinds")
         document["layers"] = [_layer(name, kinds[number]) for name, number in document["layers"]]

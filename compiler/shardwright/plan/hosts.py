@@ -12,7 +12,8 @@ SAFE_UNQUOTED = re.compile(r"[A-Za-z0-9_@%+=:,./-]*")
 DeepSpeed puts quotes around the rest that nobody takes off (launcher/multinode_runner.py)."""
 
 # DeepSpeed's own pattern (launcher/runner.py) also accepts text after the slots; that text would be ignored in silence.
-_HOST_LINE = re.compile(r"([A-Za-z0-9_@%+=:,.-]+)\s+slots=([0-9]{1,6})")
+_HOST_LINE = re.compile(r"((?:{name}@)?{name})\s+slots=([0-9]{{1,6}})".format(name=r"[A-Za-z0-9_][A-Za-z0-9_.-]*"))
+_COLON = re.compile(r"([^\s:]+):([^\s:]*)(:\S*)?\s+slots=[0-9]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +37,7 @@ def read_hosts(path: str, text: str, nodes: int, gpus_per_node: int) -> tuple[Ho
             code="SW5203",
             message=f"hostfile line {host.place.line}: {host.name} has slots={host.slots}, the plan has "
             f"{gpus_per_node} ranks on each node",
-            help=f"Write slots={gpus_per_node}, or compile for cluster.gpus_per_node: {host.slots}.",
+            help=_clusters(hosts),
             location=host.place,
         )
         for host in hosts
@@ -59,6 +60,19 @@ def read_hosts(path: str, text: str, nodes: int, gpus_per_node: int) -> tuple[Ho
     return hosts
 
 
+def _clusters(hosts: tuple[Host, ...]) -> str:
+    """The clusters that can be made of these hosts, the one with the most GPUs first: every node has as many slots."""
+    by_slots = {slots: sum(host.slots >= slots for host in hosts) for slots in {host.slots for host in hosts} if slots}
+    sizes = sorted(by_slots.items(), key=lambda item: (-item[0] * item[1], -item[0]))[:3]
+    if not sizes:
+        return "Write slots=N, the number of the host's GPUs."
+    told = [f"nodes: {count}, gpus_per_node: {slots} ({slots * count} GPUs)" for slots, count in sizes]
+    named = " or ".join(told)
+    if len(by_slots) == 1:
+        return f"Compile for cluster.{named}."
+    return f"Compile for cluster.{named}; a host may offer fewer slots than it has GPUs, and others stay out."
+
+
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
@@ -72,15 +86,8 @@ def _parse(path: str, text: str) -> tuple[tuple[Host, ...], list[Diagnostic]]:
             continue
         place = Location(file=path, line=number, column=1, length=max(1, len(line.rstrip())))
         match = _HOST_LINE.fullmatch(stripped)
-        if match is None or match[1].startswith("-"):
-            errors.append(
-                Diagnostic(
-                    code="SW5201",
-                    message=f"hostfile line {number}: {stripped!r} is not `name slots=N`",
-                    help="One host a line: its name, a space and slots=N; comments on lines of their own.",
-                    location=place,
-                )
-            )
+        if match is None:
+            errors.append(_unreadable(number, stripped, place))
         elif match[1] in hosts:
             errors.append(
                 Diagnostic(
@@ -94,3 +101,17 @@ def _parse(path: str, text: str) -> tuple[tuple[Host, ...], list[Diagnostic]]:
         else:
             hosts[match[1]] = Host(name=match[1], slots=int(match[2]), place=place)
     return tuple(hosts.values()), errors
+
+
+def _unreadable(number: int, line: str, place: Location) -> Diagnostic:
+    colon = _COLON.fullmatch(line)
+    message = f"hostfile line {number}: {line!r} is not `name slots=N`"
+    help = "One host a line: its name, a space and slots=N; comments on lines of their own."
+    if colon is not None and colon[3] is None and colon[2].isdecimal():
+        message = f"hostfile line {number}: '{colon[1]}:{colon[2]}' is not a host's name: it has a port behind it"
+        name = colon[1].rpartition("@")[2]
+        help = f"Write `{colon[1]}` here, and the port in ~/.ssh/config: `Host {name}` and below it `Port {colon[2]}`."
+    elif colon is not None:  # pdsh reads what stands before a colon as the way to log in
+        message = f"hostfile line {number}: a host's name has no colon in it"
+        help = "Give a host with an IPv6 address a name, in DNS, /etc/hosts or ~/.ssh/config, and write that."
+    return Diagnostic(code="SW5201", message=message, help=help, location=place)

@@ -1,10 +1,12 @@
-"""Stage 6's output: everything decided. plan.json is this, field by field; the runtime reads nothing else.
+"""Stage 6's output: everything decided. plan.json is this, field by field; what else a run reads as data
+(ds_config.json, the model's configuration, the tokenizer) stands in it by its digest.
 
 Rules for change: adding a field with a default is a minor change; renaming or removing one raises PLAN_VERSION.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardwright.ir.cut import Cut
@@ -107,7 +109,10 @@ class PlanRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanTraining:
-    """steps: 0 where `epochs` is given: they are counted when the data is prepared."""
+    """steps: 0 where `epochs` is given: they are counted when the data is prepared.
+
+    stop_after_nonfinite: losses in a row that are no finite number, after which the run ends; 0 is never.
+    """
 
     sequence_length: int
     global_batch_size: int
@@ -117,6 +122,7 @@ class PlanTraining:
     gradient_clipping: float
     seed: int
     epochs: float | None = None
+    stop_after_nonfinite: int = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +214,9 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
+    """digests: file of the compiled folder -> sha256 (hex) of its bytes, for each that a run reads as data; {} in
+    folders that an earlier version compiled."""
+
     version: int
     name: str
     recipe_hash: str
@@ -233,6 +242,7 @@ class Plan:
     tracking: TrackingSection | None = None
     validation: PlanValidation | None = None
     lora: PlanLora | None = None
+    digests: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def boundaries(self) -> tuple[int, ...]:
@@ -251,6 +261,8 @@ class Plan:
         layers = [name for stage in self.stages for name in stage.layers]
         if len(layers) != len(set(layers)):
             raise ValueError("a layer is on two stages")
+        if outside := [name for name in self.digests if name.startswith("/") or ".." in name.split("/")]:
+            raise ValueError(f"{outside[0]!r} is not a file of the folder")
         for number, r in enumerate(self.ranks):
             if r.rank != number:
                 raise ValueError(f"rank {r.rank} stands at place {number}")

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwright.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 
 def plan_to_json(plan: Plan) -> str:
@@ -16,11 +21,17 @@ def plan_to_json(plan: Plan) -> str:
 
 def plan_from_json(text: str) -> Plan:
     """Raises ValueError (pydantic's ValidationError is one) where the text is no plan."""
-    from pydantic import TypeAdapter
-
-    plan = TypeAdapter(Plan).validate_json(text)
+    plan = _adapter().validate_json(text)
     plan.verify()
     return plan
+
+
+@functools.cache
+def _adapter() -> TypeAdapter[Plan]:
+    """Takes longer to make than a plan to read."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Plan)
 
 
 def read_plan(folder: Path) -> Plan:

@@ -13,6 +13,8 @@ from shardwright.diagnostics import Diagnostic, KeyPath
 from shardwright.ir.divisors import nearest_divisors
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.recipe.describe import words_for
+from shardwright.recipe.pod_patch import check_pod_patch
+from shardwright.recipe.slurm import check_extra
 
 
 class View:
@@ -48,12 +50,13 @@ class Check:
 
 def cross_check(document: JsonObject, wrong: Iterable[KeyPath]) -> tuple[Diagnostic, ...]:
     """`document` is completed; `wrong`: keys that have a diagnostic."""
-    bad, view = set(wrong), View(document)
+    bad, view = {key for key in wrong if key}, View(document)
+    above = {key[:length] for key in bad for length in range(1, len(key) + 1)}
     found: list[Diagnostic] = []
     for check in CHECKS:
-        paths = [tuple(key.split(".")) for key in check.keys]
+        paths: list[KeyPath] = [tuple(key.split(".")) for key in check.keys]
         # A key is unusable if it, a section above it, or something in it is wrong.
-        if not any(key[: len(path)] == path[: len(key)] for path in paths for key in bad if key):
+        if not any(path in above or any(path[:n] in bad for n in range(1, len(path))) for path in paths):
             found.extend(check.find(view))
     return tuple(found)
 
@@ -114,7 +117,7 @@ def _data_parallel(view: View) -> tuple[int | None, str]:
     if data is not None:
         return data, f"data={data}"
     degrees = [view.number(key) for key in ("cluster.nodes", "cluster.gpus_per_node", *_DEGREES[:2])]
-    if None in degrees:
+    if None in degrees or (view.number("parallelism.context") or 1) != 1:
         return None, ""
     nodes, gpus, tensor, pipeline = cast("list[int]", degrees)
     data, rest = divmod(nodes * gpus, tensor * pipeline)
@@ -238,6 +241,11 @@ def _schedulers(view: View) -> Iterable[Diagnostic]:
         yield _error("SW1201", "launch.launcher", message, help)
 
 
+def _slurm(view: View) -> Iterable[Diagnostic]:
+    extra = view.get("launch.slurm.extra")
+    return () if extra is None else check_extra(extra)
+
+
 def _kubernetes(view: View) -> Iterable[Diagnostic]:
     if view.get("launch.kubernetes") is None:
         return
@@ -249,6 +257,14 @@ def _kubernetes(view: View) -> Iterable[Diagnostic]:
         message = "launch.env_from needs launch.kubernetes.secret: a manifest holds no secret values"
         help = "Make a Secret with these names as its keys and give its name."
         yield _error("SW1213", "launch.env_from", message, help)
+
+
+def _pod_patch(view: View) -> Iterable[Diagnostic]:
+    patch = view.get("launch.kubernetes.pod_patch")
+    if not isinstance(patch, dict):
+        return ()
+    env_from = tuple(cast("list[str]", view.get("launch.env_from") or []))
+    return check_pod_patch(patch, view.text("launch.kubernetes.gpu_resource"), env_from)
 
 
 def _environment(view: View) -> Iterable[Diagnostic]:
@@ -296,7 +312,9 @@ CHECKS: tuple[Check, ...] = (
     Check(keys=("training.gradient_accumulation_dtype", "training.precision"), find=_accumulation),
     Check(keys=("cluster.nodes", "training.days_at_most"), find=_auto_nodes),
     Check(keys=("launch.launcher", "launch.slurm", "launch.kubernetes"), find=_schedulers),
+    Check(keys=("launch.slurm.extra",), find=_slurm),
     Check(keys=("launch.kubernetes", "launch.env_from"), find=_kubernetes),
+    Check(keys=("launch.kubernetes", "launch.env_from"), find=_pod_patch),
     Check(keys=("launch.env", "launch.env_from"), find=_environment),
     Check(keys=("training.epochs", "data.kind"), find=_epochs),
     _exactly_one("validation", ("fraction", "kind"), "fraction: 0.01"),

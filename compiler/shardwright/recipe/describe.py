@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardwright.diagnostics import KeyPath
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.recipe.schema import properties, recipe_schema
+
+FILL_IN = "FILL_IN"
+"""In place of a value that `import` cannot know; `check` names each."""
 
 _TYPES: dict[str, str] = {
     "integer": "an integer",
@@ -95,9 +99,19 @@ def words_for(choices: Sequence[str]) -> str:
     return choices[0] if len(choices) == 1 else f"{', '.join(choices[:-1])} or {choices[-1]}"
 
 
+def near_choices(value: str, choices: Sequence[str]) -> list[str]:
+    """The one that `value` is a misspelling of, if any. Another number is no misspelling: fp8 is not fp32."""
+    same = [choice for choice in choices if _digits(choice) == _digits(value)]
+    return difflib.get_close_matches(value.lower(), same, n=1, cutoff=0.6)
+
+
+def _digits(text: str) -> str:
+    return "".join(character for character in text if character.isdigit())
+
+
 def places_of_key(key: str) -> list[tuple[str, ...]]:
     """Where a key of this name belongs, shallow places first."""
-    return [path for path in _all_keys() if path[-1] == key.lower()]
+    return list(_places().get(key.lower(), ()))
 
 
 def synonym(key: str) -> tuple[str, ...] | None:
@@ -106,8 +120,12 @@ def synonym(key: str) -> tuple[str, ...] | None:
 
 
 @functools.cache
-def _all_keys() -> tuple[tuple[str, ...], ...]:
-    return tuple(sorted(dict.fromkeys(_walk(recipe_schema(), ())), key=len))
+def _places() -> Mapping[str, Sequence[tuple[str, ...]]]:
+    """Last part of a key -> its paths, shallow ones first."""
+    found: dict[str, list[tuple[str, ...]]] = {}
+    for path in sorted(dict.fromkeys(_walk(recipe_schema(), ())), key=len):
+        found.setdefault(path[-1], []).append(path)
+    return found
 
 
 def _walk(schema: JsonObject, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import stat
 import sys
 from collections.abc import Sequence
 
@@ -12,6 +12,7 @@ from shardwright.recipe.events import Lines
 from shardwright.recipe.node import Entry, MapNode, Node, ScalarNode, map_node
 from shardwright.recipe.paths import rebase
 from shardwright.recipe.text import LONGEST_TEXT, read_text
+from shardwright.safe_read import read_regular
 
 COMMAND_LINE = "--set"
 STDIN = "<stdin>"
@@ -141,20 +142,22 @@ class Layers:
         try:
             data = _read_bytes(name)
         except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno == errno.EFBIG:
+                self._too_large(name)
+                return None
             code = "SW1022" if place else "SW1002" if isinstance(error, IsADirectoryError) else "SW1001"
             cause = (error.strerror if isinstance(error, OSError) else None) or str(error)
             self._error(
                 code,
                 f"cannot read {name}: {cause}",
                 place or Location(file=name, line=0, column=0),
-                "Give the path of a recipe, a YAML or JSON file."
+                "Give the path of a recipe, a YAML or JSON file; `-` is standard input."
                 if place is None
                 else "`extends` is relative to this file.",
             )
             return None
         if len(data) > LONGEST_TEXT:
-            help = f"A recipe has at most {LONGEST_TEXT // 1024} KiB."
-            self._error("SW1011", f"{name} is too large for a recipe", Location(file=name, line=0, column=0), help)
+            self._too_large(name)
             return None
         try:
             return data.decode("utf-8-sig")
@@ -169,19 +172,19 @@ class Layers:
             )
             return None
 
+    def _too_large(self, name: str) -> None:
+        help = f"A recipe has at most {LONGEST_TEXT // 1024} KiB."
+        self._error("SW1011", f"{name} is too large for a recipe", Location(file=name, line=0, column=0), help)
+
     def _error(self, code: str, message: str, place: Location, help: str) -> None:
         self.errors.append(Diagnostic(code=code, message=message, help=help, location=place))
 
 
 def _read_bytes(name: str) -> bytes:
-    """At most one byte more than a recipe may have, so that /dev/zero ends too, and a pipe nobody writes to."""
+    """Of standard input one byte more than a recipe may have at most, so that it ends."""
     if name == STDIN:
         return sys.stdin.buffer.read(LONGEST_TEXT + 1)
-    if stat.S_ISDIR(os.stat(name).st_mode):
-        raise IsADirectoryError(21, "it is a folder")
-    with open(name, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
-        os.set_blocking(file.fileno(), True)  # only the opening of a pipe shall not wait
-        return file.read(LONGEST_TEXT + 1)
+    return read_regular(name, LONGEST_TEXT)
 
 
 def merge(base: MapNode, over: MapNode, path: tuple[str, ...] = (), *, keep_places: bool = False) -> MapNode:

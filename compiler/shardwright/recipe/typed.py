@@ -21,6 +21,7 @@ from shardwright.ir.recipe import (
     ParallelismSection,
     Recipe,
     SchedulerSection,
+    SlurmContainer,
     SlurmSection,
     TrackingSection,
     TrainingSection,
@@ -28,6 +29,7 @@ from shardwright.ir.recipe import (
     WandbSection,
 )
 from shardwright.recipe.paths import absolute, absolute_data_path, is_folder
+from shardwright.recipe.slurm import words
 
 Text = dict[str, str]
 # These hold token ids already.
@@ -170,6 +172,7 @@ def _training(training: JsonObject) -> TrainingSection:
         gradient_clipping=cast(float, training["gradient_clipping"]),
         seed=cast(int, training["seed"]),
         days_at_most=_number(training["days_at_most"]),
+        stop_after_nonfinite=cast(int, training["stop_after_nonfinite"]),
     )
 
 
@@ -186,6 +189,22 @@ def _slurm(slurm: JsonObject | None) -> SlurmSection | None:
         gres=_choice(slurm["gres"]),
         cpus_per_node=_integer(slurm["cpus_per_node"]),
         exclusive=cast(bool, slurm["exclusive"]),
+        mem=("0" if slurm["exclusive"] else None) if slurm["mem"] == "auto" else str(slurm["mem"]),
+        exclude=_choice(slurm["exclude"]),
+        constraint=_choice(slurm["constraint"]),
+        reservation=_choice(slurm["reservation"]),
+        extra=words(slurm["extra"]),
+        container=_container(cast("JsonObject | None", slurm["container"])),
+    )
+
+
+def _container(container: JsonObject | None) -> SlurmContainer | None:
+    if container is None:
+        return None
+    mounts = cast("list[str]", container["mounts"])
+    return SlurmContainer(
+        image=cast(str, container["image"]),
+        mounts=tuple(mount if ":" in mount else f"{mount}:{mount}" for mount in mounts),
     )
 
 
@@ -201,6 +220,9 @@ def _kubernetes(kubernetes: JsonObject | None) -> KubernetesSection | None:
         secret=_choice(kubernetes["secret"]),
         gpu_resource=cast(str, kubernetes["gpu_resource"]),
         restarts=cast(int, kubernetes["restarts"]),
+        kind=cast(str, kubernetes["kind"]),
+        labels=cast(Text, kubernetes["labels"]),
+        pod_patch=_section(kubernetes, "pod_patch"),
     )
 
 
@@ -215,10 +237,10 @@ def _parallelism(parallelism: JsonObject) -> ParallelismSection:
         schedule=_choice(parallelism["schedule"]),
         offload=_choice(parallelism["offload"]),
         memory_headroom=_number(parallelism["memory_headroom"]),
-        expert=cast(int, parallelism["expert"]),
-        context=cast(int, parallelism["context"]),
-        virtual_stages=cast(int, parallelism["virtual_stages"]),
-        sequence_parallel=cast(bool, parallelism["sequence_parallel"]),
+        expert=_integer(parallelism["expert"]) or 1,
+        context=_integer(parallelism["context"]) or 1,
+        virtual_stages=_integer(parallelism["virtual_stages"]) or 1,
+        sequence_parallel=parallelism["sequence_parallel"] is True,
     )
 
 

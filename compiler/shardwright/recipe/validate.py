@@ -11,19 +11,31 @@ from jsonschema.exceptions import ValidationError
 
 from shardwright.diagnostics import Diagnostic, KeyPath
 from shardwright.ir.json_value import JsonObject, JsonValue
-from shardwright.recipe.describe import name, places_of_key, quote, say_types, say_value, synonym, words_for
+from shardwright.recipe.describe import (
+    FILL_IN,
+    name,
+    near_choices,
+    places_of_key,
+    quote,
+    say_types,
+    say_value,
+    synonym,
+    words_for,
+)
 from shardwright.recipe.scalar import LARGEST_INTEGER, resolve
 from shardwright.recipe.schema import fits, fits_choice, is_open, items, properties, recipe_schema, types
 
+MOST_SEARCHED = 200
+"""Unknown keys of one section for which a near name is looked for: a search each, and nobody mistypes more."""
 _NOT_FINITE = {"nan", "inf", "+inf", "-inf", "infinity", "+infinity", "-infinity"}
 
 
 def validate(document: JsonObject) -> tuple[Diagnostic, ...]:
     """Every finding, each with its key, without those that only follow from another."""
     found: dict[KeyPath | None, Diagnostic] = {}
-    findings = [*_schema_findings(document), *_unknown_keys(recipe_schema(), document, ())]
+    findings = [*_to_fill_in(document), *_schema_findings(document), *_unknown_keys(recipe_schema(), document, ())]
     # One a key, and the type first: what else is said of a value of the wrong type means little.
-    for diagnostic in sorted(findings, key=lambda d: d.code != "SW1102"):
+    for diagnostic in sorted(findings, key=lambda d: ("SW1108", "SW1102", d.code).index(d.code)):
         found.setdefault(diagnostic.key, diagnostic)
     meant = meant_keys(found.values())
     return tuple(d for d in found.values() if not (d.code == "SW1105" and d.key in meant))
@@ -33,6 +45,15 @@ def meant_keys(findings: Iterable[Diagnostic]) -> set[KeyPath]:
     """Keys that are missing only because they are misspelt or misplaced: an unknown key was meant to be them."""
     unknown = [(d.key, near) for d in findings if d.code == "SW1101" and d.key for near in d.valid]
     return {tuple(near.split(".")) if "." in near else (*key[:-1], near) for key, near in unknown}
+
+
+def _to_fill_in(value: JsonValue, path: KeyPath = ()) -> Iterator[Diagnostic]:
+    if isinstance(value, Mapping):
+        for key, below in value.items():
+            yield from _to_fill_in(below, (*path, key))
+    elif value == FILL_IN:
+        message = f"{name(path)} is still to be filled in"
+        yield Diagnostic(code="SW1108", message=message, help=f"Write its value in place of {FILL_IN}.", key=path)
 
 
 def _schema_findings(document: JsonObject) -> Iterator[Diagnostic]:
@@ -77,9 +98,9 @@ def _convert(error: ValidationError) -> Iterator[Diagnostic]:
             help=_must(schema),
             key=path,
         )
-    elif word in ("minItems", "maxItems", "minProperties"):
+    elif word in ("minItems", "maxItems", "minProperties", "maxProperties"):
         length = len(cast(Sequence[JsonValue], value))
-        bound = {"minItems": "at least", "maxItems": "at most", "minProperties": "at least"}[word]
+        bound = "at least" if word.startswith("min") else "at most"
         message = f"{name(path)} has {length} entries; it takes {bound} {limit}"
         yield Diagnostic(code="SW1107", message=message, help=f"Give {bound} {limit}.", key=path)
 
@@ -119,7 +140,7 @@ def wrong_type(path: KeyPath, value: JsonValue, wanted: set[str], choices: tuple
             help = f"Write {_BOOLEANS[value.lower()]}; in YAML 1.2 {value} is text."
         elif wanted == {"array"}:
             help = f"Write [{value}]."
-        elif choices and (close := difflib.get_close_matches(value, choices, n=1, cutoff=0.5)):
+        elif choices and (close := near_choices(value, choices)):
             help = f"Did you mean `{close[0]}`?"
     elif "string" in wanted and isinstance(value, bool | int | float):
         help = f'Write "{say_value(value)}" in quotes.'
@@ -154,7 +175,7 @@ def _not_a_choice(path: KeyPath, value: JsonValue, choices: list[JsonValue]) -> 
     valid = [str(choice) for choice in choices]
     if isinstance(value, Mapping | list):
         return wrong_type(path, value, {"string"})
-    close = difflib.get_close_matches(str(value).lower(), valid, n=1, cutoff=0.5)
+    close = near_choices(str(value), valid)
     help = f"Did you mean `{close[0]}`?" if close else f"Write {words_for(valid)}."
     if path == ("version",):
         help = "Write `version: 1`; this is the only format that this shardwright reads."
@@ -193,19 +214,22 @@ def _unknown_keys(schema: JsonObject, value: JsonValue, path: KeyPath) -> Iterat
         known = properties(schema, value)
         # Without a good `kind`, the keys that would go with it are unknown to us.
         unsure = "kind" in known and not fits_choice(known["kind"], value.get("kind"))
+        closed = bool(known) and not (unsure or is_open(schema, value))
+        count = 0
         for key, below in value.items():
             if key in known:
                 yield from _unknown_keys(known[key], below, (*path, key))
-            elif known and not (is_open(schema, value) or unsure):
-                yield _unknown(path, key, tuple(known))
+            elif closed:
+                count += 1
+                yield _unknown(path, key, tuple(known), search=count <= MOST_SEARCHED)
     elif isinstance(value, list):
         for index, item in enumerate(value):
             yield from _unknown_keys(items(schema, value), item, (*path, index))
 
 
-def _unknown(path: KeyPath, key: str, known: tuple[str, ...]) -> Diagnostic:
+def _unknown(path: KeyPath, key: str, known: tuple[str, ...], *, search: bool) -> Diagnostic:
     where = f"in `{name(path)}`" if path else "at the top of the recipe"
-    close = tuple(difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.6))
+    close = tuple(difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.6)) if search else ()
     meant = synonym(key)
     if meant is not None and meant[:-1] == path:
         close, elsewhere = (meant[-1],), []

@@ -24,7 +24,7 @@ from bokeh.plotting import figure
 
 from shardwright.ir.estimate import Memory
 from shardwright.report.palette import BARS, CHOSEN, MEMORY, ORANGE, STEP, VERDICTS
-from shardwright.report.run import Measured
+from shardwright.report.run import Evaluation, Measured
 from shardwright.report.space import VERDICTS as VERDICT_NAMES
 from shardwright.report.space import Space
 from shardwright.report.timeline import KINDS, StepTimeline, drawn_ranks
@@ -332,7 +332,10 @@ def loss_chart(run: Measured) -> figure:
         ),
         line_width=2,
         line_color=VERDICTS["runs"],
+        name="training",
     )
+    if run.evaluations:
+        made.add_tools(_validation(made, run.evaluations))
     made.add_tools(
         hover(
             [("step", "@step"), ("loss", "@loss{0.0000}"), ("norm", "@norm{0.000}")],
@@ -341,6 +344,21 @@ def loss_chart(run: Measured) -> figure:
         )
     )
     return made
+
+
+def _validation(made: figure, evaluations: Sequence[Evaluation]) -> HoverTool:
+    """The held-out data's curve: points, since there may be one or few."""
+    source = ColumnDataSource(
+        {
+            "step": [e.step for e in evaluations],
+            "loss": [e.loss for e in evaluations],
+            "perplexity": [e.perplexity for e in evaluations],
+        }
+    )
+    made.line("step", "loss", source=source, line_width=2, line_color=ORANGE, name="validation")
+    points = made.scatter("step", "loss", source=source, size=7, color=ORANGE, name="validation")
+    rows = (("step", "@step"), ("validation", "@loss{0.0000}"), ("perplexity", "@perplexity{0.00}"))
+    return hover(rows, renderers=[points])
 
 
 def seconds_chart(run: Measured, predicted_seconds: float) -> figure:

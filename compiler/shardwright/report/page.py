@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -16,9 +17,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 import shardwright
-from shardwright.cost.estimate import is_roomy
-from shardwright.cost.measured import measured_error
+from shardwright.cost.estimate import is_roomy, training_of
+from shardwright.cost.measured import error_words
+from shardwright.data.dataset import noted_steps
+from shardwright.figures import duration, number
 from shardwright.ir.json_value import JsonObject, JsonValue
+from shardwright.ir.weights import weights_words
 from shardwright.plan.plan import Plan
 from shardwright.report import charts
 from shardwright.report.cluster_map import AXES, cluster_map, held_layers
@@ -29,10 +33,12 @@ from shardwright.report.space import Space, whole_space
 from shardwright.report.timeline import StepTimeline, drawn_ranks, step_timeline
 from shardwright.resources import templates_dir
 from shardwright.search.compare import layout_words
+from shardwright.search.plainer import plainer_words
 
 GIB = 2**30
 LEGEND_UP_TO = 16  # groups with a swatch each; of more, the first and the last
 LOST_SHOWN = 8
+KEPT = "memory_headroom: auto keeps free"
 ARTIFACTS: dict[str, str] = {
     "plan.json": "every decision: the lock, and all that the runtime reads",
     "ds_config.json": "DeepSpeed's configuration",
@@ -51,6 +57,7 @@ def render_page(subject: Subject) -> tuple[str, StepTimeline]:
     space = whole_space(subject.recipe, subject.graph, subject.layout.cluster, subject.estimate)
     run = read_run(subject.folder, plan)
     drawn = dict(_charts(subject, timeline, space, run))
+    totals = totals_of(subject)
     figures = Figures(cast(JsonObject, json.loads(json.dumps(dataclasses.asdict(plan)))))
     environment = Environment(
         loader=FileSystemLoader(templates_dir() / "report"), undefined=StrictUndefined, autoescape=True
@@ -60,9 +67,14 @@ def render_page(subject: Subject) -> tuple[str, StepTimeline]:
         plan=plan,
         recipe=subject.recipe,
         layout=layout_words(plan.strategy),
+        weights=weights_words(subject.recipe.model.weights),
         verdict=_verdict(subject),
         warnings=[d for d in subject.estimate.diagnostics if d.severity == "warning"],
-        error=measured_error(),
+        error=subject.estimate.error,
+        error_words=error_words(subject.estimate.error),
+        plainer=_plainer(subject, space),
+        totals=totals,
+        m=figures.marked if totals.is_plans else lambda key, text: text,
         is_same=subject.is_same,
         now=subject.estimate,
         version=shardwright.__version__,
@@ -115,19 +127,61 @@ class Figures:
         text = form.format(value if scale == 1 else value * scale)
         return Markup('<data data-key="{}" value="{}">{}</data>').format(key, json.dumps(value), text)
 
+    def marked(self, key: str, text: str) -> Markup:
+        """A figure of the plan in words of the caller's."""
+        return self.shown(key, text.replace("{", "{{").replace("}", "}}"))
+
     def gib(self, key: str) -> Markup:
         return self.shown(key, "{:,.1f}", 1 / GIB)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """Of the whole training, in words. is_known: whether the steps are; is_plans: whether plan.json has them, as it has
+    not where the recipe counts epochs. cost: None without a price."""
+
+    steps: str
+    duration: str
+    device_hours: str
+    cost: str | None
+    is_known: bool
+    is_plans: bool
+
+
+def totals_of(subject: Subject) -> Totals:
+    """Epochs are counted in steps once the data is prepared, and noted in the folder."""
+    plan, training = subject.plan, subject.plan.predicted.training
+    is_plans = plan.training.epochs is None
+    if not is_plans:
+        steps = noted_steps(plan, subject.folder)
+        training = training_of(steps, subject.layout.cluster, plan.predicted.time)
+    return Totals(
+        steps=f"{training.steps:,}",
+        duration=duration(training.days),
+        device_hours=number(training.gpu_hours, 4),
+        cost=None if training.cost is None else f"{training.cost:,.0f}",
+        is_known=training.steps > 0,
+        is_plans=is_plans,
+    )
+
+
+def _plainer(subject: Subject, space: Space) -> str:
+    """What the best layout could do without; "" where the plan is another one, or plain."""
+    found = space.plainer
+    is_best = bool(space.best) and space.best == subject.plan.strategy
+    return plainer_words(found) if found is not None and is_best else ""
 
 
 def _verdict(subject: Subject) -> tuple[str, str]:
     """A word for how safe the memory is, and the sentence behind it."""
     memory = subject.plan.predicted.memory
     left = f"{1 - memory.peak_bytes / memory.capacity_bytes:.0%} of the fullest one's memory is left"
+    known = subject.estimate.error.memory is not None
     if not memory.fits:
         return "does not fit", "The fullest one is predicted to need more memory than it has."
     if not is_roomy(subject.recipe, dataclasses.replace(subject.estimate, memory=memory)):
-        return "tight", f"{left}, less than what one prediction in twenty is off by."
-    return "fits", f"{left}, more than what 19 predictions of 20 are off by."
+        return "tight", f"{left}, less than {'what one prediction in twenty is off by' if known else KEPT}."
+    return "fits", f"{left}, more than {'what 19 predictions of 20 are off by' if known else KEPT}."
 
 
 def _axis(plan: Plan, axis: str) -> JsonObject:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from shardwright.plan.plan import Plan
-from shardwright.runtime.journal import read_json
+from shardwright.runtime.journal import number, read_json
 
 WARM_UP_STEPS = 3
 """The first steps allocate and compile: the median leaves them out where there are others."""
@@ -27,6 +29,15 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Of the held-out data after this step."""
+
+    step: int
+    loss: float
+    perplexity: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """drawn: at most MOST_POINTS of the steps, evenly. peak_bytes: of the fullest rank, as run/summary.json
     tells it; None where it does not."""
@@ -40,6 +51,10 @@ class Measured:
     first_loss: float
     last_loss: float
     peak_bytes: int | None
+    evaluations: tuple[Evaluation, ...]
+
+
+Row = TypeVar("Row", Step, Evaluation)
 
 
 def read_run(folder: Path, plan: Plan) -> Measured | None:
@@ -62,31 +77,45 @@ def read_run(folder: Path, plan: Plan) -> Measured | None:
         first_loss=steps[0].loss,
         last_loss=steps[-1].loss,
         peak_bytes=_peak_bytes(folder / "run" / "summary.json"),
+        evaluations=_evaluations(folder / "run" / "evaluation.jsonl"),
     )
 
 
 def _steps(path: Path) -> list[Step]:
-    """A half-written last line, or a line of another kind, is left out."""
+    def step(row: Mapping[str, Any]) -> Step:
+        return Step(
+            step=int(row["step"]),
+            loss=number(row["loss"]),
+            grad_norm=number(row["grad_norm"]),
+            learning_rate=float(row["learning_rate"]),
+            step_seconds=float(row["step_seconds"]),
+            attempt=int(row["attempt"]),
+        )
+
+    return _rows(path, step)
+
+
+def _evaluations(path: Path) -> tuple[Evaluation, ...]:
+    def evaluation(row: Mapping[str, Any]) -> Evaluation:
+        return Evaluation(step=int(row["step"]), loss=number(row["loss"]), perplexity=number(row["perplexity"]))
+
+    return tuple(_rows(path, evaluation))
+
+
+def _rows(path: Path, row_of: Callable[[Mapping[str, Any]], Row]) -> list[Row]:
+    """By step, the newest of each. A half-written last line, or a line of another kind, is left out."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
         return []
-    found: dict[int, Step] = {}
+    found: dict[int, Row] = {}
     for line in lines:
         try:
-            row = json.loads(line)
-            step = Step(
-                step=int(row["step"]),
-                loss=float(row["loss"]),
-                grad_norm=float(row["grad_norm"]),
-                learning_rate=float(row["learning_rate"]),
-                step_seconds=float(row["step_seconds"]),
-                attempt=int(row["attempt"]),
-            )
-        except (ValueError, KeyError, TypeError):
+            row = row_of(json.loads(line))
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue
-        found[step.step] = step
-    return [found[number] for number in sorted(found)]
+        found[row.step] = row
+    return [found[step] for step in sorted(found)]
 
 
 def _peak_bytes(path: Path) -> int | None:

@@ -1,12 +1,13 @@
 """What a report is about, read from the compiled folder alone: the plan, and the model and recipe that it came from.
 
 plan.json has every decision and prediction. How its step runs and what else the search saw are not in there: both are
-computed again from recipe.resolved.json and model/config.json, by the planner's own functions, without a network.
+computed again from recipe.resolved.json and model_graph.json, by the planner's own functions: no torch, no network.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +16,10 @@ from shardwright.cost.estimate import price_layout, weigh
 from shardwright.cost.layout import Layout
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.estimate import Estimate
-from shardwright.ir.model_graph import ModelGraph
+from shardwright.ir.model_graph import ModelGraph, hash_of_config
 from shardwright.ir.recipe import Recipe
-from shardwright.model.build import build_model_graph
-from shardwright.model.popular.shipped import shipped_config
-from shardwright.plan.build import MODEL_DIRECTORY, canonical_hash
+from shardwright.plan.build import canonical_hash
+from shardwright.plan.graph_file import read_graph
 from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
 from shardwright.rules.registry import check_layout
@@ -56,7 +56,7 @@ def read_subject(folder: Path) -> Subject:
     """Errors: SW6001 no compiled folder; SW3321, SW3322 its recipe or model is not the plan's; those of the recipe."""
     plan = load_plan(folder)
     recipe = _recipe(folder, plan)
-    graph = _graph(folder, plan, recipe)
+    graph = _graph(folder, plan)
     cluster = resolve_cluster(recipe.cluster)
     diagnostics = check_layout(recipe, graph, cluster, plan.strategy)
     layout, memory = weigh(recipe, graph, cluster, plan.strategy)
@@ -80,21 +80,16 @@ def _recipe(folder: Path, plan: Plan) -> Recipe:
     return dataclasses.replace(recipe, cluster=dataclasses.replace(recipe.cluster, nodes=plan.nodes))
 
 
-def _graph(folder: Path, plan: Plan, recipe: Recipe) -> ModelGraph:
-    """Of the recipe's own configuration, of a shipped one that is the plan's, or of the folder's."""
-    section, here = recipe.model, str((folder / MODEL_DIRECTORY).resolve())
-    if section.config is None:
-        if section.revision == "main" and shipped_config(section.source or "") is not None:
-            graph = build_model_graph(section)
-            if graph.config_hash == plan.model.config_hash:
-                return graph
-        if plan.model.own_code is not None:
-            from shardwright.hf.own_code import register
-
-            register(folder / MODEL_DIRECTORY, plan.model.own_code)
-        section = dataclasses.replace(section, source=here, trust_remote_code=None)
-    graph = build_model_graph(section)
-    if graph.config_hash != plan.model.config_hash:
+def _graph(folder: Path, plan: Plan) -> ModelGraph:
+    """As `compile` left it in the folder: nothing is traced, so no torch and no code of the model's own."""
+    try:
+        graph = read_graph(folder)
+        config = json.loads((folder / plan.model.config_file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        cause = " ".join(str(error).split())[:200]
+        raise _foreign("SW3322", f"the model of {str(folder)!r} cannot be read: {cause}") from None
+    hashes = (graph.config_hash, hash_of_config(graph.config), hash_of_config(config))
+    if any(each != plan.model.config_hash for each in hashes):
         raise _foreign("SW3322", f"the model of {str(folder)!r} is not the one that plan.json was compiled for")
     return graph
 

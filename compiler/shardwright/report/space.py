@@ -12,6 +12,7 @@ from shardwright.ir.recipe import Recipe
 from shardwright.ir.strategy import Strategy
 from shardwright.rules.registry import check_layout
 from shardwright.search.compare import LostRegion, binding_constraint, lost_regions, pareto_front
+from shardwright.search.plainer import Plainer, plainer
 from shardwright.search.search import search
 from shardwright.search.space import candidates, without_layout_pins
 
@@ -38,7 +39,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """front: of what runs within the pins, the fastest first. lost, binding: as `plan` says them.
+    """front: of what runs within the pins, the fastest first. lost, binding, plainer: as `plan` says them. best: its
+    first row.
 
     today: the best of ZeRO-2 and of ZeRO-3 without tensor or pipeline parallelism, pinned or not; the one nearest to
     fitting where none does. legal, forbidden: how many layouts there are; forbidden_drawn: of the latter, how many are
@@ -50,6 +52,8 @@ class Space:
     today: tuple[Point, ...]
     lost: tuple[LostRegion, ...]
     binding: str
+    best: Strategy | None
+    plainer: Plainer | None
     pins: tuple[str, ...]
     legal: int
     forbidden: int
@@ -86,6 +90,8 @@ def whole_space(recipe: Recipe, graph: ModelGraph, cluster: Cluster, chosen: Est
         today=tuple(point for stage in (2, 3) for point in _today(legal, stage)),
         lost=lost_regions(recipe, result.ranked),
         binding=binding_constraint(winner, result.beyond_memory),
+        best=result.ranked[0].strategy if result.ranked else None,
+        plainer=plainer(recipe, result.ranked),
         pins=tuple(f.name for f in fields(recipe.parallelism) if f.name in _FREE and _pin(recipe, f.name) is not None),
         legal=len(legal),
         forbidden=len(forbidden),

@@ -22,6 +22,7 @@ class Limit:
 
 
 LATER = "`shardwright estimate` and `shardwright plan` read it already."
+UNKNOWN = "This version has no numbers for it either."
 
 LARGEST_WORLD = 65536
 """Ranks that a plan.json can sensibly list: four times the largest published training."""
@@ -53,14 +54,14 @@ EXECUTABLE: tuple[Limit, ...] = (
         key=("parallelism", "expert"),
         value=lambda r: r.parallelism.expert,
         allowed=(1,),
-        help=f"Write `expert: 1`. {LATER}",
+        help=f"Write `expert: 1`. {UNKNOWN}",
     ),
     Limit(
         code="SW1909",
         key=("parallelism", "context"),
         value=lambda r: r.parallelism.context,
         allowed=(1,),
-        help=f"Write `context: 1`. {LATER}",
+        help=f"Write `context: 1`. {UNKNOWN}",
     ),
     Limit(
         code="SW1909",
@@ -91,7 +92,7 @@ def check_executable(recipe: Recipe) -> tuple[Diagnostic, ...]:
                 key=("data",),
             )
         )
-    found += _tokenizers(recipe)
+    found += check_tokenizers(recipe)
     world = (recipe.cluster.nodes or 1) * recipe.cluster.gpus_per_node
     if world > LARGEST_WORLD:
         found.append(
@@ -105,7 +106,7 @@ def check_executable(recipe: Recipe) -> tuple[Diagnostic, ...]:
     return tuple(found)
 
 
-def _tokenizers(recipe: Recipe) -> Iterator[Diagnostic]:
+def check_tokenizers(recipe: Recipe) -> Iterator[Diagnostic]:
     parts = recipe.tokenized()
     for key, part in parts:
         if part.tokenizer is None:

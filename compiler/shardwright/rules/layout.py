@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from shardwright.diagnostics import Diagnostic, KeyPath, Severity
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.divisors import nearest_divisors
+from shardwright.ir.experts import experts_of
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
-from shardwright.ir.strategy import Strategy
+from shardwright.ir.strategy import UNPRICED_AXES, Strategy
 from shardwright.model.chunked import proved_chunked
 from shardwright.partition.stages import most_stages, too_few_layers
 from shardwright.partition.tensor import indivisible
+from shardwright.rules.precision import half_on_cpu, no_peak
 
 SLOW_LINK_BYTES_PER_SECOND = 200e9 / 8  # rule 36: ZeRO-3 across links under 200 Gb/s
 
@@ -50,13 +52,14 @@ def world_size(x: Subject) -> Diagnostic | None:
     if s.world_size == world:
         return None
     pins = x.recipe.parallelism
+    context = "" if s.context == 1 else f" x context {s.context}"
     key = next((k for k in ("data", "pipeline", "tensor") if getattr(pins, k) is not None), "tensor")
     return found(
         "SW3101",
         f"parallelism.{key}",
-        f"tensor {s.tensor} x pipeline {s.pipeline} x data {s.data} = {s.world_size}, "
+        f"tensor {s.tensor} x pipeline {s.pipeline}{context} x data {s.data} = {s.world_size}, "
         f"but {x.cluster.nodes} nodes x {x.cluster.gpus_per_node} GPUs = {world}",
-        "The product must be the number of GPUs; leave one of the three keys at auto to have it computed.",
+        "The product must be the number of GPUs; leave tensor, pipeline or data at auto to have it computed.",
         nearest_divisors(world, getattr(s, key)),
     )
 
@@ -249,20 +252,37 @@ def half_precision_accumulation(x: Subject) -> Diagnostic | None:
 
 
 def not_yet(x: Subject) -> Diagnostic | None:
-    """Keys that exist in plans and estimates but that no engine here runs."""
+    """Keys that no engine here runs. The cost model knows two of them, virtual_stages and sequence_parallel; of a
+    layout with expert or context ranks it says nothing: neither time nor memory."""
     s, p = x.strategy, x.recipe.parallelism
-    values = {"expert": s.expert, "context": s.context}
+    values: dict[str, int] = {name: getattr(s, name) for name in UNPRICED_AXES}
     if x.recipe.target == "deepspeed":  # target: megatron estimates these two
         values |= {"virtual_stages": s.virtual_stages, "sequence_parallel": int(s.sequence_parallel) + 1}
     wrong = {name: getattr(p, name) for name, value in values.items() if value > 1}
     if not wrong:
         return None
     named = ", ".join(f"{name} {str(value).lower()}" for name, value in wrong.items())
+    priced = "" if wrong.keys().isdisjoint(UNPRICED_AXES) else ", which has no numbers for it either"
     return found(
         "SW3115",
         f"parallelism.{next(iter(wrong))}",
-        f"{named} cannot run in this version",
+        f"{named} cannot run in this version{priced}",
         "Use expert: 1, context: 1, virtual_stages: 1 and sequence_parallel: false.",
+    )
+
+
+def no_expert_parallelism(x: Subject) -> Diagnostic | None:
+    """A mixture of experts without expert parallelism, which no engine here runs."""
+    experts = experts_of(x.graph)
+    if experts < 2:
+        return None
+    return found(
+        "SW3132",
+        "parallelism.expert",
+        f"{experts} experts a layer without expert parallelism, which this version lacks",
+        "Every data-parallel rank holds all experts of its layers, or gathers them (ZeRO-3), and all figures are for "
+        "that. An engine that spreads experts over ranks may take much less time and memory.",
+        severity="warning",
     )
 
 
@@ -300,29 +320,12 @@ def _has_position_table(graph: ModelGraph) -> bool:
 
 
 def precision(x: Subject) -> Diagnostic | None:
-    wanted, gpu = x.recipe.training.precision, x.cluster.gpu
-    if wanted in gpu.peak_flops:
-        return None
-    return Diagnostic(
-        code="SW3118",
-        message=f"gpu {gpu.name} has no {wanted} peak",
-        help="Choose a precision that the GPU computes in, or give its peak in an inline gpu's peak_tflops.",
-        key=("training", "precision"),
-        valid=tuple(gpu.peak_flops),
-    )
+    return no_peak(x.recipe.training.precision, x.cluster)
 
 
 def fp16_on_cpu(x: Subject) -> Diagnostic | None:
     """Measured: DeepSpeed's CPU accelerator refuses fp16 at start."""
-    if x.recipe.training.precision != "fp16" or not x.cluster.gpu.is_cpu:
-        return None
-    return found(
-        "SW3119",
-        "training.precision",
-        "precision fp16 is lowered, but DeepSpeed refuses to run it on a CPU",
-        "Use bf16 or fp32 to run here.",
-        severity="warning",
-    )
+    return half_on_cpu(x.recipe.training.precision, x.cluster)
 
 
 def zero_3_slow_links(x: Subject) -> Diagnostic | None:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from shardwright.diagnostics import Diagnostic
+from shardwright.ir.offload import has_room, offloaded_bytes
 from shardwright.rules.layout import Subject, found
-
-# In host memory, per parameter of the model: master weights, two moments and the gradient in float32 (arXiv
-# 2101.06840), and the parameters themselves in half precision.
-OFFLOADED_BYTES = {"optimizer": 16, "parameters": 18}
-HOST_SHARE = 0.9  # the rest is the system's, the data loaders' and the file cache's
 
 
 def ignored(x: Subject) -> Diagnostic | None:
@@ -31,7 +27,7 @@ def host_memory(x: Subject) -> Diagnostic | None:
     """Rule 35: a node that runs out of memory kills its ranks with signal 9 and no message."""
     if x.strategy.offload == "none":
         return None
-    needed = OFFLOADED_BYTES[x.strategy.offload] * x.graph.total_parameters / x.cluster.nodes
+    needed = offloaded_bytes(x.strategy.offload, x.graph.total_parameters, x.cluster.nodes)
     has = x.cluster.host_memory_bytes
     if has is None:
         return found(
@@ -41,7 +37,7 @@ def host_memory(x: Subject) -> Diagnostic | None:
             "Give cluster.host_memory_gib, and the compiler checks that it is there.",
             severity="warning",
         )
-    if needed <= HOST_SHARE * has:
+    if has_room(has, needed):
         return None
     return found(
         "SW3127",

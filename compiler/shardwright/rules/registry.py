@@ -9,8 +9,8 @@ from shardwright.diagnostics import Diagnostic
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
-from shardwright.ir.strategy import Strategy
-from shardwright.rules import attention, layout, lora, offload
+from shardwright.ir.strategy import UNPRICED_AXES, Strategy
+from shardwright.rules import attention, extra, layout, lora, offload
 from shardwright.rules.layout import Subject
 
 Check = Callable[[Subject], Diagnostic | None]
@@ -49,6 +49,7 @@ GENERAL_RULES: dict[str, Rule] = {
     "SW3121": _rule(layout.half_precision_accumulation, "gradient_accumulation_steps"),
     "SW3130": _rule(layout.not_causal),
     "SW3131": _rule(layout.own_loss),
+    "SW3132": _rule(layout.no_expert_parallelism),
 }
 
 # What DeepSpeed, or this version's use of it, does not run. `target: megatron` is estimated without them.
@@ -63,6 +64,7 @@ DEEPSPEED_RULES: dict[str, Rule] = {
     "SW3124": _rule(attention.selective_attention, "activation_checkpointing"),
     "SW3125": _rule(attention.packed_documents),
     "SW3128": _rule(attention.flash_attention),
+    "SW3133": _rule(extra.no_pipeline, "pipeline"),
     "SW1431": _rule(layout.chunked_loss),
     "SW1432": _rule(lora.no_pipeline, "pipeline"),
     "SW1433": _rule(lora.no_tensor, "tensor"),
@@ -74,6 +76,12 @@ DEEPSPEED_RULES: dict[str, Rule] = {
 
 # Where these are broken there is no layout to count: no memory and no time.
 UNCOUNTABLE_CODES = frozenset({"SW3101", "SW3102"})
+
+
+def is_countable(strategy: Strategy, found: Iterable[Diagnostic]) -> bool:
+    """Whether numbers can be given. found: of check_layout."""
+    known = all(getattr(strategy, axis) == 1 for axis in UNPRICED_AXES)
+    return known and not any(d.code in UNCOUNTABLE_CODES for d in found)
 
 
 def rules_for(target: str) -> dict[str, Rule]:

@@ -57,14 +57,17 @@ class Batches:
 
 class HeldOut:
     """The share of a data rank of all held-out rows: as many micro-batches on each rank, so that none waits for
-    another; rows that only fill one up have no labels. Read anew at each pass: they may be more than memory holds."""
+    another; rows that only fill one up have no labels. Read anew at each pass: they may be more than memory holds.
+
+    at_once: micro-batches that go through the pipeline together; their number is a multiple of it."""
 
     def __init__(self, plan: Plan, rows: Rows, data_rank: int) -> None:
         s = plan.strategy
-        # DualPipeV fills its pipeline from both ends.
-        least = 2 * s.pipeline if s.schedule == "dualpipev" else 1
-        numbers = validation_batches(len(rows), s.data * s.micro_batch_size, least)
+        # DeepSpeed numbers DualPipeV's buffers by the training's micro-batches: as many at once, or its engine fails.
+        at_once = s.gradient_accumulation_steps if s.schedule == "dualpipev" else None
+        numbers = validation_batches(len(rows), s.data * s.micro_batch_size, at_once or 1)
         self._rows, self._numbers = rows, numbers.reshape(-1, s.data, s.micro_batch_size)[:, data_rank]
+        self.at_once = at_once or len(self._numbers)
         self._packed = packs(plan)
         self.predicted = sum(m.predicted for m in self)
 

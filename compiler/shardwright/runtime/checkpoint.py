@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.partition import ParameterSplit
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import plan_to_json, read_plan
-from shardwright.runtime.checkpoint_index import checkpoint_root, published_steps, same_ranks
+from shardwright.runtime.checkpoint_index import checkpoint_root, same_ranks
 from shardwright.runtime.checkpoint_manifest import (
     CHECKSUMS,
     MANIFEST,
@@ -33,12 +34,15 @@ from shardwright.runtime.checkpoint_manifest import (
     checksum,
     checksums_text,
     damage,
+    is_finite,
     read_checksums,
     write_manifest,
 )
 from shardwright.runtime.checkpoint_reader import CheckpointReader
 from shardwright.runtime.checkpoint_store import CheckpointStore
+from shardwright.runtime.lineage import RUN_FILE, UNKNOWN_ORIGIN, Line, Origin, line_of, write_line
 from shardwright.runtime.lora import plain_name
+from shardwright.runtime.master_check import check_masters
 from shardwright.runtime.optimizer_state import (
     LiveFragment,
     live_fragments,
@@ -47,6 +51,16 @@ from shardwright.runtime.optimizer_state import (
     use_masters,
 )
 from shardwright.runtime.random_state import random_state, set_random_state
+from shardwright.runtime.step_folders import (
+    clear_unfinished,
+    prune_set_aside,
+    publish,
+    published_steps,
+    remove_step,
+    set_aside,
+    step_name,
+    surplus,
+)
 from shardwright.runtime.tensor_files import save_readable
 
 FILE_BYTES = 2 * 2**30
@@ -62,65 +76,104 @@ Written = tuple[int, str, tuple[int, ...], bool, tuple[str, ...], int, int, int]
 
 
 def save_checkpoint(
-    plan: Plan, folder: Path, trainer: Any, step: int, *, last: bool = True, rows: tuple[int, ...] = ()
+    plan: Plan,
+    folder: Path,
+    trainer: Any,
+    step: int,
+    *,
+    last: bool = True,
+    origin: Origin = UNKNOWN_ORIGIN,
 ) -> None:
     """Collective. Everything goes to a dot folder and to the disk; global rank 0 renames it. Then each rank copies its
-    files to checkpoint.upload_to, and rank 0 prunes to `keep`. rows: as the manifest has them.
+    files to checkpoint.upload_to, and rank 0 prunes to `keep`. origin: what wrote it.
 
-    Raises Refusal on every rank where one cannot write: SW6205. Published checkpoints are as they were. A copy that
+    Raises Refusal on every rank where one cannot write: SW6205; where one would write other weights than it trains:
+    SW6210. Published checkpoints are as they were. A copy that
     fails ends the run after the last step only (SW6208); before it, a warning says so and nothing is pruned.
     """
     root = checkpoint_root(plan, folder)
-    name, rank = f"step-{step:08d}", dist.get_rank()
+    name, rank = step_name(step), dist.get_rank()
     partial = root / f".{name}.partial"
-    _together(lambda: _begin(partial) if rank == 0 else None, partial)
-    _together(lambda: partial.mkdir(parents=True, exist_ok=True) if plan.ranks[rank].slot == 0 else None, partial)
+    finite = check_masters(live_fragments(trainer.engine, named_parameters(plan, trainer.engine.module)))
+    origin = replace(origin, finite=origin.finite and finite)
+    # Twice, for hosts that do not see rank 0's file system.
+    leads = (rank == 0, rank != 0 and plan.ranks[rank].slot == 0)
+    _together(lambda: _begin(partial, origin.line) if leads[0] else None, partial)
+    _together(lambda: _join(partial, origin.line) if leads[1] else None, partial)
     told = _together(lambda: _write_rank(plan, trainer, partial, rank), partial)
-    _together(lambda: _finish(plan, folder, trainer, partial, step, told, rows) if rank == 0 else None, partial)
-    for leads in (rank == 0, plan.ranks[rank].slot == 0):
-        # The second time on hosts that do not see rank 0's file system.
-        if leads and partial.exists():
-            os.rename(partial, root / name)
-            _flush(root)
-        dist.barrier()
+    _together(lambda: _finish(plan, folder, trainer, partial, step, told, origin) if rank == 0 else None, partial)
+    _together(lambda: _publish(partial, root, step) if leads[0] else None, partial)
+    _together(lambda: _publish(partial, root, step) if leads[1] and partial.exists() else None, partial)
     store = CheckpointStore(plan.checkpoint.upload_to) if plan.checkpoint.upload_to else None
-    failed = _upload(store, root / name, [file for file, _, _ in told[rank][1]]) if store else None
+    failed = _upload(store, root / name, [file for file, _, _ in told[rank][1]], origin.line) if store else None
     if failed is not None:
         if last:
             raise failed
         if rank == 0:
             print(f"warning[SW6208]: {failed.diagnostics[0].message}; {name} is on this disk only", flush=True)
     elif plan.checkpoint.keep:
-        _prune(plan, root, store, plan.checkpoint.keep)
+        _prune(root, store, plan.checkpoint.keep, origin.line, step, leads)
     dist.barrier()
 
 
-def _prune(plan: Plan, root: Path, store: CheckpointStore | None, keep: int) -> None:
-    rank = dist.get_rank()
-    for leads in (rank == 0, plan.ranks[rank].slot == 0):
-        for _, old in published_steps(root)[:-keep] if leads else ():
+def _begin(partial: Path, line: Line) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    write_line(partial, line)
+
+
+def _join(partial: Path, line: Line) -> None:
+    partial.mkdir(parents=True, exist_ok=True)
+    if not (partial / RUN_FILE).exists():
+        write_line(partial, line)
+
+
+def _publish(partial: Path, root: Path, step: int) -> None:
+    publish(partial, root, step)
+    _flush(root)
+
+
+def _prune(
+    root: Path, store: CheckpointStore | None, keep: int, line: Line, step: int, leads: tuple[bool, bool]
+) -> None:
+    """Of what this line's run wrote, here and there; and what attempts moved aside."""
+    for mine in leads:
+        own = [path for _, path in published_steps(root) if line_of(path).run == line.run] if mine else []
+        for old in surplus([path.name for path in own], keep, lambda name: is_finite(root / name)):
             with contextlib.suppress(OSError):  # it stays, and goes next time
-                remove_step(old)
+                remove_step(root / old)
+        if mine:
+            prune_set_aside(root, step)
         dist.barrier()
-    if rank == 0 and store is not None:
+    if leads[0] and store is not None:
         try:
-            for copy in store.steps()[:-keep]:
-                store.remove(copy)
+            store.prune(line, keep)
         except Refusal as refusal:
             print(f"warning[SW6208]: {refusal.diagnostics[0].message}", flush=True)
 
 
-def _upload(store: CheckpointStore, step: Path, mine: list[str]) -> Refusal | None:
+def _upload(store: CheckpointStore, step: Path, mine: list[str], line: Line) -> Refusal | None:
     """Collective. Each rank its own files; rank 0 the others when those are there, and the checksums last."""
     rank = dist.get_rank()
-    for names in (mine, None):
+
+    def rest() -> None:
+        names = [name for name in read_checksums(step) if not _RANK_FILE.fullmatch(name)]
+        store.put(step, [*names, CHECKSUMS])
+        store.set_current(line)
+
+    def begin() -> None:
+        store.make_way(step.name, line)
+        store.put(step, [RUN_FILE])
+
+    phases: tuple[Callable[[], None], ...] = (
+        lambda: begin() if rank == 0 else None,
+        lambda: store.put(step, mine),
+        lambda: rest() if rank == 0 else None,
+    )
+    for phase in phases:
         error = None
         try:
-            if names is not None:
-                store.put(step, names)
-            elif rank == 0:
-                rest = [name for name in read_checksums(step) if not _RANK_FILE.fullmatch(name)]
-                store.put(step, [*rest, CHECKSUMS])
+            phase()
         except Refusal as refusal:
             error = refusal
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -138,26 +191,22 @@ def _fetch_missing(plan: Plan, checkpoint: Path) -> None:
     dist.barrier()
 
 
-def check_writable(plan: Plan, folder: Path) -> None:
-    """Collective. Before the first step is trained: a checkpoint that cannot be written would lose it. Raises Refusal:
-    SW6209."""
-    probe = checkpoint_root(plan, folder) / ".step-00000000.probe"
+def prepare_root(plan: Plan, folder: Path, attempt: int, resumed_step: int) -> None:
+    """Collective. Before the first step is trained: a checkpoint that cannot be written would lose it. On every host
+    later checkpoints move aside, and what a killed attempt left unfinished goes. Raises Refusal: SW6209."""
+    root, rank = checkpoint_root(plan, folder), dist.get_rank()
+    probe = root / ".step-00000000.probe"
 
-    def write() -> None:
+    def prepare() -> None:
         probe.mkdir(parents=True, exist_ok=True)
         probe.rmdir()
-        if plan.checkpoint.upload_to:
+        clear_unfinished(root)
+        set_aside(root, attempt, newer_than=resumed_step)
+        if plan.checkpoint.upload_to and rank == 0:
             CheckpointStore(plan.checkpoint.upload_to).check()
 
-    _together(lambda: write() if dist.get_rank() == 0 else None, probe, code="SW6209")
-
-
-def remove_step(path: Path) -> None:
-    """A half-deleted checkpoint must not look like one."""
-    hidden = path.with_name(f".{path.name}.removed")
-    shutil.rmtree(hidden, ignore_errors=True)
-    os.rename(path, hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
+    for leads in (rank == 0, rank != 0 and plan.ranks[rank].slot == 0):
+        _together(prepare if leads else lambda: None, probe, code="SW6209")
 
 
 def _together(work: Any, partial: Path, code: str = "SW6205") -> list[Any]:
@@ -183,11 +232,6 @@ def _together(work: Any, partial: Path, code: str = "SW6205") -> list[Any]:
             "which is unharmed. checkpoint.keep limits how many stay.",
         )
     )
-
-
-def _begin(partial: Path) -> None:
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
 
 
 def _write_rank(plan: Plan, trainer: Any, partial: Path, rank: int) -> tuple[list[Written], Files]:
@@ -230,10 +274,10 @@ def owned_fragments(plan: Plan, trainer: Any, rank: int) -> list[tuple[int, Live
     if at.data == at.tensor == 0:
         for name, buffer in named_buffers(trainer.engine.module).items():
             value = {"value": buffer.detach().reshape(-1)}
-            fragment = LiveFragment(
-                name=name, shard_shape=tuple(buffer.shape), start=0, states=value, partitioned=False
+            shape, live = tuple(buffer.shape), value["value"]
+            mine.append(
+                (0, LiveFragment(name=name, shard_shape=shape, start=0, states=value, live=live, partitioned=False))
             )
-            mine.append((0, fragment))
     return mine
 
 
@@ -280,17 +324,17 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _finish(
-    plan: Plan, folder: Path, trainer: Any, partial: Path, step: int, told: list[Any], rows: tuple[int, ...]
-) -> None:
+def _finish(plan: Plan, folder: Path, trainer: Any, partial: Path, step: int, told: list[Any], origin: Origin) -> None:
     """What all ranks wrote, put together; the folder's own model, tokenizer and plan beside it; checksums of all."""
     for part in ("model", "tokenizer"):
         if (folder / part).is_dir():
             shutil.copytree(folder / part, partial / part)
     (partial / "plan.json").write_text(plan_to_json(plan), encoding="utf-8")
-    write_manifest(partial, replace(_manifest(plan, trainer, step, told), rows=rows))
+    manifest = _manifest(plan, trainer, step, told)
+    write_manifest(partial, replace(manifest, rows=origin.rows, data=dict(origin.data), finite=origin.finite))
     rest = [path for part in ("model", "tokenizer") for path in (partial / part).rglob("*") if path.is_file()]
-    own = [_flushed(path, partial) for path in (*rest, partial / "plan.json", partial / MANIFEST)]
+    top = [partial / name for name in ("plan.json", RUN_FILE, MANIFEST)]
+    own = [_flushed(path, partial) for path in (*rest, *top)]
     sums = {name: digest for name, _, digest in (*own, *(file for _, files in told for file in files))}
     (partial / CHECKSUMS).write_text(checksums_text(sums), encoding="utf-8")
     _flush(partial / CHECKSUMS)
@@ -343,12 +387,16 @@ def load_checkpoint(plan: Plan, trainer: Any, checkpoint: Path) -> int:
         manifest = reader.manifest
     set_optimizer_step(engine, manifest.optimizer_step)
     use_masters(engine)
-    for attribute, value in (manifest.loss_scale or {}).items():
-        scaler = engine.optimizer.loss_scaler
-        setattr(scaler, attribute, type(getattr(scaler, attribute))(value))
+    if plan.training.precision == "fp16" and (scaler := engine.optimizer.loss_scaler).dynamic:
+        for attribute, value in (manifest.loss_scale or {}).items():
+            setattr(scaler, attribute, type(getattr(scaler, attribute))(value))
     engine.global_steps, engine.global_samples = manifest.step, manifest.step * plan.training.global_batch_size
     if same_ranks(plan, read_plan(checkpoint)):
-        set_random_state(json.loads((checkpoint / f"random-{rank:05d}.json").read_text(encoding="utf-8")))
+        path = checkpoint / f"random-{rank:05d}.json"
+        try:
+            set_random_state(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:  # a stranger may have written it
+            raise reader.not_whole(f"{path.name} holds no random state ({error})") from None
     else:
         # The ranks of another layout hold other parts: new streams, none of which was drawn from before.
         torch.manual_seed(torch.initial_seed() + (manifest.step + 1) * plan.strategy.world_size)

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.plan.plan import Plan, PlanData
+from shardwright.plan.resume import other_adapters
 from shardwright.plan.serialize import read_plan
-from shardwright.runtime.checkpoint_manifest import checksum, damage, read_manifest
+from shardwright.runtime.checkpoint_manifest import checksum, damage, is_finite, read_manifest
 from shardwright.runtime.checkpoint_store import CheckpointStore
-
-_STEP = re.compile(r"step-(\d{8})")
+from shardwright.runtime.journal import read_json
+from shardwright.runtime.lineage import Line, branch, continued, current_line, line_of
+from shardwright.runtime.step_folders import published_steps, step_name, step_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """notes: what the user should know about the choice, a line each, warnings first."""
+    """notes: what the user should know about the choice, a line each, warnings first. line: what the attempt that goes
+    on from it writes."""
 
     path: Path
+    step: int
+    line: Line
     notes: tuple[str, ...]
 
 
@@ -28,22 +32,10 @@ def checkpoint_root(plan: Plan, folder: Path) -> Path:
     return folder / plan.checkpoint.directory
 
 
-def step_of(checkpoint: Path) -> int:
-    """Of a published folder's name; 0 for another."""
-    match = _STEP.fullmatch(checkpoint.name)
-    return int(match[1]) if match else 0
-
-
-def published_steps(root: Path) -> list[tuple[int, Path]]:
-    """Step folders under `root`, oldest first: a rename publishes one, so that only later damage makes one bad."""
-    if not root.is_dir():
-        return []
-    return sorted((int(m[1]), p) for p in root.iterdir() if (m := _STEP.fullmatch(p.name)) and p.is_dir())
-
-
 def choose_checkpoint(plan: Plan, folder: Path, resume: str) -> Chosen | None:
-    """auto: the newest whole one, if any; never: none; else the named folder. Every byte is checked. What is here in
-    part or not at all is fetched from checkpoint.upload_to, if it is there.
+    """auto: the newest whole one with a finite loss, else the newest whole one, if any; never: none; else the named
+    folder. Every byte is checked. What is here in part or not at all is fetched from checkpoint.upload_to, where this
+    run copied it there.
 
     Raises Refusal: SW6201 not whole, SW6203 another model, SW6204 another tokenizer.
     """
@@ -53,21 +45,46 @@ def choose_checkpoint(plan: Plan, folder: Path, resume: str) -> Chosen | None:
         path = Path(resume).resolve()
         if why := damage(path, contents=True):
             raise Refusal(_not_whole(path, why))
-        return Chosen(path=path, notes=check_fits(plan, folder, path))
+        step = read_manifest(path).step
+        notes = () if is_finite(path) else (_diverged(path),)
+        line = branch(line_of(path), step)
+        return Chosen(path=path, step=step, line=line, notes=(*notes, *check_fits(plan, folder, path)))
+    return _choose_newest(plan, folder)
+
+
+def _choose_newest(plan: Plan, folder: Path) -> Chosen | None:
     root = checkpoint_root(plan, folder)
     skipped: list[str] = []
+    diverged: tuple[Path, int, Line] | None = None
     store = CheckpointStore(plan.checkpoint.upload_to) if plan.checkpoint.upload_to else None
-    copies = set(store.steps()) if store else set()
-    for name in sorted({path.name for _, path in published_steps(root)} | copies, reverse=True):
-        path = root / name
+    here = dict(published_steps(root))
+    if (begun := _begun_from(folder, root)) is not None:  # an attempt that ended before its first checkpoint
+        here.setdefault(*begun)
+    current = current_line(folder)
+    copies = _copies(store, current or (None if here else store.current())) if store else set()
+    for step in sorted({*here, *copies}, reverse=True):
+        path = here.get(step, root / step_name(step))
         why = damage(path, contents=True)
-        if why and store and name in copies:
-            print(f"fetching {name} from {store.url}: {why}", flush=True)
-            store.fetch(name, root)
-            why = damage(path, contents=True)
-        if why is None:
-            return Chosen(path=path.resolve(), notes=(*skipped, *check_fits(plan, folder, path)))
-        skipped.append(f"warning[SW6206]: {path.name} is skipped: {why}")
+        if why and store and step in copies and path.parent == root:
+            why = _fetched(store, path, why)
+        if why is not None:
+            skipped.append(f"warning[SW6206]: {path.name} is skipped: {why}")
+            continue
+        line = continued(current, written := line_of(path), step)
+        foreign = current is not None and not current.holds(written, step)
+        if foreign and skipped:
+            continue  # not instead of one of its own
+        if not is_finite(path):
+            diverged = diverged or (path, step, line)
+            skipped.append(f"{_diverged(path)}; it is skipped")
+            continue
+        if foreign:
+            skipped.append(f"warning[SW6206]: {path.name} was written by another run than this folder's last one")
+        return Chosen(path=path.resolve(), step=step, line=line, notes=(*skipped, *check_fits(plan, folder, path)))
+    if diverged is not None:  # none is better
+        path, step, line = diverged
+        notes = (_diverged(path), *check_fits(plan, folder, path))
+        return Chosen(path=path.resolve(), step=step, line=line, notes=notes)
     if skipped:
         raise Refusal(
             Diagnostic(
@@ -80,10 +97,38 @@ def choose_checkpoint(plan: Plan, folder: Path, resume: str) -> Chosen | None:
     return None
 
 
+def _begun_from(folder: Path, root: Path) -> tuple[int, Path] | None:
+    """What the last attempt went on from, where that lies outside of checkpoint.directory."""
+    begun = read_json(folder / "run" / "attempt.json")
+    path = Path(str(begun.get("resume") or root))
+    step = begun.get("step")
+    return (step, path) if isinstance(step, int) and path.parent != root.resolve() and path != root else None
+
+
+def _copies(store: CheckpointStore, line: Line | None) -> set[int]:
+    """Steps of the whole copies on this line; of all, where the line is not known."""
+    steps = {step_of(Path(name)): name for name in store.steps()}
+    return {step for step, name in steps.items() if line is None or line.holds(store.line_of(name), step)}
+
+
+def _fetched(store: CheckpointStore, path: Path, why: str) -> str | None:
+    """What is wrong with it now."""
+    print(f"fetching {path.name} from {store.url}: {why}", flush=True)
+    try:
+        store.fetch(path.name, path.parent)
+    except Refusal as refusal:
+        return refusal.diagnostics[0].message
+    return damage(path, contents=True)
+
+
 def tell(chosen: Chosen | None) -> None:
     """The notes, to the user: warnings to standard error."""
     for note in chosen.notes if chosen else ():
         print(note, file=sys.stderr if note.startswith("warning") else sys.stdout, flush=True)
+
+
+def _diverged(path: Path) -> str:
+    return f"warning[SW6212]: {path.name} was written after a loss, or holds weights, that are no finite numbers"
 
 
 def _not_whole(path: Path, why: str) -> Diagnostic:
@@ -109,11 +154,11 @@ def check_fits(plan: Plan, folder: Path, checkpoint: Path) -> tuple[str, ...]:
                 help="Resume from a checkpoint of this model, or start again with --resume never.",
             )
         )
-    if saved.lora != plan.lora:
+    if adapters := other_adapters(saved.lora, plan.lora):
         raise Refusal(
             Diagnostic(
                 code="SW6254",
-                message=f"{checkpoint.name} {_adapters(saved)}, this plan {_adapters(plan)}",
+                message=f"{checkpoint.name} is of another run: {adapters}",
                 help="Compile with the `lora` section that it was trained with, or export it and start from there.",
             )
         )
@@ -131,13 +176,6 @@ def check_fits(plan: Plan, folder: Path, checkpoint: Path) -> tuple[str, ...]:
     if changed := _other_layout(plan, saved):
         notes.append(f"{checkpoint.name} was written under another layout: {changed}")
     return tuple(notes)
-
-
-def _adapters(plan: Plan) -> str:
-    lora = plan.lora
-    if lora is None:
-        return "trains all parameters"
-    return f"trains adapters of rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.target_modules)}"
 
 
 def same_ranks(plan: Plan, saved: Plan) -> bool:
@@ -180,20 +218,8 @@ def _other_data(here: PlanData, there: PlanData, key: str) -> list[str]:
     return changed
 
 
-def other_rows(checkpoint: Path, rows: tuple[int, ...]) -> tuple[str, ...]:
-    """The same paths can hold other data by now. rows: training sequences of each part."""
-    saved = read_manifest(checkpoint).rows
-    if not saved or saved == rows:
-        return ()
-    had, has = (" + ".join(f"{n:,}" for n in counts) for counts in (saved, rows))
-    return (
-        f"warning[SW6207]: the order of the samples is another than {checkpoint.name} had: the data had {had} "
-        f"sequences and has {has}; some will be seen twice, others not at all",
-    )
-
-
 def _other_tokenizer(plan: Plan, saved: Plan, folder: Path, checkpoint: Path) -> str | None:
-    here, there = plan.data.tokenizer, saved.data.tokenizer
+    here, there = _tokenizer(plan.data), _tokenizer(saved.data)
     if here is None or there is None:  # token ids came from elsewhere
         return None
     if "byte" in (here, there):
@@ -203,19 +229,12 @@ def _other_tokenizer(plan: Plan, saved: Plan, folder: Path, checkpoint: Path) ->
     return f"{differing[0]} differs" if differing else None
 
 
+def _tokenizer(data: PlanData) -> str | None:
+    """All parts of a mixture have the same one."""
+    return data.tokenizer or next((part.tokenizer for part in data.mixture if part.tokenizer), None)
+
+
 def _digests(folder: Path) -> dict[str, str]:
     if not folder.is_dir():
         return {}
     return {str(path.relative_to(folder)): checksum(path) for path in folder.rglob("*") if path.is_file()}
-
-
-def set_aside(plan: Plan, folder: Path, attempt: int, newer_than: int = 0) -> None:
-    """An attempt that goes on from an earlier step (or from none) keeps the later checkpoints out of its way, and
-    loses none: they move to a dot folder."""
-    root = checkpoint_root(plan, folder)
-    old = [path for step, path in published_steps(root) if step > newer_than]
-    if old:
-        aside = root / f".before-attempt-{attempt}"
-        aside.mkdir(parents=True, exist_ok=True)
-        for path in old:
-            path.rename(aside / path.name)

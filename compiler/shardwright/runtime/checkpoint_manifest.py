@@ -8,15 +8,21 @@ is what `sha256sum -c` reads. Any layout, and `export`, reads any of them throug
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwright.ir.partition import ParameterSplit
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 MANIFEST_VERSION = 1
 MANIFEST, CHECKSUMS = "manifest.json", "SHA256SUMS"
@@ -25,6 +31,9 @@ TRAINED = ("fp32", "exp_avg", "exp_avg_sq")
 CONSTANT = ("value",)
 """The one state of what is not trained: frozen parameters, persistent buffers."""
 _HASHING_THREADS = 8
+_MOST_MANIFEST_BYTES, MOST_CHECKSUMS_BYTES = 2**30, 2**26
+"""Ten times what thousands of ranks write."""
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +70,9 @@ class Manifest:
     """step: the last one that was trained. optimizer_step: updates that were made (fp16 skips some).
 
     loss_scale: fp16's scaler, attribute -> value; None where the precision has none.
-    rows: training sequences of each part of the data, () where nobody counted them.
+    rows: training sequences of each part of the data, () where nobody counted them. data: data.path -> digest of what
+    it held (data/fingerprint.py).
+    finite: whether the loss of its step and every trained weight are finite numbers.
     """
 
     version: int
@@ -71,6 +82,29 @@ class Manifest:
     tensors: dict[str, SavedTensor]
     files: tuple[SavedFile, ...]
     rows: tuple[int, ...] = ()
+    finite: bool = True
+    data: dict[str, str] = field(default_factory=dict)
+
+    def verify(self) -> None:
+        """Raises ValueError where it cannot be read: a stranger may have written it."""
+        for file in self.files:
+            check_name(file.name)
+        for name, tensor in self.tensors.items():
+            split = tensor.split
+            split.verify()
+            shards = 1 if split.dimension is None else len(split.sizes) // split.copies
+            fragments = [fragment for shard in tensor.shards for fragment in shard]
+            if len(tensor.shards) != shards or (tensor.transposed and len(split.shape) > 2):
+                raise ValueError(f"{MANIFEST} does not say how {name} was cut")
+            if any(not 0 <= f.file < len(self.files) or f.start < 0 or f.numel < 0 for f in fragments):
+                raise ValueError(f"{MANIFEST} does not say where {name} lies")
+
+
+def check_name(name: str) -> None:
+    """Raises ValueError unless `name` stays in the folder that it is relative to, on every system."""
+    parts = name.split("/")
+    if "\\" in name or not name.isprintable() or any(part in ("", ".", "..") for part in parts):
+        raise ValueError(f"{name!r} is no name of a file in a checkpoint")
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -79,13 +113,39 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 def read_manifest(folder: Path) -> Manifest:
     """Raises OSError, or ValueError (pydantic's ValidationError is one) where it is none of this version."""
-    from pydantic import TypeAdapter
+    from pydantic_core import from_json
 
-    text = (folder / MANIFEST).read_text(encoding="utf-8")
-    version = json.loads(text).get("version")
+    document = from_json(read_limited(folder / MANIFEST, _MOST_MANIFEST_BYTES))  # its parser ends at 200 levels
+    version = document.get("version") if isinstance(document, dict) else None
     if version != MANIFEST_VERSION:
         raise ValueError(f"{MANIFEST} is of version {version}, not {MANIFEST_VERSION}")
-    return TypeAdapter(Manifest).validate_json(text)
+    manifest = _adapter().validate_python(document)
+    manifest.verify()
+    return manifest
+
+
+def is_finite(folder: Path) -> bool:
+    """Manifest.finite; False where there is none to read."""
+    try:
+        return read_manifest(folder).finite
+    except (OSError, ValueError):
+        return False
+
+
+@functools.cache
+def _adapter() -> TypeAdapter[Manifest]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Manifest)
+
+
+def read_limited(path: Path, most_bytes: int) -> bytes:
+    """Raises OSError, or ValueError where it is larger."""
+    with path.open("rb") as file:
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise ValueError(f"{path.name} is larger than {most_bytes // 2**20} MiB")
+    return data
 
 
 def checksum(path: Path) -> str:
@@ -99,31 +159,51 @@ def checksums_text(sums: dict[str, str]) -> str:
 
 
 def read_checksums(folder: Path) -> dict[str, str]:
-    """Raises OSError or ValueError."""
-    lines = (folder / CHECKSUMS).read_text(encoding="utf-8").splitlines()
-    pairs = [line.split("  ", 1) for line in lines]
-    if any(len(pair) != 2 for pair in pairs):
-        raise ValueError(f"{CHECKSUMS} has a line that is no checksum")
-    return {name: digest for digest, name in pairs}
+    """Raises OSError, or ValueError as parse_checksums does."""
+    return parse_checksums(read_limited(folder / CHECKSUMS, MOST_CHECKSUMS_BYTES))
+
+
+def parse_checksums(text: bytes) -> dict[str, str]:
+    """Relative path -> SHA-256. Raises ValueError, also for a name that leads out of the folder."""
+    sums: dict[str, str] = {}
+    for line in text.decode("utf-8").removesuffix("\n").split("\n"):
+        digest, _, name = line.partition("  ")
+        if not _SHA256.fullmatch(digest) or name in sums:
+            raise ValueError(f"{CHECKSUMS} has a line that is no checksum")
+        check_name(name)
+        sums[name] = digest
+    return sums
 
 
 def damage(folder: Path, *, contents: bool) -> str | None:
     """Why `folder` is not a whole checkpoint, or None. contents: every byte is read, else sizes alone."""
+    return next(damages(folder, contents=contents), None)
+
+
+def damages(folder: Path, *, contents: bool) -> Iterator[str]:
+    """Each reason. The bytes are read only where all files are there in their sizes."""
     try:
         manifest, sums = read_manifest(folder), read_checksums(folder)
     except (OSError, ValueError) as error:
-        return _in_words(error)
+        yield _in_words(error)
+        return
     sizes = {file.name: file.size_bytes for file in manifest.files}
+    wrong = list(_wrong_sizes(folder, sums, sizes))
+    wrong += [f"{CHECKSUMS} does not name {name}" for name in sorted(set(sizes) - set(sums))]
+    yield from wrong
+    if contents and not wrong:
+        yield from _wrong_contents(folder, sums)
+
+
+def _wrong_sizes(folder: Path, sums: dict[str, str], sizes: dict[str, int]) -> Iterator[str]:
     for name in sums:
         try:
             size = (folder / name).stat().st_size
         except OSError:
-            return f"{name} is missing"
+            yield f"{name} is missing"
+            continue
         if size != sizes.get(name, size):
-            return f"{name} has {size:,} bytes, not {sizes[name]:,}"
-    if missing := sorted(set(sizes) - set(sums)):
-        return f"{CHECKSUMS} does not name {missing[0]}"
-    return next(_wrong_contents(folder, sums), None) if contents else None
+            yield f"{name} has {size:,} bytes, not {sizes[name]:,}"
 
 
 def _wrong_contents(folder: Path, sums: dict[str, str]) -> Iterator[str]:

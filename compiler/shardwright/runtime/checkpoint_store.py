@@ -6,19 +6,30 @@ A copy is whole once its SHA256SUMS is there: it is put last.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from shardwright.diagnostics import Diagnostic, Refusal
-from shardwright.runtime.checkpoint_manifest import CHECKSUMS, checksum, read_checksums
+from shardwright.runtime.checkpoint_manifest import (
+    CHECKSUMS,
+    MANIFEST,
+    MOST_CHECKSUMS_BYTES,
+    checksum,
+    parse_checksums,
+    read_checksums,
+)
+from shardwright.runtime.lineage import RUN_FILE, UNKNOWN, Line, line_of, parse_line
+from shardwright.runtime.step_folders import parse_step, surplus
 
-_STEP = re.compile(r"step-\d{8}")
+_CURRENT = ".run.json"
 _CHUNK_BYTES = 8 * 2**20
+_MOST_LINE_BYTES = 2**20
 
 
 class CheckpointStore:
@@ -59,6 +70,22 @@ class CheckpointStore:
             self._fs.pipe_file(f"{self._root}/.probe", b"shardwright")
             self._fs.rm_file(f"{self._root}/.probe")
 
+    def make_way(self, name: str, line: Line) -> None:
+        """Before a copy of this line is put: what another run left under the name moves to `.before-RUN`, an older copy
+        of our own does not count as whole while it is overwritten."""
+        with self._explained("written"):
+            there = f"{self._root}/{name}"
+            self._fs.invalidate_cache()
+            if self._fs.exists(there) and self.line_of(name).run != line.run:
+                aside = f"{self._root}/.before-{line.run}/{name}"
+                for path in sorted(map(str, self._fs.find(there)), key=lambda path: path.endswith(CHECKSUMS)):
+                    to = f"{aside}/{path.removeprefix(f'{there}/')}"
+                    self._fs.makedirs(to.rpartition("/")[0], exist_ok=True)
+                    self._fs.copy(path, to)
+                self._remove(name)
+            elif self._fs.exists(f"{there}/{CHECKSUMS}"):
+                self._fs.rm_file(f"{there}/{CHECKSUMS}")
+
     def put(self, step: Path, names: Iterable[str]) -> None:
         """Files of a published checkpoint; each is read back."""
         sums = read_checksums(step)
@@ -70,6 +97,16 @@ class CheckpointStore:
                 if name in sums and self._checksum(there) != sums[name]:
                     raise OSError(f"{step.name}/{name} is not there as it was sent")
 
+    def copy_missing(self, step: Path) -> bool:
+        """A whole checkpoint that has no whole copy yet is copied; whether that was so."""
+        line = line_of(step)
+        if step.name in self.steps() and self.line_of(step.name) == line:
+            return False
+        self.make_way(step.name, line)
+        self.put(step, [*sorted(read_checksums(step), key=lambda name: name != RUN_FILE), CHECKSUMS])
+        self.set_current(line)
+        return True
+
     def _checksum(self, path: str) -> str:
         found = hashlib.sha256()
         with self._fs.open(path, "rb", block_size=_CHUNK_BYTES) as file:
@@ -79,18 +116,65 @@ class CheckpointStore:
 
     def steps(self) -> list[str]:
         """Names of the whole copies, oldest first."""
+        return [name for name in self._names() if self._fs.exists(f"{self._root}/{name}/{CHECKSUMS}")]
+
+    def _names(self) -> list[str]:
+        """Whole copies and others."""
         with self._explained("read"):
             self._fs.invalidate_cache()
             if not self._fs.exists(self._root):
                 return []
             names = [str(path).rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._root, detail=False)]
-            return sorted(n for n in names if _STEP.fullmatch(n) and self._fs.exists(f"{self._root}/{n}/{CHECKSUMS}"))
+            steps = ((parse_step(name), name) for name in names)
+            return [name for _, name in sorted((step, name) for step, name in steps if step is not None)]
+
+    def line_of(self, name: str) -> Line:
+        """Of a copy."""
+        return self._line(f"{name}/{RUN_FILE}") or UNKNOWN
+
+    def current(self) -> Line | None:
+        """The line that was copied here last."""
+        line = self._line(_CURRENT)
+        return line if line is not None and line.run else None
+
+    def set_current(self, line: Line) -> None:
+        with self._explained("written"):
+            self._fs.pipe_file(f"{self._root}/{_CURRENT}", json.dumps(asdict(line)).encode())
+
+    def _line(self, path: str) -> Line | None:
+        with self._explained("read"):
+            if not self._fs.exists(f"{self._root}/{path}"):
+                return None
+            return parse_line(self._fs.cat_file(f"{self._root}/{path}", start=0, end=_MOST_LINE_BYTES))
+
+    def prune(self, line: Line, keep: int) -> None:
+        """Whole copies that this line's run made and `surplus` names, and what it left unfinished before the newest."""
+        whole = set(self.steps())
+        own = [name for name in self._names() if self.line_of(name).run == line.run]
+        ours = [name for name in own if name in whole]
+        gone = surplus(ours, keep, self.is_finite)
+        kept = [name for name in ours if name not in gone]
+        for name in own[: own.index(kept[-1])] if kept else ():
+            if name not in kept:
+                self.remove(name)
+
+    def is_finite(self, name: str) -> bool:
+        """As its manifest says."""
+        from pydantic_core import from_json
+
+        with self._explained("read"):
+            manifest = from_json(self._fs.cat_file(f"{self._root}/{name}/{MANIFEST}"))
+            return isinstance(manifest, dict) and manifest.get("finite") is not False
 
     def remove(self, name: str) -> None:
-        """What says that it is whole goes first."""
         with self._explained("pruned"):
+            self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        """What says that it is whole goes first."""
+        if self._fs.exists(f"{self._root}/{name}/{CHECKSUMS}"):
             self._fs.rm_file(f"{self._root}/{name}/{CHECKSUMS}")
-            self._fs.rm(f"{self._root}/{name}", recursive=True)
+        self._fs.rm(f"{self._root}/{name}", recursive=True)
 
     def fetch(self, name: str, root: Path) -> Path:
         """A copy as a folder under `root`; of one that is there in part or damaged, what is missing or wrong."""
@@ -100,16 +184,21 @@ class CheckpointStore:
             if target is not step:
                 shutil.rmtree(target, ignore_errors=True)
                 target.mkdir(parents=True)
-            self._get(f"{name}/{CHECKSUMS}", target / CHECKSUMS)
-            for file, digest in read_checksums(target).items():
+            text = self._fs.cat_file(f"{self._root}/{name}/{CHECKSUMS}", start=0, end=MOST_CHECKSUMS_BYTES)
+            for file, digest in parse_checksums(text).items():  # their names stay in the folder
                 if not (target / file).exists() or checksum(target / file) != digest:
-                    self._get(f"{name}/{file}", target / file)
+                    self._get(name, file, target)
+            self._get(name, CHECKSUMS, target)
             if target is not step:
                 os.rename(target, step)
         return step
 
-    def _get(self, path: str, to: Path) -> None:
+    def _get(self, step: str, name: str, folder: Path) -> None:
+        to = folder / name
+        if not to.parent.resolve().is_relative_to(folder.resolve()):
+            raise ValueError(f"{to.parent} is a link that leads out of the checkpoint")
         to.parent.mkdir(parents=True, exist_ok=True)
         temporary = to.with_name(f".{to.name}.fetched")
-        self._fs.get_file(f"{self._root}/{path}", str(temporary))
+        temporary.unlink(missing_ok=True)  # a link would be followed
+        self._fs.get_file(f"{self._root}/{step}/{name}", str(temporary))
         os.replace(temporary, to)

@@ -11,6 +11,7 @@ from pathlib import Path
 from shardwright.plan.plan import Plan
 from shardwright.runtime.journal import read_json
 from shardwright.runtime.launcher import another_is_alive, load_plan
+from shardwright.runtime.preconditions import own_command
 from shardwright.runtime.state import is_alive
 
 POLL_SECONDS = 0.2
@@ -26,7 +27,7 @@ def run_detached(folder: Path, hostfile: Path | None, resume: str) -> int:
     hosts = ["--hostfile", str(hostfile)] if hostfile else []
     with log.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "shardwright", "run", str(folder), "--resume", resume, *hosts],
+            own_command("run", str(folder), "--resume", resume, *hosts),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,

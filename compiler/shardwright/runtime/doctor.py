@@ -13,6 +13,7 @@ from pathlib import Path
 
 from shardwright.diagnostics import Refusal
 from shardwright.ir.json_value import JsonValue
+from shardwright.ir.offload import has_room, offloaded_bytes
 from shardwright.ir.recipe import FLASH
 from shardwright.plan.plan import Plan
 from shardwright.runtime.checkpoint_index import checkpoint_root
@@ -24,10 +25,9 @@ from shardwright.runtime.remote import LIMIT_SECONDS, Probe, Probed
 FACTS_SECONDS = 10.0
 """For ssh and the facts; the rest of the limit is the meeting's."""
 MOST_SKEW_SECONDS = 10.0
-BYTES_PER_OPTIMIZER_ELEMENT = 16
-"""Master weights, two moments and the gradient in float32 (arXiv 2101.06840)."""
 FORWARDED = ("NCCL", "UCX")
 """DeepSpeed hands names with these beginnings to every host (launcher/runner.py)."""
+NETWORK = (*FORWARDED, "TORCH_NCCL_", "RCCL_", "GLOO_", "FI_", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 INTERFACE_NAMES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 GIB = 2**30
 
@@ -44,19 +44,20 @@ class Examined:
 
 
 def examine(
-    plan: Plan, folder: Path, hosts: Sequence[str], assumed: Assumed, *, local: bool, shared: bool
+    plan: Plan, folder: Path, hosts: Sequence[str], assumed: Assumed, *, reach: str, shared: bool
 ) -> tuple[Check, ...]:
-    """Every check on every host, all at once. shared: the folder is meant to be on a shared file system.
+    """Every check on every host, all at once; the hosts meet where they are all of the plan's.
 
+    reach: one of remote.REACHES. shared: the folder is meant to be on a shared file system.
     Raises Refusal where there is no ssh to reach the hosts with.
     """
-    if not local and shutil.which("ssh") is None:
+    if reach == "ssh" and shutil.which("ssh") is None:
         raise Refusal(red("SW5301", "there is no `ssh` command here", "Install an ssh client (openssh-client)."))
     end = time.monotonic() + LIMIT_SECONDS
     mark = f".doctor-{secrets.token_hex(8)}"
     (folder / "run").mkdir(exist_ok=True)
     (folder / "run" / mark).touch()
-    probes = [Probe(host, local=local) for host in hosts]
+    probes = [Probe(host, reach=reach) for host in hosts]
     try:
         for probe in probes:
             probe.ask(_request(plan, folder, mark))
@@ -71,11 +72,12 @@ def examine(
             digest=digest(folder, plan.checkpoint.directory),
         )
         silent = [probe.result for probe in probes if not probe.result.facts]
-        checks = [_reached(silent, len(probes), local=local)]
+        checks = [_reached(silent, len(probes), reach)]
         if answered:  # of hosts that say nothing nothing is well
             checks.extend(check(x) for check in CHECKS)
-        able = [p for p in answered if not _missing_interfaces(plan, p.result)]
-        checks.extend(meet(plan, able, assumed, whole=len(able) == len(probes), end=end))
+        if len(probes) == plan.nodes:
+            able = [p for p in answered if not _missing_interfaces(plan, p.result)]
+            checks.extend(meet(plan, able, assumed, whole=len(able) == len(probes), end=end))
         return tuple(checks)
     finally:
         (folder / "run" / mark).unlink(missing_ok=True)
@@ -84,9 +86,10 @@ def examine(
 
 
 def _environment(plan: Plan) -> dict[str, str]:
-    """What a rank will see of what concerns its network: what DeepSpeed forwards, and the plan's own values."""
+    """What a rank will see of what concerns its network: what DeepSpeed forwards, and the plan's own values. The plan's
+    others stay out: a PATH or LD_PRELOAD of somebody else's folder would run that folder's code."""
     forwarded = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
-    return {**forwarded, **dict(plan.launch.env)}
+    return {**forwarded, **{name: value for name, value in plan.launch.env if name.startswith(NETWORK)}}
 
 
 def _request(plan: Plan, folder: Path, mark: str) -> dict[str, JsonValue]:
@@ -102,18 +105,20 @@ def _request(plan: Plan, folder: Path, mark: str) -> dict[str, JsonValue]:
     }
 
 
-def _reached(silent: Sequence[Probed], count: int, *, local: bool) -> Check:
+def _reached(silent: Sequence[Probed], count: int, reach: str) -> Check:
+    command = {"ssh": "ssh {} true", "srun": "srun --overlap --nodelist={} true"}.get(reach, "")
     problems = tuple(
         red(
             "SW5301",
             f"{probed.host}: {probed.problem}",
             "shardwright and its packages must be installed there, at the same path as here."
             if "No such file" in probed.problem or "No module" in probed.problem
-            else f"`ssh {probed.host} true` must work without a question, from this host, in a few seconds.",
+            else f"`{command.format(probed.host)}` must work without a question, from this host, in a few seconds.",
         )
         for probed in silent
     )
-    return Check(name="this machine" if local else "ssh", told=f"{count} of {count} hosts answer", problems=problems)
+    name = "this machine" if reach == "local" else reach
+    return Check(name=name, told=f"{count} of {count} hosts answer", problems=problems)
 
 
 def _versions(x: Examined) -> Check:
@@ -273,7 +278,7 @@ def _missing_interfaces(plan: Plan, probed: Probed) -> list[tuple[str, str]]:
 def _memory(x: Examined) -> Check:
     if x.plan.strategy.offload == "none":
         return Check(name="host memory", told="nothing is offloaded")
-    needed = x.plan.model.total_parameters * BYTES_PER_OPTIMIZER_ELEMENT // x.plan.nodes
+    needed = offloaded_bytes(x.plan.strategy.offload, x.plan.model.total_parameters, x.plan.nodes)
     problems = tuple(
         red(
             "SW5310",
@@ -282,7 +287,7 @@ def _memory(x: Examined) -> Check:
             "Use more nodes, or compile with parallelism.offload: none.",
         )
         for probed in x.answers
-        if int(str(probed.facts["memory_bytes"])) < needed
+        if not has_room(int(str(probed.facts["memory_bytes"])), needed)
     )
     return Check(name="host memory", told=f"room for {needed / GIB:.1f} GiB of offloaded states", problems=problems)
 

@@ -154,11 +154,12 @@ class PipelineTrainer:
 
     def evaluate(self, held_out: HeldOut) -> tuple[float, int]:
         predicted = _sum(held_out.predicted, self.grid.get_data_parallel_group(), self.device)
-        self.loss_fn.scale = len(held_out) * self.plan.strategy.data / max(1, predicted)
-        wired = (self._wire(m) for m in held_out)
-        loss = self.engine.eval_batch(data_iter=wired, num_micro_batches=len(held_out))
+        self.loss_fn.scale = held_out.at_once * self.plan.strategy.data / max(1, predicted)
+        wired, loss = map(self._wire, held_out), 0.0
+        for _ in range(0, len(held_out), held_out.at_once):
+            loss += float(self.engine.eval_batch(data_iter=wired, num_micro_batches=held_out.at_once))
         self.engine.module.train()
-        return float(loss), predicted
+        return loss, predicted
 
     @staticmethod
     def _wire(m: MicroBatch) -> tuple[Any, torch.Tensor]:

@@ -18,31 +18,31 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
+from shardwright.atomic import umask
 from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.hf.byte_tokenizer import write_byte_tokenizer
 from shardwright.ir.own_code import OwnCode
-from shardwright.ir.weights import TOKENIZER_PATTERNS
 from shardwright.plan.plan import Plan
-from shardwright.plan.serialize import read_plan
-from shardwright.runtime.checkpoint_manifest import damage
 from shardwright.runtime.checkpoint_reader import CheckpointReader
-from shardwright.runtime.lora import ADAPTER_WEIGHTS, adapter_names, is_adapter, merged, saved_name, write_config
+from shardwright.runtime.lora import ADAPTER_WEIGHTS, is_adapter, saved_name, write_config
+from shardwright.runtime.model_config import load_config
+from shardwright.runtime.saved_model import GENERATION, is_byte_level, open_checkpoint, tokenizer_files, whole_parameter
 from shardwright.runtime.tensor_files import save_readable
-from shardwright.runtime.weights import load_config
 
 SHARD_BYTES = 5 * 10**9
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_GENERATION = "generation_config.json"
 
 
-def export_checkpoint(checkpoint: Path, output: Path, precision: str | None = None, *, merge: bool = False) -> bool:
+def export_checkpoint(
+    checkpoint: Path, output: Path, precision: str | None = None, *, merge: bool = False, trust_code: str | None = None
+) -> bool:
     """Writes model weights, configs and tokenizer; of a LoRA run peft's adapter folder, with `merge` the whole model.
-    precision: of the weights, the training's where None. Returns whether adapters alone were written.
+    precision: of the weights, the training's where None. trust_code: the fingerprint of the checkpoint's own code.
+    Returns whether adapters alone were written.
 
-    Raises Refusal: SW6201, SW6251, SW6253, SW6401; leaves no half-written folder.
+    Raises Refusal: SW2014, SW6201, SW6251, SW6253, SW6401; leaves no half-written folder.
     """
-    if why := damage(checkpoint, contents=False):
-        raise Refusal(_not_whole(checkpoint, why))
-    plan = _read(checkpoint)
+    plan = open_checkpoint(checkpoint, trust_code)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise Refusal(
             Diagnostic(
@@ -52,7 +52,7 @@ def export_checkpoint(checkpoint: Path, output: Path, precision: str | None = No
             )
         )
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(load_config(plan, checkpoint))
+        model = AutoModelForCausalLM.from_config(load_config(plan, checkpoint), trust_remote_code=False)
     dtype = DTYPES[precision or plan.training.precision]
     alone = plan.lora is not None and not merge
     if alone and plan.model.weights_path is None:
@@ -70,10 +70,10 @@ def export_checkpoint(checkpoint: Path, output: Path, precision: str | None = No
                 _write_shards(_exported(plan, model, reader, dtype), temporary)
         if not alone:
             _write_configs(plan, model, dtype, checkpoint, temporary)
-        _write_tokenizer(checkpoint, temporary)
+        _write_tokenizer(plan, checkpoint, temporary)
         if output.exists():
             output.rmdir()
-        os.chmod(temporary, 0o755)
+        os.chmod(temporary, 0o777 & ~umask())
         os.rename(temporary, output)
     except (OSError, SafetensorError) as error:
         raise _cannot_write(output, (error.strerror if isinstance(error, OSError) else "") or str(error)) from None
@@ -89,16 +89,6 @@ def _write_adapters(plan: Plan, reader: CheckpointReader, dtype: torch.dtype, fo
     _write({saved_name(n): reader.whole(n, "fp32").to(dtype).contiguous() for n in names}, folder / ADAPTER_WEIGHTS)
     turned = any(tensor.transposed for tensor in reader.manifest.tensors.values())
     write_config(plan.lora, plan.model.weights_path, folder, fan_in_fan_out=turned)
-
-
-def _whole(plan: Plan, reader: CheckpointReader, name: str) -> torch.Tensor:
-    """The parameter, with its adapter where it has one."""
-    saved = reader.saved(name)
-    tensor = reader.whole(name, saved.states[0])
-    a, b = adapter_names(name.removesuffix(".weight"))
-    if plan.lora is None or a not in reader.manifest.tensors:
-        return tensor
-    return merged(tensor, reader.whole(a, "fp32"), reader.whole(b, "fp32"), plan.lora, turned=saved.transposed)
 
 
 def _exported(
@@ -117,7 +107,7 @@ def _exported(
             stored = first.get(name, name)
             if name not in trained and stored not in reader.manifest.tensors:
                 continue  # a buffer outside every pipeline layer: from_pretrained makes it
-            tensor = _whole(plan, reader, stored)
+            tensor = whole_parameter(plan, reader, stored)
             tensors[name] = tensor.to(dtype) if name in trained and tensor.is_floating_point() else tensor
         yield from revert_weight_conversion(model, tensors).items()
 
@@ -169,17 +159,19 @@ def _write_configs(plan: Plan, model: PreTrainedModel, dtype: torch.dtype, check
         _bring_own_code(plan.model.own_code, model, checkpoint / "model", folder)
     model.config.save_pretrained(folder)
     if isinstance(model.generation_config, GenerationConfig):
+        if is_byte_level(plan):  # what the type's default ids mean is a byte of text here, and no end
+            for kind in ("bos", "eos", "pad"):
+                setattr(model.generation_config, f"{kind}_token_id", None)
         model.generation_config.save_pretrained(folder)
-    if (checkpoint / "model" / _GENERATION).is_file():
-        shutil.copyfile(checkpoint / "model" / _GENERATION, folder / _GENERATION)
+    if (checkpoint / "model" / GENERATION).is_file():
+        shutil.copyfile(checkpoint / "model" / GENERATION, folder / GENERATION)
 
 
-def _write_tokenizer(checkpoint: Path, folder: Path) -> None:
-    for pattern in TOKENIZER_PATTERNS:
-        for path in (checkpoint / "model").glob(pattern):
-            shutil.copyfile(path, folder / path.name)
-    if (checkpoint / "tokenizer").is_dir():
-        shutil.copytree(checkpoint / "tokenizer", folder, dirs_exist_ok=True)
+def _write_tokenizer(plan: Plan, checkpoint: Path, folder: Path) -> None:
+    for path in tokenizer_files(checkpoint):
+        shutil.copyfile(path, folder / path.name)
+    if is_byte_level(plan):
+        write_byte_tokenizer(folder)
 
 
 def _bring_own_code(code: OwnCode, model: PreTrainedModel, folder: Path, output: Path) -> None:
@@ -206,18 +198,3 @@ def _no_base(checkpoint: Path) -> Diagnostic:
         message=f"{str(checkpoint)!r} holds adapters of a model with random weights, which is in no other place",
         help="Add --merge: the whole model is written, adapters merged into it.",
     )
-
-
-def _not_whole(checkpoint: Path, why: str) -> Diagnostic:
-    return Diagnostic(
-        code="SW6201",
-        message=f"{str(checkpoint)!r} is not a whole checkpoint: {why}",
-        help="Give one `step-XXXXXXXX` folder under the compiled folder's checkpoint directory.",
-    )
-
-
-def _read(checkpoint: Path) -> Plan:
-    try:
-        return read_plan(checkpoint)
-    except (OSError, ValueError) as error:
-        raise Refusal(_not_whole(checkpoint, f"its plan.json cannot be read ({str(error).splitlines()[0]})")) from None

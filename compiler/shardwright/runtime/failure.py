@@ -10,6 +10,7 @@ from shardwright.ir.json_value import JsonValue
 from shardwright.plan.plan import Plan
 from shardwright.runtime.events import first_cause, read_events
 from shardwright.runtime.journal import write_status
+from shardwright.runtime.step_folders import published_steps
 
 _LAUNCHER_CODE = re.compile(r"exits with return code = (-\d+)")
 # pdsh's own word, and that of DeepSpeed's launcher, which tries the first host by itself.
@@ -24,7 +25,7 @@ _SIGNALS = {
     -11: "segmentation fault (signal 11)",
     -15: "ended by signal 15: somebody, or a scheduler, told it to end",
 }
-DID_NOT_FINISH = ("SW6301", "SW6205", "SW6208")
+DID_NOT_FINISH = ("SW6301", "SW6205", "SW6208", "SW6216", "SW6210", "SW6011", "SW6311")
 """Causes that end a training run; other codes refuse to start one."""
 LOST = "gone without a word: killed, or its host lost power or network"
 
@@ -55,7 +56,9 @@ def report_failure(plan: Plan, folder: Path, attempt: int, launcher_code: int) -
             print(f"  ({others} other ranks failed after it: {run / 'errors'})", file=sys.stderr)
     else:
         _print_error(code, cause, str(first["help"]))
-    write_status(folder, "failed", attempt, rank=rank, **where, code=code, cause=cause)
+        where["help"] = str(first["help"])
+    if code != "SW6006":  # else the folder, and its status, are another run's
+        write_status(folder, "failed", attempt, rank=rank, **where, code=code, cause=cause)
     return 3 if code in DID_NOT_FINISH else 1
 
 
@@ -113,7 +116,7 @@ def _less_memory(plan: Plan, cause: str) -> str:
 
 
 def _any_checkpoint(plan: Plan, folder: Path) -> bool:
-    return any((folder / plan.checkpoint.directory).glob("step-*/plan.json"))
+    return bool(published_steps(folder / plan.checkpoint.directory))
 
 
 def _last_frames(traceback: str) -> str:

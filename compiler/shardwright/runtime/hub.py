@@ -1,24 +1,50 @@
 """Rank 0's ear: every rank holds a connection to it, and one that breaks without a word is a rank that is gone.
 
+What is said on it is channel.py's. Anybody can connect; who cannot prove to be a rank is dropped and changes nothing.
+
 A killed process closes its connections at once; a dead host stops answering the kernel's keepalive. So no rank has to
 send anything in time, and a rank that computes for an hour is not taken for dead.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import resource
 import selectors
 import socket
+import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
+from shardwright.ir.json_value import JsonValue
 from shardwright.plan.plan import Plan
+from shardwright.runtime.channel import (
+    HELLO_SECONDS,
+    MOST_HELLO_BYTES,
+    MOST_LINE_BYTES,
+    Bye,
+    Challenge,
+    Dump,
+    End,
+    Failed,
+    Hello,
+    Lines,
+    Message,
+    StackTaken,
+    Step,
+    decode,
+    encode,
+    new_nonce,
+    proves,
+    welcome_to,
+)
 from shardwright.runtime.events import Event, emit, first_cause
 from shardwright.runtime.journal import write_status
 from shardwright.runtime.stall import Stack, culprits, describe
+from shardwright.runtime.token import forget_token
 
 GRACE_SECONDS = 3.0
 """From the first sign of trouble to the end of all ranks: the cause shall arrive before its echoes are cut off."""
@@ -27,6 +53,10 @@ KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVE_PROBES = 5, 3, 4
 ABSENT_SECONDS = 60.0
 STALL_SECONDS = float(os.environ.get("SHARDWRIGHT_STALL_SECONDS", "600"))
 STACK_SECONDS = 5.0
+TURN_SECONDS = 0.5
+MOST_STRANGERS = 256
+"""Connections at once that have not said who they are; a rank needs milliseconds for it."""
+MOST_COMPLAINTS = 20
 HEARTBEAT_SECONDS = 5.0
 
 
@@ -42,111 +72,146 @@ def keep_alive(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def send(connection: socket.socket, message: Event) -> None:
-    connection.sendall(json.dumps(message).encode() + b"\n")
-
-
-class Lines:
-    """Whole lines out of what arrives on a connection."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self._rest = b""
-
-    def read(self) -> list[Event] | None:
-        """What one recv brings; None once the other side is gone."""
-        try:
-            chunk = self.connection.recv(65536)
-        except OSError:
-            return None
-        if not chunk:
-            return None
-        *whole, self._rest = (self._rest + chunk).split(b"\n")
-        try:
-            return [json.loads(line) for line in whole]
-        except ValueError:  # a stranger on the port
-            return None
-
-
 class _Peer:
-    """One connection. rank is None until it has said hello."""
+    """One connection. hello: what it said, once it has proved it."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection, self.lines = connection, Lines(connection)
-        self.rank: int | None = None
-        self.host = ""
-        self.pid = 0
+    def __init__(self, connection: socket.socket, came: float) -> None:
+        self.connection, self.came = connection, came
+        self.lines = Lines(connection, MOST_HELLO_BYTES)
+        self.challenge = Challenge(nonce=new_nonce())
+        self.hello: Hello | None = None
         self.said_why = False
 
 
 class Hub(threading.Thread):
-    """Serves until every rank has said goodbye, or one is lost."""
+    """Serves for as long as the process lives, whatever a peer or a full disk does."""
 
     def __init__(self, plan: Plan, folder: Path, attempt: int, output: int, server: socket.socket, token: str) -> None:
         super().__init__(name="hub", daemon=True)
         self.plan, self.folder, self.attempt, self.output = plan, folder, attempt, output
         self._server, self._token = server, token
+        self._server.setblocking(False)
         self._selector = selectors.DefaultSelector()
+        self._strangers: dict[_Peer, None] = {}  # the one that came first, first
         self._peers: dict[int, _Peer] = {}
         self._came: set[int] = set()
-        self._events: list[Event] = []
+        self._causes: list[Event] = []
         self._began = self._moved = time.monotonic()
         self._steps: dict[int, int] = {}
         self._stacks: dict[int, Stack] | None = None
         self._dumped_at = self._ends_at = self._beat_at = 0.0
         self._told_absent = False
+        self._complaints = 0
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a descriptor per rank
 
     def run(self) -> None:
         self._selector.register(self._server, selectors.EVENT_READ)
         while True:
-            for key, _ in self._selector.select(timeout=0.5):
+            try:
+                self._turn()
+            except Exception:  # of ours, or of the disk's: the ranks are watched all the same
+                self._complain(traceback.format_exc())
+                time.sleep(TURN_SECONDS)
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(timeout=TURN_SECONDS):
+            try:
                 if key.fileobj is self._server:
-                    connection, _ = self._server.accept()
-                    keep_alive(connection)
-                    self._selector.register(connection, selectors.EVENT_READ, _Peer(connection))
+                    self._accept()
                 else:
                     self._hear(key.data)
-            now = time.monotonic()
-            self._check_absent(now)
-            self._check_stall(now)
-            if now - self._beat_at > HEARTBEAT_SECONDS:
-                self._beat_at = now
+            except Exception:  # whatever one peer brings about, the others are heard
+                self._complain(traceback.format_exc())
+        now = time.monotonic()
+        for peer in [p for p in self._strangers if now - p.came > HELLO_SECONDS]:
+            self._forget(peer)
+        self._check_absent(now)
+        self._check_stall(now)
+        if now - self._beat_at > HEARTBEAT_SECONDS:
+            self._beat_at = now
+            with contextlib.suppress(OSError):  # a full disk, say
                 (self.folder / "run" / "heartbeat").touch()
-            if self._ends_at and now > self._ends_at:
-                self._end()
+        if self._ends_at and now > self._ends_at:
+            self._end()
+
+    def _accept(self) -> None:
+        """Where there are more strangers than may be at once, those that wait longest have no hello to say."""
+        for _ in range(MOST_STRANGERS // 2):  # then the others are heard
+            try:
+                connection, _ = self._server.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:  # most often no descriptor is free
+                self._complain(f"cannot take a connection: {error}")
+                self._forget_oldest_stranger()
+                time.sleep(0.05)
+                return
+            peer = _Peer(connection, time.monotonic())
+            self._strangers[peer] = None
+            self._selector.register(connection, selectors.EVENT_READ, peer)
+            try:
+                connection.setblocking(False)
+                keep_alive(connection)
+                connection.sendall(encode(peer.challenge))
+            except OSError:
+                self._forget(peer)
+            if len(self._strangers) > MOST_STRANGERS + len(self.plan.ranks):
+                self._forget_oldest_stranger()
 
     def _hear(self, peer: _Peer) -> None:
-        messages = peer.lines.read()
-        if messages is None:
-            self._forget(peer)
-            if peer.rank is not None and not peer.said_why:
-                self._lost(peer)
-            return
-        for message in messages:
-            if peer.rank is None and message.get("token") != self._token:
-                self._forget(peer)  # not one of ours
+        lines = peer.lines.read()
+        for line in lines or ():
+            message = decode(line)
+            if peer.hello is not None:
+                self._take(peer, peer.hello.rank, message)
+            elif not isinstance(message, Hello) or not self._admit(peer, message):
+                self._forget(peer)
                 return
-            self._take(peer, message)
+        if lines is None:
+            self._forget(peer)
+            if peer.hello is not None and not peer.said_why:
+                self._lost(peer.hello)
 
-    def _take(self, peer: _Peer, message: Event) -> None:
-        kind = message["kind"]
-        if kind == "hello":
-            peer.rank, peer.host, peer.pid = int(str(message["rank"])), str(message["host"]), int(str(message["pid"]))
-            self._peers[peer.rank] = peer
-            self._came.add(peer.rank)
-            self._moved = time.monotonic()
-        elif kind == "step" and peer.rank is not None:
-            self._advance(peer.rank, int(str(message["step"])))
-        elif kind == "stack" and peer.rank is not None and self._stacks is not None:
-            self._stacks[peer.rank] = Stack.from_message(message)
-        elif kind == "failed":
-            peer.said_why = True
-            self._events.append(message)
-            self._trouble()
-        elif kind == "bye":
-            peer.said_why = True
+    def _admit(self, peer: _Peer, hello: Hello) -> bool:
+        if not proves(self._token, peer.challenge, hello):
+            self._complain(f"a peer that calls itself rank {hello.rank} does not have this run's token: dropped")
+            return False
+        if not 0 <= hello.rank < len(self.plan.ranks) or hello.rank in self._came:
+            self._complain(f"a second peer calls itself rank {hello.rank}, or there is no such rank: dropped")
+            return False
+        try:
+            peer.connection.sendall(encode(welcome_to(self._token, peer.challenge, hello)))
+        except OSError:
+            return False
+        del self._strangers[peer]
+        peer.hello, peer.lines.most_bytes = hello, MOST_LINE_BYTES
+        self._peers[hello.rank] = peer
+        self._came.add(hello.rank)
+        self._moved = time.monotonic()
+        if len(self._came) == len(self.plan.ranks):
+            forget_token(self.folder)
+        return True
+
+    def _take(self, peer: _Peer, rank: int, message: Message | None) -> None:
+        """What a rank may not say is passed over: it has proved to be one of ours, and its line is its life."""
+        match message:
+            case Step(step=step):
+                self._advance(rank, step)
+            case StackTaken(stack=stack):
+                if self._stacks is not None:
+                    self._stacks[rank] = stack
+            case Failed(cause=cause):
+                peer.said_why = True
+                self._causes.append({"kind": "failed", **self._where(rank), "cause": cause})
+                self._trouble()
+            case Bye():
+                peer.said_why = True
+
+    def _where(self, rank: int) -> Event:
+        peer = self._peers.get(rank)
+        host = peer.hello.host if peer is not None and peer.hello is not None else None
+        return {"rank": rank, "host": host, "stage": self.plan.ranks[rank].pipeline}
 
     def _advance(self, rank: int, step: int) -> None:
         before = min(self._steps.values(), default=-1)
@@ -155,21 +220,32 @@ class Hub(threading.Thread):
             self._moved = time.monotonic()
             if self._dumped_at:
                 self._dumped_at = 0.0
-                write_status(self.folder, "running", self.attempt)
+                self._write_status("running")
 
     def _forget(self, peer: _Peer) -> None:
-        self._selector.unregister(peer.connection)
+        self._strangers.pop(peer, None)
+        if peer.hello is not None:
+            self._peers.pop(peer.hello.rank, None)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(peer.connection)
         peer.connection.close()
-        if peer.rank is not None:
-            self._peers.pop(peer.rank, None)
 
-    def _lost(self, peer: _Peer) -> None:
-        assert peer.rank is not None
-        stage = self.plan.ranks[peer.rank].pipeline
-        event: Event = {"kind": "lost", "rank": peer.rank, "host": peer.host, "stage": stage, "pid": peer.pid}
-        self._events.append(event)
-        emit(self.output, event)
+    def _forget_oldest_stranger(self) -> None:
+        if self._strangers:
+            self._forget(next(iter(self._strangers)))
+
+    def _lost(self, hello: Hello) -> None:
+        where: Event = {"rank": hello.rank, "host": hello.host, "stage": self.plan.ranks[hello.rank].pipeline}
+        self._causes.append({"kind": "lost", **where})
+        emit(self.output, {"kind": "lost", **where, "pid": hello.pid})
         self._trouble()
+
+    def _complain(self, text: str) -> None:
+        """To rank 0's own output, and not for ever."""
+        self._complaints += 1
+        if self._complaints <= MOST_COMPLAINTS:
+            with contextlib.suppress(OSError):
+                print(f"hub: {text}", file=sys.stderr, flush=True)
 
     def _trouble(self) -> None:
         if not self._ends_at:
@@ -177,19 +253,24 @@ class Hub(threading.Thread):
 
     def _end(self) -> None:
         """Every rank ends itself; rank 0, in whose process this runs, hears of it as the others do."""
-        first = first_cause(self._events) or {}
+        self._ends_at = 0.0
+        first = first_cause(self._causes) or {}
         cause = str(first.get("cause") or "went away without a word")
         where: Event = {name: first.get(name) for name in ("rank", "host", "stage")}
-        write_status(self.folder, "failed", self.attempt, **where, cause=cause)
-        self._tell_all({"kind": "end", "cause": f"rank {where['rank']} on {where['host']}: {cause}"})
-        self._ends_at = 0.0
+        self._write_status("failed", **where, cause=cause)
+        self._tell_all(End(cause=f"rank {where['rank']} on {where['host']}: {cause}"))
 
-    def _tell_all(self, message: Event) -> None:
+    def _write_status(self, status: str, **more: JsonValue) -> None:
+        try:
+            write_status(self.folder, status, self.attempt, **more)
+        except OSError as error:
+            self._complain(f"run/status.json cannot be written: {error}")
+
+    def _tell_all(self, message: Message) -> None:
+        """A rank that is stopped reads no more; its buffer holds what is ever said to it."""
         for peer in list(self._peers.values()):
-            try:
-                send(peer.connection, message)
-            except OSError:
-                self._forget(peer)
+            with contextlib.suppress(OSError):  # one that is gone is heard of when its line is read
+                peer.connection.sendall(encode(message))
 
     def _check_absent(self, now: float) -> None:
         if self._told_absent or now - self._began < ABSENT_SECONDS:
@@ -208,22 +289,20 @@ class Hub(threading.Thread):
         if self._stacks is not None and (
             len(self._stacks) == len(self._peers) or now - self._dumped_at > STACK_SECONDS
         ):
-            self._report_stall(self._stacks)
-            self._stacks = None
+            stacks, self._stacks = self._stacks, None
+            self._report_stall(stacks)
         elif not self._dumped_at and not self._ends_at and self._peers and now - self._moved > STALL_SECONDS:
             self._dumped_at, self._stacks = now, {}
-            self._tell_all({"kind": "dump"})
+            self._tell_all(Dump())
 
     def _report_stall(self, stacks: dict[int, Stack]) -> None:
-        hosts = {rank: peer.host for rank, peer in self._peers.items()}
+        hosts = {rank: peer.hello.host for rank, peer in self._peers.items() if peer.hello is not None}
         blamed = culprits(stacks, set(hosts))
         text = describe(stacks, blamed, hosts, STALL_SECONDS)
         emit(self.output, {"kind": "stalled", "ranks": list(blamed), "text": text})
         first = blamed[0] if blamed else None
-        write_status(
-            self.folder,
+        self._write_status(
             "running",
-            self.attempt,
             stalled=text,
             rank=first,
             host=hosts.get(first) if first is not None else None,

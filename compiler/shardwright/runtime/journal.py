@@ -13,6 +13,7 @@ from typing import TextIO
 
 from shardwright.atomic import write_atomically
 from shardwright.ir.json_value import JsonValue
+from shardwright.strict_json import strict_json
 
 PROGRESS = "@shardwright "
 """Marks rank 0's progress lines on the launcher's standard output."""
@@ -22,7 +23,7 @@ def write_json(path: Path, document: Mapping[str, JsonValue]) -> None:
     """Whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(document) + "\n", encoding="utf-8")
+    temporary.write_text(strict_json(document) + "\n", encoding="utf-8")
     os.replace(temporary, path)
 
 
@@ -34,6 +35,9 @@ def read_json(path: Path) -> dict[str, JsonValue]:
         return {}
     return document if isinstance(document, dict) else {}
 
+
+_HALF_WRITTEN = 2**62
+"""Stands for the step of a line that is none."""
 
 LARGEST_EXPONENT = 700.0
 """exp of more is no number that JSON can hold."""
@@ -59,21 +63,23 @@ class Metrics:
             "tokens_per_second": tokens / seconds,
             "attempt": self.attempt,
         }
-        text = json.dumps(line)
+        text = strict_json(line)
         self._file.write(text + "\n")
         print(PROGRESS + text, flush=True)
 
 
 class Evaluations:
-    """run/evaluation.jsonl: a line per evaluation of the held-out data, cut back like the metrics."""
+    """run/evaluation.jsonl: a line per evaluation of the held-out data, cut back like the metrics. step: the last one
+    that an earlier attempt left."""
 
     def __init__(self, folder: Path, attempt: int, resumed_step: int) -> None:
         self.attempt = attempt
         self._file = _open_cut_back(folder / "run" / "evaluation.jsonl", resumed_step)
+        self.step = evaluated_step(folder)
 
     def write(self, step: int, loss: float, tokens: int, seconds: float) -> None:
         """loss: over all `tokens`, which are the predicted ones."""
-        perplexity = math.exp(min(loss, LARGEST_EXPONENT))
+        perplexity = math.exp(min(loss, LARGEST_EXPONENT)) if math.isfinite(loss) else math.nan
         line = {
             "step": step,
             "loss": loss,
@@ -82,8 +88,22 @@ class Evaluations:
             "seconds": seconds,
             "attempt": self.attempt,
         }
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(strict_json(line) + "\n")
         print(f"validation at step {step}  loss {loss:.4f}  perplexity {perplexity:.2f}", flush=True)
+
+
+def number(value: object) -> float:
+    """Of a line that was read: null stands for one that is not finite."""
+    return math.nan if value is None else float(str(value))
+
+
+def evaluated_step(folder: Path) -> int:
+    """The last one in run/evaluation.jsonl; 0 where there is none."""
+    try:
+        lines = (folder / "run" / "evaluation.jsonl").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0
+    return max((step for line in lines if (step := _step_of(line)) < _HALF_WRITTEN), default=0)
 
 
 def _open_cut_back(path: Path, step: int) -> TextIO:
@@ -99,7 +119,7 @@ def _step_of(line: str) -> int:
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return 2**62  # a half-written last line
+        return _HALF_WRITTEN  # a last line
 
 
 def write_status(folder: Path, status: str, attempt: int, **more: JsonValue) -> None:

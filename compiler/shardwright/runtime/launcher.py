@@ -22,13 +22,17 @@ import psutil
 from shardwright.data.dataset import resolve
 from shardwright.data.prepare import LARGEST_UNPREPARED_BYTES, prepare
 from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.ir.weights import weights_words
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
+from shardwright.runtime.agreement import check_unchanged
 from shardwright.runtime.attempt import begin_attempt
-from shardwright.runtime.checkpoint_index import choose_checkpoint, step_of, tell
+from shardwright.runtime.checkpoint_index import choose_checkpoint, tell
+from shardwright.runtime.checkpoint_store import CheckpointStore
 from shardwright.runtime.events import parse_event
 from shardwright.runtime.failure import report_failure
-from shardwright.runtime.journal import PROGRESS, read_json, write_status
+from shardwright.runtime.journal import PROGRESS, evaluated_step, read_json, write_status
+from shardwright.runtime.ownership import held_by_run
 from shardwright.runtime.preconditions import check_machine, check_versions, program_path
 from shardwright.runtime.progress import Progress
 from shardwright.runtime.submit import submit, submits
@@ -67,20 +71,30 @@ def run_folder(folder: Path, hostfile: Path | None, resume: str) -> int:
     for warning in check_versions(plan):
         print(warning, file=sys.stderr)
     check_machine(plan, folder, hostfile)
+    check_unchanged(plan, folder)
     (folder / "run").mkdir(exist_ok=True)
     plan = _prepare_data(plan, folder)
     if submits(plan):
         return submit(plan, folder, resume)
-    with _lock(folder) as lock:
+    with _lock(folder) as lock, held_by_run(plan, folder) as lease:
         chosen = choose_checkpoint(plan, folder, resume)
         tell(chosen)
-        checkpoint = chosen.path if chosen else None
-        if checkpoint and step_of(checkpoint) >= plan.training.steps:
-            print(f"already trained to its last step: {checkpoint} (`--resume never` starts again)")
+        if chosen is None:
+            print(f"starts from {weights_words(plan.model.weights)}")
+        if chosen and chosen.step >= plan.training.steps and not _owes_evaluation(plan, folder):
+            print(f"already trained to its last step: {chosen.path} (`--resume never` starts again)")
+            # Its copy failed, which ended that run with an error.
+            if plan.checkpoint.upload_to and CheckpointStore(plan.checkpoint.upload_to).copy_missing(chosen.path):
+                print(f"copied       {chosen.path.name} to {plan.checkpoint.upload_to}")
             return 0
-        attempt = begin_attempt(plan, folder, checkpoint, fresh=resume == "never")
+        attempt = begin_attempt(plan, folder, chosen, fresh=resume == "never", lease=lease.owner.token).number
         code = _launch(plan, folder, hostfile, attempt, lock)
         return _conclude(plan, folder, attempt, code)
+
+
+def _owes_evaluation(plan: Plan, folder: Path) -> bool:
+    """Whether the last step was saved, and its validation then failed."""
+    return plan.validation is not None and evaluated_step(folder) < plan.training.steps
 
 
 def _prepare_data(plan: Plan, folder: Path) -> Plan:

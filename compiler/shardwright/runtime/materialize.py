@@ -40,10 +40,15 @@ def _parameters_without_storage() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def empty_model(config: PretrainedConfig, attention: str) -> PreTrainedModel:
-    """The whole model in fp32: buffers as Hugging Face makes them, parameters that are one zero each, expanded."""
+def empty_model(config: PretrainedConfig, attention: str | None) -> PreTrainedModel:
+    """The whole model in fp32: buffers as Hugging Face makes them, parameters that are one zero each, expanded.
+
+    attention: None takes what transformers picks for the type.
+    """
     with _parameters_without_storage():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
+        )
     stubs: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from deepspeed import comm as dist
 
+from shardwright.figures import rate
 from shardwright.ir.json_value import JsonValue
 from shardwright.plan.plan import Plan
 from shardwright.runtime.journal import write_json
@@ -49,8 +50,9 @@ class Measured:
         if seconds is None:
             return f"peak memory {peak / GIB:.2f} GiB (plan {predicted.memory.peak_bytes / GIB:.2f})"
         tokens = self._tokens_per_second_per_gpu(seconds)
+        reached = rate(tokens, is_cpu=self._plan.is_cpu)
         return (
-            f"{seconds:.3g} s a step (plan {predicted.time.step_seconds:.3g}), {tokens:,.0f} tokens/s/GPU "
+            f"{seconds:.3g} s a step (plan {predicted.time.step_seconds:.3g}), {reached} "
             f"(plan {predicted.time.tokens_per_second_per_gpu:,.0f}), peak memory {peak / GIB:.2f} GiB "
             f"(plan {predicted.memory.peak_bytes / GIB:.2f})"
         )

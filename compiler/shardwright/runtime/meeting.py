@@ -17,11 +17,12 @@ SLOW = 0.7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One line of the table. problems: () where all is well."""
+    """One line of the table. problems: () where all is well. checked: False where it cannot be; told says what."""
 
     name: str
     told: str
     problems: tuple[Diagnostic, ...] = ()
+    checked: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,8 @@ def meet(plan: Plan, probes: Sequence[Probe], assumed: Assumed, *, whole: bool, 
     if not probes:
         return []
     first = probes[0].result
-    found = "127.0.0.1" if plan.nodes == 1 else str(first.facts["address"] or first.host)
+    named = plan.launch.launcher == "slurm" or not first.facts["address"]  # as launch.sh has it
+    found = "127.0.0.1" if plan.nodes == 1 else str(first.host if named else first.facts["address"])
     address = plan.launch.master_addr or found
     port = first.facts["free_port"]
     if port is None:

@@ -23,7 +23,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveFragment:
-    """start: of states' elements in the flattened shard. states: state -> 1-D view.
+    """start: of states' elements in the flattened shard. states: state -> 1-D view. live: the same elements of the
+    weights that the model computes with, in their type.
 
     partitioned: other data ranks hold other fragments of the same shard; else each holds the same whole one.
     """
@@ -32,6 +33,7 @@ class LiveFragment:
     shard_shape: tuple[int, ...]
     start: int
     states: dict[str, torch.Tensor]
+    live: torch.Tensor
     partitioned: bool
 
 
@@ -97,6 +99,7 @@ def live_fragments(engine: Any, named: dict[str, nn.Parameter]) -> Iterator[Live
             shard_shape=_shard_shape(parameter),
             start=start,
             states={state: flat.view(-1).narrow(0, begin, numel) for state, flat in flats.items()},
+            live=_live(parameter, start, numel),
             partitioned=group is not None,
         )
 
@@ -128,19 +131,25 @@ def _zero3_range(optimizer: Any, parameter: Any) -> tuple[int, int]:
     return start, min(size, parameter.ds_numel - start)
 
 
+def _live(parameter: Any, start: int, numel: int) -> torch.Tensor:
+    """At ZeRO-3 a rank has its own partition, which begins at `start`."""
+    if hasattr(parameter, "ds_tensor"):
+        return parameter.ds_tensor.data.view(-1).narrow(0, 0, numel)  # type: ignore[no-any-return]
+    return parameter.data.view(-1).narrow(0, start, numel)  # type: ignore[no-any-return]
+
+
 def _constant(engine: Any, name: str, parameter: Any) -> LiveFragment:
     """A parameter that is not trained, in the type that the model computes with."""
-    if hasattr(parameter, "ds_tensor"):
-        start, numel = _zero3_range(engine.optimizer, parameter)
-        value = parameter.ds_tensor.data.view(-1).narrow(0, 0, max(0, numel))
-    else:
-        start, value = 0, parameter.data.view(-1)
+    partitioned = hasattr(parameter, "ds_tensor")
+    start, numel = _zero3_range(engine.optimizer, parameter) if partitioned else (0, parameter.numel())
+    value = _live(parameter, start, max(0, numel))
     return LiveFragment(
         name=name,
         shard_shape=_shard_shape(parameter),
         start=start,
         states={"value": value},
-        partitioned=hasattr(parameter, "ds_tensor"),
+        live=value,
+        partitioned=partitioned,
     )
 
 

@@ -16,6 +16,7 @@ from shardwright.plan.build import NEEDS_HOSTS
 from shardwright.plan.hosts import SAFE_UNQUOTED, read_hosts
 from shardwright.plan.plan import Plan
 from shardwright.runtime.tracking import missing_trackers
+from shardwright.safe_read import read_regular_text
 
 TESTED = {"deepspeed": ">=0.19.8,<0.20", "transformers": ">=5.20,<6", "torch": ">=2.10,<3"}
 
@@ -76,6 +77,12 @@ def program_path() -> str:
     return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
 
 
+def own_command(*arguments: str) -> list[str]:
+    """`shardwright` with these arguments, in a process of its own. -P: a file of the current directory that has a
+    module's name is never imported."""
+    return [sys.executable, "-P", "-m", "shardwright", *arguments]
+
+
 def check_machine(plan: Plan, folder: Path, hostfile: Path | None) -> None:
     """Raises Refusal with every obstacle at once."""
     found = tuple(_obstacles(plan, folder, hostfile))
@@ -115,14 +122,14 @@ def _obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[Diag
             message="launch.launcher is no_ssh: nothing here can start the other nodes",
             help=f"On each node: NODE_RANK=0...{plan.nodes - 1} MASTER_ADDR=<address of node 0> bash launch.sh",
         )
-    yield from _scheduler_obstacles(plan)
-    yield from _host_obstacles(plan, folder, hostfile)
+    yield from scheduler_obstacles(plan)
+    yield from host_obstacles(plan, folder, hostfile)
 
 
 _COMMANDS = {"pdsh": "pdsh", "openmpi": "mpirun", "slurm": "sbatch", "kubernetes": "kubectl"}
 
 
-def _scheduler_obstacles(plan: Plan) -> Iterator[Diagnostic]:
+def scheduler_obstacles(plan: Plan) -> Iterator[Diagnostic]:
     launcher = plan.launch.launcher
     program = _COMMANDS.get(launcher)
     if program is not None and shutil.which(program, path=program_path()) is None:
@@ -140,7 +147,7 @@ def _scheduler_obstacles(plan: Plan) -> Iterator[Diagnostic]:
         )
 
 
-def _host_obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[Diagnostic]:
+def host_obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[Diagnostic]:
     """The hosts of a hostfile against the plan's rank map."""
     launcher, compiled = plan.launch.launcher, folder / "launch" / "hostfile"
     if launcher not in NEEDS_HOSTS:
@@ -161,7 +168,7 @@ def _host_obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator
         return
     path = hostfile or compiled
     try:
-        read_hosts(str(path), path.read_text(encoding="utf-8"), plan.nodes, plan.gpus_per_node)
+        read_hosts(str(path), read_regular_text(path), plan.nodes, plan.gpus_per_node)
     except Refusal as refusal:
         yield from refusal.diagnostics
     except (OSError, UnicodeDecodeError) as error:

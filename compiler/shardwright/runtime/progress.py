@@ -9,6 +9,8 @@ from types import TracebackType
 
 from tqdm import tqdm
 
+from shardwright.runtime.journal import number
+
 PLAIN_SECONDS = 2.0
 """At most one plain line in this time, the first and the last step always."""
 
@@ -30,7 +32,7 @@ class Progress:
         """text: one line of metrics.jsonl."""
         m = json.loads(text)
         figures = (
-            f"loss {m['loss']:.4f}  grad_norm {m['grad_norm']:.3f}  lr {m['learning_rate']:.2e}  "
+            f"loss {number(m['loss']):.4f}  grad_norm {number(m['grad_norm']):.3f}  lr {m['learning_rate']:.2e}  "
             f"{m['tokens_per_second']:,.0f} tokens/s"
         )
         if self._bar is not None:

@@ -33,10 +33,19 @@ class Probed:
     problem: str = ""
 
 
-class Probe:
-    """A running probe; `local` is this machine, without ssh."""
+REACHES = ("local", "ssh", "srun")
+"""How a host is reached: local is this machine, srun a node of the Slurm allocation that this process is in."""
 
-    def __init__(self, host: str, *, local: bool) -> None:
+
+def _srun(host: str) -> list[str]:
+    """A step beside others on that node, with what the allocation has there."""
+    return ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--cpu-bind=none", "--quiet"]
+
+
+class Probe:
+    """A running probe."""
+
+    def __init__(self, host: str, *, reach: str) -> None:
         self.result = Probed(host=host)
         # As DeepSpeed forwards them. The other variables go through the pipe: a command line can be read by all.
         values = [f"{name}={value}" for name, value in os.environ.items() if name.startswith("PYTHON")]
@@ -44,7 +53,7 @@ class Probe:
         ssh = ["ssh", *shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", "")), "-oBatchMode=yes"]
         ssh += [f"-oConnectTimeout={CONNECT_SECONDS}", host, "exec " + shlex.join(remote)]
         self._process = subprocess.Popen(
-            remote if local else ssh,
+            {"local": remote, "ssh": ssh, "srun": [*_srun(host), *remote]}[reach],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -9,21 +9,28 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shardwright.data.dataset import resolve
 from shardwright.data.prepare import LARGEST_UNPREPARED_BYTES, prepare
+from shardwright.lease import Lease
 from shardwright.plan.plan import Plan
+from shardwright.runtime.agreement import check_same_data
+from shardwright.runtime.attempt import Attempt, begin_on_ranks
 from shardwright.runtime.batches import Batches, HeldOut, MicroBatch
-from shardwright.runtime.checkpoint import check_writable, load_checkpoint, save_checkpoint
-from shardwright.runtime.checkpoint_index import other_rows
+from shardwright.runtime.checkpoint import load_checkpoint, prepare_root, save_checkpoint
+from shardwright.runtime.divergence import Divergence
 from shardwright.runtime.dropout import seed_dropout
 from shardwright.runtime.engine import StepResult, build_trainer
 from shardwright.runtime.journal import Evaluations, Metrics, write_json, write_status
 from shardwright.runtime.launcher import load_plan
+from shardwright.runtime.lineage import Origin
 from shardwright.runtime.live import live_record
 from shardwright.runtime.measured import Measured
+from shardwright.runtime.ownership import RANKS, lease_of, taken_over
+from shardwright.runtime.resume_notes import other_data, other_schedule
 from shardwright.runtime.schedule import learning_rate
 from shardwright.runtime.tracking import Tracking
 
@@ -34,33 +41,41 @@ class Session:
     plan: with the number of steps, also where the recipe counts epochs.
     """
 
-    def __init__(self, plan: Plan, folder: Path, rank: int, attempt: int, resume: str | None) -> None:
-        """Process groups exist. resume: a checkpoint's folder."""
+    def __init__(self, plan: Plan, folder: Path, rank: int, attempt: Attempt, lease: Lease | None = None) -> None:
+        """Process groups exist. lease: rank 0's."""
         from deepspeed import comm as dist
 
-        check_writable(plan, folder)
+        prepare_root(plan, folder, attempt.number, attempt.step)
         if int(os.environ["LOCAL_RANK"]) == 0:
             prepare(plan, folder, limit_bytes=LARGEST_UNPREPARED_BYTES)
         dist.barrier()
         self.plan, data = resolve(plan, folder)
-        self.folder, self.rank, self.attempt = folder, rank, attempt
+        digests = check_same_data(self.plan, folder)
+        self.folder, self.rank, self.attempt = folder, rank, attempt.number
+        self._lease, resume = lease, attempt.resume
         self._batches = Batches(self.plan, data)
         self._trainer = build_trainer(self.plan, folder, resumes=bool(resume))
         write_json(folder / "run" / "ranks" / f"rank-{rank:05d}.json", live_record(self.engine.module, rank))
         self.data_rank = self._trainer.grid.get_data_parallel_rank()
         seed_dropout(self.plan, rank)
         self.done = load_checkpoint(self.plan, self._trainer, Path(resume)) if resume else 0
-        self._rows = data.parts
+        self._origin = Origin(line=attempt.line, rows=data.parts, data=digests)
         if resume and rank == 0:
-            for warning in other_rows(Path(resume), data.parts):
+            notes = other_data(Path(resume), data.parts, digests)
+            for warning in (*notes, *other_schedule(self.plan, Path(resume), self.done)):
                 print(warning, flush=True)
         self._saved = self.done
         self._held_out = HeldOut(self.plan, data.validation, self.data_rank) if data.validation else None
         self._measured = Measured(self.plan, self._trainer.device)
+        self._divergence = Divergence(self.plan)
         first = rank == 0
-        self._metrics = Metrics(folder, attempt, self.done) if first else None
-        self._evaluations = Evaluations(folder, attempt, self.done) if first and self.plan.validation else None
+        self._metrics = Metrics(folder, self.attempt, self.done) if first else None
+        self._evaluations = Evaluations(folder, self.attempt, self.done) if first and self.plan.validation else None
         self._tracking = Tracking(self.plan, folder, self.done) if first else None
+        # Rank 0 alone has the file, and each must know whether the step that is resumed from lacks its line.
+        told = [self._evaluations.step if self._evaluations else 0]
+        dist.broadcast_object_list(told, src=0)
+        self._evaluated = told[0]
 
     @property
     def engine(self) -> Any:
@@ -79,7 +94,11 @@ class Session:
         return self._batches.micro_batches(step, self.data_rank)
 
     def train(self, step: int, micro_batches: list[MicroBatch] | None = None, rate: float | None = None) -> StepResult:
-        """One optimizer step, recorded in run/metrics.jsonl. micro_batches: as many and as large as the plan's."""
+        """One optimizer step, recorded in run/metrics.jsonl. micro_batches: as many and as large as the plan's.
+
+        Raises Refusal on every rank where the losses have not been finite for too long: SW6311.
+        """
+        self._check_lease()
         began = time.perf_counter()
         rate = self.learning_rate(step) if rate is None else rate
         result = self._trainer.step(self.micro_batches(step) if micro_batches is None else micro_batches, rate)
@@ -92,20 +111,21 @@ class Session:
             self._metrics.write(step, result.loss, result.grad_norm, rate, tokens, seconds)
             values = {"loss": result.loss, "grad_norm": result.grad_norm, "learning_rate": rate}
             self._tracking.log(step, {**values, "tokens_per_second": tokens / seconds})
+        lines = self._divergence.step(step, result.loss, result.grad_norm)
         if self._measured.is_due:
-            line = self._measured.line()
-            if self.rank == 0:
-                print(line, flush=True)
+            lines.append(self._measured.line())
+        for line in lines if self.rank == 0 else ():
+            print(line, flush=True)
         return result
 
     @property
     def evaluates(self) -> bool:
-        """Whether the recipe wants the held-out data evaluated after the step that is done."""
+        """Whether the recipe wants the held-out data evaluated after the step that is done, and it is not yet: so too
+        where a run resumes from a checkpoint whose evaluation failed."""
         validation = self.plan.validation
-        last = self.done == self.plan.training.steps
-        return (
-            self._held_out is not None and validation is not None and (self.done % validation.every_steps == 0 or last)
-        )
+        if validation is None or self._held_out is None or self.done in (0, self._evaluated):
+            return False
+        return self.done % validation.every_steps == 0 or self.done == self.plan.training.steps
 
     def evaluate(self) -> float:
         """Loss over the held-out data, recorded in run/evaluation.jsonl. There is some: the recipe has `validation`."""
@@ -115,6 +135,7 @@ class Session:
         if self._evaluations and self._tracking:
             self._evaluations.write(self.done, loss, predicted, time.perf_counter() - began)
             self._tracking.log(self.done, {"validation_loss": loss})
+        self._evaluated = self.done
         return loss
 
     @property
@@ -126,10 +147,17 @@ class Session:
     def save(self, *, last: bool = False) -> None:
         """A checkpoint of the step that is done; nothing where it has one. last: nothing is trained after it, so that a
         copy that fails (checkpoint.upload_to) is an error and not a warning."""
+        self._check_lease()
         if self._saved != self.done:
             last = last or self.done == self.plan.training.steps
-            save_checkpoint(self.plan, self.folder, self._trainer, self.done, last=last, rows=self._rows)
+            origin = replace(self._origin, finite=self._divergence.finite)
+            save_checkpoint(self.plan, self.folder, self._trainer, self.done, last=last, origin=origin)
             self._saved = self.done
+
+    def _check_lease(self) -> None:
+        """Raises Refusal where another run has taken this one's place."""
+        if self._lease is not None and self._lease.lost is not None:
+            raise taken_over(self._lease.lost, self.folder)
 
     def finish(self, status: str = "done") -> None:
         """Writes run/summary.json and run/status.json. status: done | preempted."""
@@ -141,6 +169,8 @@ class Session:
         dist.barrier()
         if self.rank == 0:
             write_status(self.folder, status, self.attempt, step=self.done)
+        if self._lease is not None:
+            self._lease.release()
 
 
 @contextmanager
@@ -155,16 +185,22 @@ def open_session(folder: str | os.PathLike[str], resume: str = "auto") -> Iterat
     plan, rank = load_plan(path), int(os.environ["RANK"])
     if plan.is_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
-    from shardwright.runtime.attempt import begin_on_ranks
+    from shardwright.runtime.agreement import check_same_files
     from shardwright.runtime.distributed import check_world, close_groups, open_groups
 
     check_world(plan)
     open_groups(plan)
-    attempt, checkpoint = begin_on_ranks(plan, path, rank, resume)
-    if rank == 0:
-        write_status(path, "running", attempt)
-    session = Session(plan, path, rank, attempt, checkpoint)
-    yield session
-    session.save(last=True)
-    session.finish("done" if session.done == session.plan.training.steps else "preempted")
+    check_same_files(plan, path)
+    lease = lease_of(plan, path, RANKS) if rank == 0 else None
+    try:
+        attempt = begin_on_ranks(plan, path, rank, resume, lease)
+        if rank == 0:
+            write_status(path, "running", attempt.number)
+        session = Session(plan, path, rank, attempt, lease)
+        yield session
+        session.save(last=True)
+        session.finish("done" if session.done == session.plan.training.steps else "preempted")
+    finally:
+        if lease is not None:
+            lease.release()
     close_groups()

@@ -7,8 +7,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import FrameType
 
-from shardwright.runtime.events import Event
-
 _COLLECTIVES = ("torch/distributed/distributed_c10d.py", "deepspeed/comm/", "torch/distributed/_functional_collectives")
 
 
@@ -25,18 +23,6 @@ class Stack:
     where: str
     waits_in: str | None
     counts: Mapping[str, int]
-
-    @classmethod
-    def from_message(cls, message: Event) -> Stack:
-        counts = message["counts"]
-        waits_in = message["waits_in"]
-        return cls(
-            step=int(str(message["step"])),
-            phase=str(message["phase"]),
-            where=str(message["where"]),
-            waits_in=None if waits_in is None else str(waits_in),
-            counts={name: int(str(n)) for name, n in counts.items()} if isinstance(counts, dict) else {},
-        )
 
 
 def place_of(thread: int) -> tuple[str, str | None]:

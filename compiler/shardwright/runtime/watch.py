@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import faulthandler
 import os
-import secrets
 import select
 import signal
 import socket
@@ -21,12 +20,28 @@ from pathlib import Path
 
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.plan.plan import Plan
-from shardwright.runtime.events import Event, emit
-from shardwright.runtime.hub import GRACE_SECONDS, Hub, Lines, keep_alive, open_server, send
+from shardwright.runtime.channel import (
+    MOST_LINE_BYTES,
+    Bye,
+    Dump,
+    End,
+    Failed,
+    Lines,
+    Message,
+    StackTaken,
+    Step,
+    call,
+    decode,
+    encode,
+)
+from shardwright.runtime.events import MOST_CHARACTERS, Event, emit
+from shardwright.runtime.hub import GRACE_SECONDS, Hub, keep_alive, open_server
 from shardwright.runtime.journal import read_json, write_status
-from shardwright.runtime.stall import place_of
+from shardwright.runtime.stall import Stack, place_of
+from shardwright.runtime.token import IN_ENVIRONMENT, VARIABLE, find_token, make_token
 
 RENDEZVOUS_SECONDS = 600.0
+CALLS = 4
 _ADDRESS = "shardwright/hub"
 _PR_SET_PDEATHSIG = 1
 
@@ -41,6 +56,7 @@ class Watch:
         self._line: socket.socket | None = None
         self._send_lock = threading.Lock()
         self._leaving = False
+        self._hub: Hub | None = None
         self._hub_host = ""
         # The launcher on this host may be killed where it cannot end its ranks.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -64,19 +80,54 @@ class Watch:
                 wait_for_workers=False,
                 multi_tenant=True,
             )
-            if self.rank == 0:
-                server, token = open_server(address), secrets.token_hex(16)
-                Hub(self.plan, self.folder, self.attempt, self.output, server, token).start()
-                self._store.set(_ADDRESS, f"{server.getsockname()[1]} {token} {socket.gethostname()}")
-            hub_port, token, self._hub_host = self._store.get(_ADDRESS).decode().split()
-            line = socket.create_connection((address, int(hub_port)), timeout=30)
-        except (OSError, RuntimeError) as error:  # torch's network errors are RuntimeErrors
+            token = self._open_hub(address) if self.rank == 0 else None
+            hub_port, where, self._hub_host = self._store.get(_ADDRESS).decode().split()
+            token = token or find_token(self.folder, where)
+            if token is None:
+                raise self._stranger(f"has no token of this run: it is not in {_place(where)}")
+            line = self._call(address, int(hub_port), token)
+        except PermissionError as error:
+            raise self._stranger(str(error)) from None
+        except (OSError, RuntimeError, ValueError) as error:  # torch's network errors are RuntimeErrors
             raise self._unreachable(address, port, error) from None
-        line.settimeout(None)
         keep_alive(line)
-        host = socket.gethostname()
-        send(line, {"kind": "hello", "token": token, "rank": self.rank, "host": host, "pid": os.getpid()})
         self._line = line
+
+    def _open_hub(self, address: str) -> str:
+        """Rank 0: its ear, and where it can be found; returns the token."""
+        token, where = make_token(self.folder)
+        server = open_server(address)
+        self._hub = Hub(self.plan, self.folder, self.attempt, self.output, server, token)
+        self._hub.start()
+        self._store.set(_ADDRESS, f"{server.getsockname()[1]} {where} {socket.gethostname()}")
+        return token
+
+    def _call(self, address: str, port: int, token: str) -> socket.socket:
+        """Rank 0 drops whom it does not know yet where strangers crowd it: then once more."""
+        for tries_left in range(CALLS - 1, -1, -1):
+            try:
+                return call(address, port, token, self.rank, socket.gethostname(), os.getpid())
+            except OSError:
+                if not tries_left:
+                    raise
+                time.sleep(1)
+        raise AssertionError
+
+    def begin(self, attempt: int) -> None:
+        """Where the ranks themselves count this start."""
+        self.attempt = attempt
+        if self._hub is not None:
+            self._hub.attempt = attempt
+
+    def _stranger(self, why: str) -> Refusal:
+        return Refusal(
+            Diagnostic(
+                code="SW6306",
+                message=f"rank {self.rank} on {socket.gethostname()} {why}",
+                help=f"Nodes that are started one by one and share no folder need the same {VARIABLE} in their "
+                "environment: any text that nobody can guess, such as `openssl rand -hex 32` prints, made for the run.",
+            )
+        )
 
     def _unreachable(self, address: str, port: int, error: Exception) -> Refusal:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -97,23 +148,23 @@ class Watch:
         self.phase = phase
         if step != self.step:
             self.step = step
-            self._say({"kind": "step", "step": step})
+            self._say(Step(step=step))
 
     def failed(self, event: Event) -> None:
         """This rank's own error, to the launcher's output and to rank 0."""
         self._leaving = True
         emit(self.output, event)
-        self._say(event)
+        self._say(Failed(cause=str(event.get("cause"))[:MOST_CHARACTERS]))
 
     def leave(self) -> None:
         """Training is over for all; the line may break now."""
         self._leaving = True
-        self._say({"kind": "bye"})
+        self._say(Bye())
 
-    def _say(self, message: Event) -> None:
+    def _say(self, message: Message) -> None:
         if self._line is not None:
             with self._send_lock, contextlib.suppress(OSError):
-                send(self._line, message)
+                self._line.sendall(encode(message))
 
     def _watch(self) -> None:
         reader = select.poll()
@@ -125,18 +176,19 @@ class Watch:
             if self._line is None:
                 time.sleep(0.5)
                 continue
-            lines = lines or Lines(self._line)
+            lines = lines or Lines(self._line, MOST_LINE_BYTES)
             if not select.select([self._line], [], [], 0.5)[0]:
                 continue
-            messages = lines.read()
-            if messages is None:
+            said = lines.read()
+            if said is None:
                 self._hub_is_gone()
                 return
-            for message in messages:
-                if message["kind"] == "end":
-                    self._end(str(message["cause"]))
-                elif message["kind"] == "dump":
-                    self._dump()
+            for line in said:
+                match decode(line):
+                    case End(cause=cause):
+                        self._end(cause)
+                    case Dump():
+                        self._dump()
 
     def _reader_is_gone(self) -> None:
         cause = "nobody reads the launcher's output any more: `run` was killed, or the connection to it broke"
@@ -159,27 +211,24 @@ class Watch:
 
     def _dump(self) -> None:
         path = self.folder / "run" / "ranks" / f"rank-{self.rank:05d}.stack"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w") as file:
-            faulthandler.dump_traceback(file, all_threads=True)
+        with contextlib.suppress(OSError):  # a full disk, say
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("w") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
         where, collective = place_of(self._main)
-        counts: Event = dict(_collectives_started())
-        self._say(
-            {
-                "kind": "stack",
-                "step": self.step,
-                "phase": self.phase,
-                "where": where,
-                "waits_in": collective,
-                "counts": counts,
-            }
-        )
+        counts = _collectives_started()
+        stack = Stack(step=self.step, phase=self.phase, where=where, waits_in=collective, counts=counts)
+        self._say(StackTaken(stack=stack))
 
     def _end(self, cause: str) -> None:
         """Not the interpreter's way out: the main thread may be in a collective for ever."""
         with contextlib.suppress(OSError):
             print(f"rank {self.rank} ends: {cause}", file=sys.stderr, flush=True)
         os._exit(1)
+
+
+def _place(where: str) -> str:
+    return f"its environment ({VARIABLE})" if where == IN_ENVIRONMENT else "run/ of the folder as this host sees it"
 
 
 def _collectives_started() -> dict[str, int]:

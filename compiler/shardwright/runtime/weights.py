@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -10,44 +9,18 @@ import torch
 from deepspeed import comm as dist
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.pytorch_utils import Conv1D
 
-from shardwright.diagnostics import Diagnostic, Refusal
-from shardwright.hf.floats import untagged
-from shardwright.hf.own_code import register
 from shardwright.ir.names import pattern
 from shardwright.plan.plan import Plan
 from shardwright.runtime.materialize import DrawnByLayer, NoWeights, empty_model
+from shardwright.runtime.model_config import load_config
 from shardwright.runtime.weight_files import WeightFiles, Weights
 
 EXACT_PARAMETERS = 10_000_000_000
 """Up to here a random model is drawn as Hugging Face draws it; larger ones layer by layer, the same in every layout."""
-
-
-def load_config(plan: Plan, folder: Path) -> PretrainedConfig:
-    """The compiled folder's own copy of the model's config."""
-    if plan.model.own_code is not None:
-        _register_own_code(plan, (folder / plan.model.config_file).parent)
-    document = untagged(json.loads((folder / plan.model.config_file).read_text(encoding="utf-8")))
-    model_type = document.pop("model_type")
-    return AutoConfig.for_model(model_type, **document)
-
-
-def _register_own_code(plan: Plan, folder: Path) -> None:
-    """Only for a plan whose recipe trusted the code by name. Raises Refusal: SW6008."""
-    assert plan.model.own_code is not None
-    try:
-        register(folder, plan.model.own_code)
-    except (OSError, ValueError) as error:
-        raise Refusal(
-            Diagnostic(
-                code="SW6008",
-                message=f"the model's own code in {str(folder)!r} cannot be used: {error}",
-                help="Compile the recipe again; what is in model/ is not to be edited.",
-            )
-        ) from None
 
 
 def open_model(plan: Plan, folder: Path, *, resumes: bool) -> tuple[nn.Module, Weights]:
@@ -100,7 +73,9 @@ def _random(plan: Plan, folder: Path, config: PretrainedConfig, model: PreTraine
         shutil.rmtree(drawn, ignore_errors=True)
         drawn.mkdir(parents=True)
         torch.manual_seed(plan.training.seed)
-        whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=plan.model.attention)
+        whole = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=plan.model.attention, trust_remote_code=False
+        )
         kept = remove_tied_weights_from_state_dict(dict(whole.state_dict()), whole)
         save_file({name: tensor.contiguous() for name, tensor in kept.items()}, drawn / "model.safetensors")
         del whole, kept

@@ -9,13 +9,19 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwright.diagnostics import Refusal
+from shardwright.lease import Lease
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
 from shardwright.runtime.events import Event, is_echo
 from shardwright.runtime.journal import read_json, write_json, write_status
+from shardwright.runtime.ownership import RANKS, check_alone, lease_of, take_on_rank_0
 from shardwright.runtime.watch import Watch
+
+if TYPE_CHECKING:
+    from shardwright.runtime.session import Session
 
 ECHO_GRACE_SECONDS = 4.0
 
@@ -24,6 +30,7 @@ def main() -> int:
     """Trains as plan.json and run/attempt.json say. The working directory is not relied on."""
     folder = Path(sys.argv[0]).resolve().parent
     rank = int(os.environ["RANK"])
+    (folder / "run").mkdir(exist_ok=True)  # launch.sh by hand, in a fresh folder
     attempt = read_json(folder / "run" / "attempt.json")
     number = int(str(attempt.get("attempt", 1)))
     output = os.dup(1)
@@ -31,13 +38,15 @@ def main() -> int:
         _redirect_output(folder / "run" / "logs" / f"rank-{rank:05d}.log")
     plan = read_plan(folder)
     watch = Watch(plan, folder, rank, number, output)
+    lease = lease_of(plan, folder, RANKS) if rank == 0 else None
     try:
-        return _train(plan, folder, rank, number, attempt.get("resume"), watch)
+        return _train(plan, folder, rank, watch, lease)
     except BaseException as error:
         if rank != 0:
             traceback.print_exc()  # into its own log; rank 0's is what the user watches
         event = _failure(plan, rank, error)
-        write_json(folder / "run" / "errors" / f"rank-{rank:05d}.json", {"attempt": watch.attempt, **event})
+        if event["code"] != "SW6006":  # the folder is another run's
+            write_json(folder / "run" / "errors" / f"rank-{rank:05d}.json", {"attempt": watch.attempt, **event})
         watch.failed(event)
         if is_echo(str(error)):
             # Let the launcher, which looks once a second, see the process that was killed before it sees this one.
@@ -45,12 +54,14 @@ def main() -> int:
         # Not the interpreter's way out: a collective that other ranks are in could block it for minutes.
         sys.stdout.flush()
         sys.stderr.flush()
+        if lease is not None:
+            lease.release()
         os._exit(1)
 
 
 def _redirect_output(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)
 
@@ -74,51 +85,67 @@ def _failure(plan: Plan, rank: int, error: BaseException) -> Event:
     }
 
 
-def _train(plan: Plan, folder: Path, rank: int, attempt: int, resume: object, watch: Watch) -> int:
-    """Returns the exit code: 0, or what a scheduler wants of a run that was told to stop."""
+def _train(plan: Plan, folder: Path, rank: int, watch: Watch, lease: Lease | None) -> int:
+    """lease: rank 0's. Returns the exit code: 0, or what a scheduler wants of a run that was told to stop."""
     if plan.is_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
         # DeepSpeed looks whether the optimizer is its Muon, whose torch.compile imports all of inductor: 2 s a rank.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    from shardwright.runtime.agreement import check_same_files
     from shardwright.runtime.attempt import begin_on_ranks
     from shardwright.runtime.distributed import check_world, close_groups, open_groups
 
     stop = _StopRequest(folder)
     check_world(plan)
+    resume: str | None = os.environ.get("SHARDWRIGHT_RESUME", "auto")
+    if lease is None:
+        check_alone(plan, folder, rank)
+    elif take_on_rank_0(lease, folder):
+        resume = None
     watch.join()
     watch.at("connecting to the other ranks", 0)
     open_groups(plan)
-    if wanted := os.environ.get("SHARDWRIGHT_RESUME"):
-        attempt, resume = begin_on_ranks(plan, folder, rank, wanted)
-        watch.attempt = attempt
+    check_same_files(plan, folder)
+    attempt = begin_on_ranks(plan, folder, rank, resume, lease)
+    watch.begin(attempt.number)
     watch.at("reading its data and building its part of the model", 0)
     if rank == 0:
-        write_status(folder, "running", attempt)
+        write_status(folder, "running", attempt.number)
 
     from shardwright.runtime.session import Session
 
-    session = Session(plan, folder, rank, attempt, str(resume) if resume else None)
-    steps = session.steps()
-    status = "done"
+    session = Session(plan, folder, rank, attempt, lease)
+    status = train_steps(session, watch, stop)
+    session.finish(status)
+    watch.leave()
+    close_groups()
+    return int(os.environ.get("SHARDWRIGHT_PREEMPTED_EXIT", "0")) if status == "preempted" else 0
+
+
+def train_steps(session: Session, watch: Watch, stop: _StopRequest) -> str:
+    """Every step still to train. Returns done, or preempted."""
+    steps, status = session.steps(), "done"
+    _evaluate(session, watch)  # of the step that is resumed from, where an earlier attempt failed in it
     for step in steps:
         watch.at(f"in step {step}", step - 1)
         session.train(step)
-        if session.evaluates:
-            # Before the checkpoint: a run that resumes from it has the line.
-            watch.at(f"evaluating step {step}", step)
-            session.evaluate()
-        if session.saves:
+        if session.saves or step == steps.stop - 1:
+            # Before the evaluation, which may fail: a run that resumes from here makes it then.
             watch.at(f"saving step {step}", step)
             session.save()
+        _evaluate(session, watch)
         if step < steps.stop - 1 and stop.agreed():
             status = "preempted"
             break
     watch.at("saving its last step", session.done)
     session.save(last=True)
-    session.finish(status)
-    watch.leave()
-    close_groups()
-    return int(os.environ.get("SHARDWRIGHT_PREEMPTED_EXIT", "0")) if status == "preempted" else 0
+    return status
+
+
+def _evaluate(session: Session, watch: Watch) -> None:
+    if session.evaluates:
+        watch.at(f"evaluating step {session.done}", session.done)
+        session.evaluate()
 
 
 class _StopRequest:

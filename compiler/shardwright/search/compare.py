@@ -80,7 +80,7 @@ def because(recipe: Recipe, estimate: Estimate, winner: Estimate) -> str:
     if recipe.objective == "memory" and estimate.memory.peak_bytes > winner.memory.peak_bytes:
         return f"{_gib(estimate)} GiB against {_gib(winner)}"
     if is_roomy(recipe, winner) and not is_roomy(recipe, estimate):
-        return f"{_gib(estimate)} of {estimate.memory.capacity_bytes / 2**30:.0f} GiB: within the prediction's error"
+        return f"{_gib(estimate)} of {estimate.memory.capacity_bytes / 2**30:.0f} GiB: memory_headroom keeps more free"
     part = max(PARTS, key=lambda name: _seconds(estimate.time, name) - _seconds(winner.time, name))
     theirs, ours = _seconds(estimate.time, part), _seconds(winner.time, part)
     return f"{PARTS[part]}: {theirs:.3g} s against {ours:.3g} s" if theirs > ours else "equal in step time"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,6 +19,11 @@ from shardwright.ir.recipe import Recipe
 from shardwright.search.search import search
 
 MOST_GPUS = 65_536  # as many as a plan.json lists: beyond it no answer could be compiled
+
+
+HOURS_PER_DAY = 24
+TRIED_SHARES = (0.0, 0.25, 0.5)
+"""Of the way from the nodes that perfect scaling needs to those that the recipe's own batch needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +44,62 @@ class Sizing:
         if self.smaller_days is None:
             return f"memory bounds it: on {_nodes(self.smaller_nodes)} no layout fits"
         return f"time bounds it: on {_nodes(self.smaller_nodes)} it would take {self.smaller_days:.3g} days"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherBatch:
+    """A batch that a smaller cluster divides, and with which it meets the deadline over the same tokens. cost: None
+    without a price; cost_now: with the recipe's own batch."""
+
+    global_batch_size: int
+    nodes: int
+    days: float
+    cost: float | None
+    cost_now: float | None
+
+    def words(self, batch: int, nodes: int) -> str:
+        """batch, nodes: the recipe's own batch, and the cluster that it needs."""
+        price = "" if self.cost is None else f" and cost {self.cost:,.0f} instead of {self.cost_now:,.0f}"
+        return (
+            f"the batch of {batch} bounds it, which smaller clusters divide worse than {_nodes(nodes)}: with "
+            f"global_batch_size {self.global_batch_size}, {_nodes(self.nodes)} would take {self.days:.3g} days for the "
+            f"same tokens{price}"
+        )
+
+
+def other_batch(recipe: Recipe, graph: ModelGraph, cluster: Cluster, sizing: Sizing) -> OtherBatch | None:
+    """Where a batch near the recipe's would do with fewer nodes. recipe, cluster: sized. A few clusters are searched,
+    from the one that would be enough if the step scaled perfectly."""
+    training = recipe.training
+    tried: set[int] = set()
+    for share in TRIED_SHARES:
+        nodes = _round(sizing.nodes * (sizing.days / sizing.days_at_most) * (1 - share) + sizing.nodes * share)
+        batch = _nearest_multiple(training.global_batch_size, nodes * cluster.gpus_per_node)
+        if nodes >= sizing.nodes or nodes in tried or batch in (0, training.global_batch_size):
+            continue
+        tried.add(nodes)
+        steps = math.ceil(training.known_steps * training.global_batch_size / batch)
+        changed = dataclasses.replace(training, global_batch_size=batch, steps=steps, tokens=None)
+        there = dataclasses.replace(_with_nodes(recipe, nodes), training=changed)
+        ranked = search(there, graph, dataclasses.replace(cluster, nodes=nodes)).ranked
+        if ranked and ranked[0].training.days <= sizing.days_at_most:
+            price = cluster.price_per_gpu_hour
+            now = None if price is None else sizing.days * HOURS_PER_DAY * cluster.world_size * price
+            found = ranked[0].training
+            return OtherBatch(global_batch_size=batch, nodes=nodes, days=found.days, cost=found.cost, cost_now=now)
+    return None
+
+
+def _round(nodes: float) -> int:
+    """Up, to a number that clusters are ordered in: of 64 nodes and more a multiple of 8, of 32 of 4, of 16 of 2."""
+    step = 1 << max(0, int(math.log2(max(1.0, nodes))) - 3)
+    return math.ceil(nodes / step) * step
+
+
+def _nearest_multiple(batch: int, world: int) -> int:
+    """0 where every multiple is more than half as large again, or less than half."""
+    near = max(1, round(batch / world)) * world
+    return near if batch / 2 <= near <= 1.5 * batch else 0
 
 
 def size_cluster(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> tuple[Recipe, Cluster, Sizing | None]:

@@ -15,6 +15,7 @@ from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.strategy import Strategy
 from shardwright.search.compare import because, binding_constraint
+from shardwright.search.plainer import Plainer, plainer
 from shardwright.search.search import SearchResult, search
 from shardwright.search.sensitivity import Sensitivity, sensitivities
 from shardwright.search.space import without_layout_pins
@@ -68,7 +69,8 @@ class SecondCopy:
 class Explanation:
     """place: of the chosen layout among all that run, counted from 1, without the recipe's pins; None where it does
     not run. next_best: those that follow the chosen one within the pins, or, where the pins leave it alone, the best of
-    the others without them. rejected: without the pins, a region a code. second_copy: None where there can be none."""
+    the others without them. rejected: without the pins, a region a code. second_copy: None where there can be none.
+    plainer: than the chosen layout, where that is the best within the pins."""
 
     chosen: Estimate
     breakdown: Breakdown
@@ -81,6 +83,7 @@ class Explanation:
     sensitivity: tuple[Sensitivity, ...]
     rejected: tuple[RejectedRegion, ...]
     second_copy: SecondCopy | None
+    plainer: Plainer | None
 
 
 def explain(recipe: Recipe, graph: ModelGraph, cluster: Cluster, chosen: Estimate) -> Explanation:
@@ -106,7 +109,12 @@ def explain(recipe: Recipe, graph: ModelGraph, cluster: Cluster, chosen: Estimat
         sensitivity=sensitivities(recipe, graph, cluster, chosen),
         rejected=everywhere.rejected,
         second_copy=_second_copy(layout, chosen),
+        plainer=plainer(recipe, within.ranked) if _is_best(within, chosen) else None,
     )
+
+
+def _is_best(within: SearchResult, chosen: Estimate) -> bool:
+    return bool(within.ranked) and within.ranked[0].strategy == chosen.strategy
 
 
 def _second_copy(layout: Layout, chosen: Estimate) -> SecondCopy | None:

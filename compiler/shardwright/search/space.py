@@ -43,7 +43,10 @@ def placements(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> Iterator[
     Tensor groups stand inside a node; pipeline and data degrees go across. Nothing where the pins themselves do not
     multiply out (see `nearest`).
     """
-    pins, world = recipe.parallelism, cluster.world_size
+    pins = recipe.parallelism
+    world, rest = divmod(cluster.world_size, pins.context)
+    if rest:
+        return
     batch = recipe.training.global_batch_size
     for tensor in _values(pins.tensor, divisors(cluster.gpus_per_node)):
         deepest = [p for p in divisors(world) if p <= len(graph.layers)]
@@ -102,11 +105,12 @@ def nearest(recipe: Recipe, cluster: Cluster) -> Strategy:
     """The pinned layout with plain values for the rest, whether or not it multiplies out: what the rules explain."""
     pins = recipe.parallelism
     tensor, pipeline = pins.tensor or 1, pins.pipeline or 1
-    data = pins.data or max(1, cluster.world_size // (tensor * pipeline))
-    if pins.tensor is None and cluster.world_size % (pipeline * data) == 0:
-        tensor = cluster.world_size // (pipeline * data)
-    elif pins.pipeline is None and cluster.world_size % (tensor * data) == 0:
-        pipeline = cluster.world_size // (tensor * data)
+    world, rest = divmod(cluster.world_size, pins.context)
+    data = pins.data or max(1, world // (tensor * pipeline))
+    if not rest and pins.tensor is None and world % (pipeline * data) == 0:
+        tensor = world // (pipeline * data)
+    elif not rest and pins.pipeline is None and world % (tensor * data) == 0:
+        pipeline = world // (tensor * data)
     micro_batch = pins.micro_batch_size or 1
     return _strategy(
         recipe,

@@ -16,7 +16,7 @@ steps of the learning rate."""
 ODD_VOCABULARY, RANK = 259, 4
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads")
 _VOCABULARY = "vocab_size"
-MODEL, TOKENS = "model", "tokens.npy"
+MODEL, TOKENS, HELD_OUT = "model", "tokens", "held-out"
 
 
 def tiny_strategy(s: Strategy) -> Strategy:
@@ -73,8 +73,14 @@ def _tiny_lora(lora: LoraSection | None) -> JsonObject | None:
     return {"rank": min(lora.rank, RANK), "alpha": lora.alpha, "dropout": 0.0, "target_modules": modules}
 
 
-def tiny_recipe(recipe: Recipe, s: Strategy) -> JsonObject:
-    """The document beside the tiny model and its tokens. fp32: in half precision a wrong sum hides in the rounding."""
+def held_out_rows(s: Strategy) -> int:
+    """More than one pass of a pipeline, and no multiple of what the data ranks take at once."""
+    return batch_of(s) + 1
+
+
+def tiny_recipe(recipe: Recipe, s: Strategy, data: JsonObject, held_out: JsonObject | None) -> JsonObject:
+    """The document beside the tiny model and its tokens. fp32: in half precision a wrong sum hides in the rounding.
+    data, held_out: keys that name the tokens."""
     training = recipe.training
     return {
         "version": 1,
@@ -97,7 +103,8 @@ def tiny_recipe(recipe: Recipe, s: Strategy) -> JsonObject:
             "gradient_clipping": CLIPPING if training.gradient_clipping else 0.0,
             "seed": SEED,
         },
-        "data": {"kind": "tokens", "path": TOKENS, "shuffle": False, "packing": False},
+        "data": {**data, "shuffle": False},
+        "validation": None if held_out is None else {**held_out, "every_steps": EVERY},
         "parallelism": {
             "tensor": s.tensor,
             "pipeline": s.pipeline,

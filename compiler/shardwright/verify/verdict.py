@@ -9,7 +9,8 @@ LOSS_ABSOLUTE, NORM_RELATIVE, WEIGHT_ABSOLUTE, RATE_ABSOLUTE = 1e-5, 1e-4, 2e-5,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """worst: the largest difference, in the unit that `what` names; it passes up to limit."""
+    """worst: the largest difference (ir/apart.py: infinite, never NaN), in the unit that `what` names; it passes up to
+    limit."""
 
     name: str
     what: str
@@ -18,7 +19,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        return self.worst <= self.limit  # False for NaN
+        return self.worst <= self.limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.ir.apart import series_apart, weights_apart
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
@@ -27,10 +28,12 @@ from shardwright.lower.folder import write_folder
 from shardwright.model.build import build_model_graph
 from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
+from shardwright.runtime.preconditions import own_command
 from shardwright.search.compare import layout_words
 from shardwright.search.deadline import size_cluster
 from shardwright.search.search import choose
 from shardwright.verify import tiny
+from shardwright.verify.tokens import packs, random_tokens
 from shardwright.verify.verdict import (
     LOSS_ABSOLUTE,
     NORM_RELATIVE,
@@ -49,8 +52,8 @@ if TYPE_CHECKING:
 LAUNCH_SECONDS = 600
 """A launch of a tiny model takes half a minute; one that takes this long, even on a busy machine, hangs."""
 Say = Callable[[str], None]
-Row = dict[str, float]
-"""A line of metrics.jsonl."""
+Row = dict[str, float | None]
+"""A line of metrics.jsonl; None where a value is not finite."""
 
 
 def verify_recipe(recipe: Recipe, say: Say) -> Verdict:
@@ -103,13 +106,12 @@ def _prepare(
     recipe: Recipe, graph: ModelGraph, strategy: Strategy, small: Strategy, folder: Path
 ) -> tuple[Reference, Plan]:
     """The tiny model's weights and tokens, its compiled folder `out`, and what one process makes of them."""
-    import numpy as np
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     from shardwright.hf.floats import untagged
-    from shardwright.hf.reference import token_rows, train
+    from shardwright.hf.reference import train
 
     logging.set_verbosity_error()  # of a tiny configuration, transformers has much to say
     logging.disable_progress_bar()
@@ -119,7 +121,7 @@ def _prepare(
         document = untagged(tiny.tiny_config(graph.config, strategy))
         config = AutoConfig.for_model(document.pop("model_type"), **document)
         torch.manual_seed(tiny.SEED)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
         with torch.no_grad():
             for parameter in model.parameters():  # no bias is zero and no norm one: each of them has to count
                 parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -129,9 +131,18 @@ def _prepare(
         raise Refusal(_no_copy(graph, f"{type(error).__name__}: {error}")) from None
     vocabulary = config.get_text_config().vocab_size
     batch = tiny.batch_of(small)
-    tokens = np.random.default_rng(tiny.SEED).integers(3, vocabulary, (tiny.STEPS * batch, tiny.LENGTH), dtype=np.int32)
-    np.save(folder / tiny.TOKENS, tokens)
-    (folder / "recipe.json").write_text(json.dumps(tiny.tiny_recipe(recipe, small), indent=1), encoding="utf-8")
+    sizes = (tiny.LENGTH, vocabulary)
+    data = random_tokens(tiny.SEED, tiny.STEPS * batch, *sizes, packed=packs(recipe))
+    held_out = None
+    if recipe.validation is not None:
+        held_out = random_tokens(tiny.SEED + 1, tiny.held_out_rows(small), *sizes, packed=packs(recipe))
+    document = tiny.tiny_recipe(
+        recipe,
+        small,
+        data.write(folder / tiny.TOKENS),
+        None if held_out is None else held_out.write(folder / tiny.HELD_OUT),
+    )
+    (folder / "recipe.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
     try:
         compiled = compile_recipe(load_recipe(folder / "recipe.json"))
     except Refusal as refusal:
@@ -140,11 +151,15 @@ def _prepare(
     write_folder(folder / "out", compiled.files)
     plan = compiled.plan
     plain = AutoModelForCausalLM.from_pretrained(
-        folder / tiny.MODEL, dtype=torch.float32, attn_implementation=plan.model.attention, local_files_only=True
+        folder / tiny.MODEL,
+        dtype=torch.float32,
+        attn_implementation=plan.model.attention,
+        local_files_only=True,
+        trust_remote_code=False,
     )
     wanted = train(
         _with_adapters(plain, plan),
-        [token_rows(tokens, step, batch) for step in range(1, tiny.STEPS + 1)],
+        [data.rows(step * batch, (step + 1) * batch) for step in range(tiny.STEPS)],
         lr=tiny.LR,
         betas=tiny.BETAS,
         eps=tiny.EPS,
@@ -152,6 +167,8 @@ def _prepare(
         warmup=tiny.WARMUP,
         clipping=plan.training.gradient_clipping,
         own_loss=plan.model.cut.loss == "next_token",
+        held_out=None if held_out is None else held_out.rows(0, len(held_out.ids)),
+        every=tiny.EVERY,
     )
     return wanted, plan
 
@@ -202,11 +219,12 @@ def _measure(folder: Path, plan: Plan, wanted: Reference, say: Say) -> tuple[Che
     if plan.lora is not None:
         used = {name.replace(".default.", "."): weight for name, weight in used.items()}  # as peft saves them
     trained = (
-        _check("losses", f"of {tiny.STEPS} steps", _differences(rows, "loss", wanted.losses), LOSS_ABSOLUTE),
-        _check("gradient norms", "relative", _relative(rows, wanted.grad_norms), NORM_RELATIVE),
-        _check("learning rates", "", _differences(rows, "learning_rate", wanted.learning_rates), RATE_ABSOLUTE),
-        _check("weights", "trained, saved and exported", _furthest(first, used), WEIGHT_ABSOLUTE),
-        _check("split", "ranks that hold other bytes than planned", [float(held)], 0.0),
+        _check("losses", f"of {tiny.STEPS} steps", _off(rows, "loss", wanted.losses), LOSS_ABSOLUTE),
+        _check("gradient norms", "relative", _off(rows, "grad_norm", wanted.grad_norms, relative=True), NORM_RELATIVE),
+        _check("learning rates", "", _off(rows, "learning_rate", wanted.learning_rates), RATE_ABSOLUTE),
+        _check("weights", "trained, saved and exported", _trained_apart(first, used, wanted.unused), WEIGHT_ABSOLUTE),
+        *_held_out(out, wanted),
+        _check("split", "ranks that hold other bytes than planned", float(held), 0.0),
     )
     if not all(check.passed for check in trained):
         return trained
@@ -217,33 +235,32 @@ def _measure(folder: Path, plan: Plan, wanted: Reference, say: Say) -> tuple[Che
     resumed = _exported(plan, out, folder / "again")
     return (
         *trained,
-        _check("resume", "losses, against the uninterrupted run", _differences(again, "loss", losses), LOSS_ABSOLUTE),
-        _check("resumed weights", "against the uninterrupted run", _furthest(resumed, first), WEIGHT_ABSOLUTE),
+        _check("resume", "losses, against the uninterrupted run", _off(again, "loss", losses), LOSS_ABSOLUTE),
+        *(dataclasses.replace(check, name=f"resumed {check.name}") for check in _held_out(out, wanted)),
+        _check("resumed weights", "against the uninterrupted run", weights_apart(resumed, first), WEIGHT_ABSOLUTE),
     )
 
 
-def _check(name: str, what: str, differences: Iterable[float], limit: float) -> Check:
-    """NaN is the worst of all."""
-    found = list(differences)
-    return Check(name=name, what=what, worst=math.nan if any(map(math.isnan, found)) else max(found), limit=limit)
+def _held_out(out: Path, wanted: Reference) -> tuple[Check, ...]:
+    """Where the recipe has `validation`."""
+    if not wanted.held_out:
+        return ()
+    found = _lines(out / "run" / "evaluation.jsonl")
+    steps = [row["step"] for row in found] == list(wanted.held_out)
+    off = series_apart([row["loss"] for row in found], list(wanted.held_out.values())) if steps else math.inf
+    return (_check("held-out losses", f"after each {tiny.EVERY} steps", off, LOSS_ABSOLUTE),)
 
 
-def _differences(rows: list[Row], key: str, wanted: list[float]) -> list[float]:
-    if len(rows) != len(wanted):
-        return [math.inf]
-    return [abs(row[key] - value) for row, value in zip(rows, wanted, strict=True)]
+def _check(name: str, what: str, worst: float, limit: float) -> Check:
+    return Check(name=name, what=what, worst=worst, limit=limit)
 
 
-def _relative(rows: list[Row], wanted: list[float]) -> list[float]:
-    if len(rows) != len(wanted):
-        return [math.inf]
-    return [abs(row["grad_norm"] / value - 1) for row, value in zip(rows, wanted, strict=True)]
+def _off(rows: list[Row], key: str, wanted: Sequence[float | None], *, relative: bool = False) -> float:
+    return series_apart([row[key] for row in rows], wanted, relative=relative)
 
 
-def _furthest(weights: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[float]:
-    if not wanted.keys() <= weights.keys():
-        return [math.inf]
-    return [float((weights[name] - weight).abs().max()) for name, weight in wanted.items()]
+def _trained_apart(weights: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], unused: frozenset[str]) -> float:
+    return weights_apart({name: w for name, w in weights.items() if name in wanted or name not in unused}, wanted)
 
 
 def _exported(plan: Plan, out: Path, target: Path) -> dict[str, torch.Tensor]:
@@ -261,12 +278,18 @@ def _exported(plan: Plan, out: Path, target: Path) -> dict[str, torch.Tensor]:
         export_checkpoint(newest, target)
         if plan.lora is not None:
             return load_file(target / ADAPTER_WEIGHTS)
-        model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            target, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+        )
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def _metrics(out: Path) -> list[Row]:
-    return [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text("utf-8").splitlines()]
+    return _lines(out / "run" / "metrics.jsonl")
+
+
+def _lines(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
 def _held(out: Path, rank: int) -> int:
@@ -276,10 +299,9 @@ def _held(out: Path, rank: int) -> int:
 
 def _launch(out: Path) -> None:
     """The command itself, in a process group that can be ended as one. Raises Refusal: SW5403."""
-    command = [sys.executable, "-m", "shardwright", "run", str(out)]
     environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error"}
     process = subprocess.Popen(
-        command,
+        own_command("run", str(out)),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -13,13 +14,16 @@ from typing import Any
 
 import pytest
 
+from shardwright.cli.explain_plan import ends_at_zero
 from shardwright.cli.main import main
 from shardwright.model.popular.shipped import shipped_ids
 from shardwright.plan.graph_file import graph_from_json, graph_to_json
+from shardwright.recipe.load import load_recipe
 from tests.cli.test_speed import LIGHT
 from tests.unit.answers.cases import shipped, write_llama
 
 Write = Callable[..., Path]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> Any:
@@ -197,3 +201,15 @@ def test_why_there_is_a_second_copy_of_the_weights(
     assert copy["has_room"] == (memory_gib == 80)
     main(["explain", path])
     assert words in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "said"),
+    [({}, True), ({"min_lr_ratio": 0.1}, False), ({"min_lr": 1e-5}, False), ({"name": "constant"}, False)],
+)
+def test_a_last_step_that_trains_nothing_is_said(scheduler: dict[str, Any], said: bool) -> None:
+    training = load_recipe(ROOT / "recipes/tiny-llama-cpu.yaml").training
+    section = dataclasses.replace(
+        training.scheduler, **{"name": "cosine", "min_lr": None, "min_lr_ratio": None, "decay_steps": None, **scheduler}
+    )
+    assert ends_at_zero(dataclasses.replace(training, scheduler=section)) == said

@@ -116,6 +116,26 @@ def test_a_folder_is_named_from_where_the_recipe_stands(tmp_path: Path, monkeypa
     assert 'source: "./models/tiny"' in Path("r.yaml").read_text()
 
 
+def test_a_folder_with_weights_is_fine_tuned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Who then swaps in data alone does not train from scratch unawares: the recipe and every summary say which."""
+    from shardwright.model.popular.shipped import shipped_config
+    from shardwright.recipe.load import load_recipe
+
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(shipped_config("gpt2")))
+    for file, weights, lr in (("README.md", "random", 3e-4), ("model.safetensors", "pretrained", 2e-5)):
+        (folder / file).write_bytes(b"")
+        path = tmp_path / f"{weights}.yaml"
+        assert main([*words(str(folder), "a100-sxm4-40gb", 1, 1), "-o", str(path)]) == 0
+        recipe = load_recipe(path)
+        assert (recipe.model.weights, recipe.training.optimizer.lr) == (weights, lr)
+        capsys.readouterr()
+        for command in ("check", "plan", "explain"):
+            assert main([command, str(path)]) == 0
+            assert f"weights {weights}" in capsys.readouterr().out, command
+
+
 def test_without_its_library_completion_says_how_to_get_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

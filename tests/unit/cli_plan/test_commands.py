@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,48 @@ def test_one_json_line_a_recipe_in_order(tmp_path: Path, capsys: pytest.CaptureF
         }
 
 
+@pytest.mark.parametrize(
+    "axis",
+    [
+        {"expert": 2},
+        {"context": 2},
+        {"context": 2, "data": 1},
+        {"context": 2, "data": "auto"},
+        {"expert": 8, "tensor": "auto", "pipeline": "auto", "data": "auto"},
+    ],
+)
+@pytest.mark.parametrize("target", ["deepspeed", "megatron"])
+def test_no_numbers_for_an_axis_that_is_not_priced(
+    axis: dict[str, Any], target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, "axis.yaml", parallelism={**PINNED, **axis}, target=target)
+    assert call(estimate_command, "--json", path) == 1
+    line = json.loads(capsys.readouterr().out)
+    assert set(line) == {"recipe", "feasible", "diagnostics"} and line["feasible"] is False
+    assert "SW3115" in [d["code"] for d in line["diagnostics"]] or axis == {"context": 2}
+    assert call(estimate_command, path) == 1 and not capsys.readouterr().out
+    assert call(plan_command, "--json", path) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["plans"] == [] and found["pareto"] == []
+
+
+def test_auto_of_an_axis_that_is_not_there_yet_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    later = {"expert": "auto", "context": "auto", "virtual_stages": "auto", "sequence_parallel": "auto"}
+    plain, auto = write(tmp_path, "a.yaml"), write(tmp_path, "b.yaml", parallelism={**PINNED, **later})
+    assert call(estimate_command, "--json", plain, auto) == 0
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert {**first, "recipe": ""} == {**second, "recipe": ""}
+
+
+def test_plan_warns_of_a_mixture_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mixture = {**SMALL_LLAMA, "model_type": "mixtral", "num_local_experts": 4}
+    path = write(tmp_path, "moe.yaml", model={"config": mixture, "weights": "random"}, parallelism={"tensor": 1})
+    assert call(plan_command, path) == 0
+    assert "warning[SW3132]: 4 experts a layer without expert parallelism" in capsys.readouterr().err
+    assert call(estimate_command, "--json", path) == 0
+    assert [d["code"] for d in json.loads(capsys.readouterr().out)["diagnostics"]] == ["SW3132"]
+
+
 def test_exit_0_where_all_are_feasible(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = write(tmp_path, "good.yaml")
     assert call(estimate_command, "--json", good, good) == 0
@@ -105,7 +148,7 @@ def test_plan_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, "auto.yaml", parallelism={})
     assert call(plan_command, "--json", "--top", "3", path) == 0
     found = json.loads(capsys.readouterr().out)
-    keys = {"recipe", "plans", "rejected", "lost", "pareto", "binding", "measured_error", "search_seconds"}
+    keys = {"recipe", "plans", "rejected", "lost", "pareto", "binding", "measured_error", "plainer", "search_seconds"}
     assert set(found) == keys
     steps = [plan["time"]["step_seconds"] for plan in found["plans"] if plan["feasible"]]
     assert steps == pytest.approx(sorted(steps))
@@ -128,9 +171,48 @@ def test_plan_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     header, first, second, *_ = out.splitlines()
     assert header.split()[:6] == ["#", "TP", "x", "PP", "x", "DP"]
-    assert first.split()[0] == "1" and "±" in first and "GPU-h" in first and second.split()[0] == "2"
+    assert first.split()[0] == "1" and "GPU-h" in first and second.split()[0] == "2"
+    assert "±" not in first and re.search(r"rows 1, .*: not calibrated \(ZeRO-2 inside one node\)", out)
+    assert any("±" in line for line in out.splitlines()[2:6])
     assert "SW3108" in out and "bound by " in out and "lost to row 1" in out and "make bench-cost" in out
     assert "\x1b" not in out
+
+
+def test_no_error_and_no_gpu_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cpu = {"nodes": 1, "gpus_per_node": 8, "gpu": "cpu"}
+    training = {"sequence_length": 128, "global_batch_size": 16, "steps": 10, "precision": "fp32"}
+    path = write(tmp_path, "cpu.yaml", parallelism={}, cluster=cpu, training=training)
+    assert call(plan_command, path) == 0
+    out = capsys.readouterr().out
+    assert "±" not in out and "not calibrated (a CPU): no published run is of that kind" in out
+    assert "tokens/s/rank" in out and "rank-h" in out and "/GPU" not in out and "GPU-h" not in out
+    assert call(estimate_command, path) == 0
+    out = capsys.readouterr().out
+    assert "±" not in out and "not calibrated (a CPU)" in out and "GPU" not in out
+    assert call(plan_command, "--json", path) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["measured_error"]["step_time"] is None and found["measured_error"]["memory"] is None
+    assert {plan["error"]["step_time_reason"] for plan in found["plans"]} == {"a CPU"}
+
+
+def test_rows_without_an_error_say_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = {"nodes": 2, "gpus_per_node": 8, "gpu": "a100-sxm4-80gb"}
+    path = write(tmp_path, "two.yaml", parallelism={"schedule": "1f1b"}, cluster=cluster)
+    assert call(plan_command, "--top", "30", path) == 0
+    header, *rows = capsys.readouterr().out.partition("\n\n")[0].splitlines()
+    for row in rows:
+        assert ("±" in row) == (row.split()[6] in ("0", "1")), row  # of ZeRO-2 and 3 over several nodes: none
+    assert "ZeRO" in header
+
+
+def test_large_figures_are_readable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    training = {"sequence_length": 128, "global_batch_size": 16, "tokens": 1e15}
+    assert call(estimate_command, write(tmp_path, "long.yaml", training=training)) == 0
+    assert re.search(r"training 488,281,250,000 steps, [\d,]+ days, [\d,]+ GPU hours\n", capsys.readouterr().out)
+    epochs = {"sequence_length": 128, "global_batch_size": 16, "epochs": 2}
+    data = {"kind": "text", "path": "x.txt", "tokenizer": "byte"}
+    assert call(estimate_command, write(tmp_path, "epochs.yaml", training=epochs, data=data)) == 0
+    assert "training 2 epochs: the steps are known once the data is prepared" in capsys.readouterr().out
 
 
 def test_plan_of_what_cannot_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

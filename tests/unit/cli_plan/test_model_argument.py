@@ -113,7 +113,22 @@ def test_all_errors_at_once(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_value_that_the_schema_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     err = refused(capsys, "gpt2", *H100, "1", "--precision", "int4")
-    assert "SW1103" in err and "<planned recipe>:5:" in err
+    assert "SW1103" in err and " --> --precision int4\n" in err
+
+
+def test_errors_point_at_the_words_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """There is no file of the planned recipe that a reader could open."""
+    err = refused(capsys, "Qwen/Qwen3-9000B", "--gpu", "h1000", "--nodes", "4", "--gpus-per-node", "4")
+    assert " --> Qwen/Qwen3-9000B\n" in err and " --> --gpu h1000\n" in err
+    err = refused(capsys, "gpt2", *H100, "1", "--set", "parallelism.data=8", "--global-batch-size", "3")
+    assert " --> --global-batch-size 3\n" in err
+    err = refused(capsys, "gpt2", *H100, "1", "--set", "training.steps=none")
+    assert " --> --set:1:16\n" in err
+    err = refused(capsys, "gpt2", "--gpu", "\udc80", "--nodes", "1")
+    assert "SW1016" in err and "stdin" not in err and ":4:" not in err
+    assert main(["init", "Qwen/Qwen3-8B", "--gpu", "h1000", "--nodes", "0"]) == 1
+    err = capsys.readouterr().err
+    assert " --> --nodes 0\n" in err
 
 
 def test_what_is_no_name_and_no_file(capsys: pytest.CaptureFixture[str]) -> None:

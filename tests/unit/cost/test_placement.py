@@ -15,7 +15,7 @@ from shardwright.cost.layout import Layout
 from shardwright.cost.passes import passes
 from shardwright.cost.placement import make_layout, partition_stages
 from shardwright.diagnostics import Refusal
-from shardwright.ir.model_graph import ModelGraph
+from shardwright.ir.model_graph import Layer, ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.strategy import Strategy
 from shardwright.schedule.step import step_seconds
@@ -43,6 +43,10 @@ def boundaries(recipe: Recipe, graph: ModelGraph, s: Strategy) -> tuple[int, ...
 def of_layout(layout: Layout) -> tuple[int, ...]:
     starts = {block.start for blocks in layout.ranks for block in blocks}
     return (*sorted(starts), len(layout.graph.layers))
+
+
+def layers_of(graph: ModelGraph, bounds: tuple[int, ...], stage: int) -> tuple[Layer, ...]:
+    return graph.layers[bounds[stage] : bounds[stage + 1]]
 
 
 def step(layout: Layout, cut: tuple[int, ...]) -> float:
@@ -84,11 +88,21 @@ def test_never_slower_than_deepspeeds_methods(config: dict[str, object], pipelin
 
 
 def test_search_and_compile_place_the_same() -> None:
+    """What the search prices on a pipeline rank are the layers that compile puts there: bytes of their parameters,
+    counted on the graph, in the estimate."""
     recipe, graph = recipe_of(LLAMA_8B, training={"sequence_length": 4096}), graph_of(LLAMA_8B)
-    cluster = resolve_cluster(recipe.cluster)
-    for s in (strategy(4), strategy(8), strategy(4, "dualpipev")):
-        layout = make_layout(recipe, graph, cluster, s, default_constants())
-        assert boundaries(recipe, graph, s) == of_layout(layout)
+    cluster, cuts = resolve_cluster(recipe.cluster), set()
+    for s in (strategy(4), strategy(8), strategy(4, "dualpipev"), strategy(8, m=64, checkpointing="full")):
+        partition = partition_stages(recipe, graph, cluster, s)
+        bounds = partition.boundaries
+        numel = [
+            sum(layer.numel for at in partition.stages_of_pipeline_rank(rank) for layer in layers_of(graph, bounds, at))
+            for rank in range(s.pipeline)
+        ]
+        priced = price(recipe, graph, cluster, s, ()).memory.stages
+        assert [stage.parameters_bytes for stage in priced] == [2 * n for n in numel]
+        cuts.add(bounds)
+    assert len(cuts) == 4
 
 
 def test_the_head_is_charged_and_the_lookup_is_not() -> None:

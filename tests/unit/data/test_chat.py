@@ -116,6 +116,19 @@ def test_a_template_that_is_no_jinja(tmp_path: Path) -> None:
     assert refused(plan(part("chat", tmp_path / "a.jsonl", template="{% for %}")), tmp_path)[0] == "SW6112"
 
 
+def test_too_few_conversations_are_told_what_helps(tmp_path: Path) -> None:
+    """A shorter sequence would leave out more of them: it is no advice for whole conversations."""
+    talk = [{"role": "user", "content": "u" * 60}, {"role": "assistant", "content": "late"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk}))
+    template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}.{% endfor %}"
+    for length, words in ((20, "raise training.sequence_length"), (100, "`packing: false`")):
+        p = plan(part("chat", tmp_path / "a.jsonl", template=template), length=length, batch=2)
+        with pytest.raises(Refusal) as refusal:
+            opened(p, tmp_path)
+        (found,) = refusal.value.diagnostics
+        assert found.code == "SW6104" and words in found.help and "lower training.sequence" not in found.help
+
+
 def test_conversations_stay_whole_and_padding_is_no_label(tmp_path: Path) -> None:
     talks = [[{"role": "user", "content": "q" * n}, {"role": "assistant", "content": "a" * n}] for n in (1, 2, 3, 30)]
     talks.append([{"role": "user", "content": "u" * 60}, {"role": "assistant", "content": "too late"}])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ import pytest
 
 from shardwright.data.prepare import prepare
 from shardwright.data.store import Writer
+from tests.privileges import with_disk
 from tests.unit.data.plans import opened, part, plan, refused
 
 
@@ -100,25 +101,22 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert refused(plan(part("text", corpus(tmp_path))), tmp_path)[0] == "SW6115"
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="mounting needs root")
 @pytest.mark.parametrize("mode", ["full", "read-only"])
 def test_disks_that_refuse(tmp_path: Path, mode: str) -> None:
     folder = tmp_path / "out"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("this machine lets nobody mount")
-    try:
-        path = tmp_path / "a.jsonl"
-        path.write_text("".join(json.dumps({"text": "x" * 1000}) + "\n" for _ in range(3000)))
-        p = plan(part("jsonl", path))
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": "x" * 1000}) + "\n" for _ in range(3000)))
+    p = plan(part("jsonl", path))
+
+    def refusals(remount: Callable[..., None]) -> None:
         if mode == "read-only":
-            subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+            remount(read_only=True)
             assert refused(p, folder)[0] == "SW6115"
         else:
             assert refused(p, folder)[0] == "SW6114"
             assert not keys(folder)
-            subprocess.run(["mount", "-o", "remount,size=16m", folder], check=True)
+            remount("16m")
             assert opened(p, folder).steps == 3, "with room it goes on"
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)
+
+    with_disk(folder, "256k", refusals)

@@ -56,6 +56,24 @@ def test_shuffle_visits_each_row_once_an_epoch_and_differs_between_epochs() -> N
     assert fresh.indices(3).tolist() == epochs[1][:12].tolist(), "no state in the order: a resumed run goes on"
 
 
+def test_each_seed_and_each_part_has_an_order_of_its_own() -> None:
+    orders = [EpochOrder(24, 24, seed, shuffle=True).indices(1).tolist() for seed in (0, 1, 2)]
+    assert all(sorted(order) == list(range(24)) for order in orders) and len({tuple(o) for o in orders}) == 3
+    mixtures = []
+    for seed in (0, 1):
+        rows = MixtureOrder((24, 24), (1.0, 1.0), 48, seed, shuffle=True).indices(1)
+        parts = [rows[rows < 24].tolist(), (rows[rows >= 24] - 24).tolist()]
+        assert sorted(parts[0]) == sorted(parts[1]) == list(range(24))
+        mixtures += parts
+    assert len({tuple(part) for part in mixtures}) == 4
+
+
+def test_an_epoch_of_a_mixture_has_as_many_rows_as_its_parts() -> None:
+    assert MixtureOrder((10, 17), (1.0, 3.0), 8, 1, shuffle=True).steps_per_epoch == 3
+    unshuffled = MixtureOrder((4, 4), (1.0, 1.0), 4, 1, shuffle=False)
+    assert sorted(unshuffled.indices(1)) == [0, 1, 4, 5] and sorted(unshuffled.indices(2)) == [2, 3, 6, 7]
+
+
 @pytest.mark.parametrize("weights", [(1.0, 3.0), (0.2, 0.5, 0.3), (1.0,), (5.0, 1e-3)])
 def test_a_mixture_has_its_weights_in_every_stretch(weights: tuple[float, ...]) -> None:
     counts = [10 + 7 * n for n in range(len(weights))]
@@ -133,15 +151,28 @@ def test_megatron_files_are_rows_of_documents(tmp_path: Path) -> None:
         assert refused(plan(part("megatron", tmp_path / "m", tokenizer=None)), tmp_path)[0] == "SW6119"
 
 
-def test_megatron_core_agrees(tmp_path: Path) -> None:
-    written = pytest.importorskip("megatron.core.datasets.indexed_dataset")
-    import torch
+WRITTEN: dict[str, tuple[str, str]] = {
+    "int32": (
+        """4d4d49444944580000 0100000000000000 04 0300000000000000 0300000000000000 03000000 02000000 01000000
+        0000000000000000 0c00000000000000 1400000000000000 0000000000000000 0200000000000000 0300000000000000""",
+        "01000000 02000000 03000000 04000000 05000000 06000000",
+    ),
+    "uint16": (
+        """4d4d49444944580000 0100000000000000 08 0300000000000000 0300000000000000 03000000 02000000 01000000
+        0000000000000000 0600000000000000 0a00000000000000 0000000000000000 0200000000000000 0300000000000000""",
+        "0100 0200 0300 0400 0500 0600",
+    ),
+}
+"""The .idx and .bin that megatron-core 0.16.1's IndexedDatasetBuilder wrote, of add_document([1, 2, 3, 4, 5], [3, 2])
+and add_document([6], [1])."""
 
-    builder = written.IndexedDatasetBuilder(str(tmp_path / "m.bin"), dtype=np.int32)
-    builder.add_document(torch.tensor([1, 2, 3, 4, 5]), [3, 2])
-    builder.add_document(torch.tensor([6]), [1])
-    builder.finalize(str(tmp_path / "m.idx"))
+
+@pytest.mark.parametrize("dtype", WRITTEN)
+def test_what_megatron_core_wrote(dtype: str, tmp_path: Path) -> None:
+    for ending, text in zip((".idx", ".bin"), WRITTEN[dtype], strict=True):
+        (tmp_path / f"m{ending}").write_bytes(bytes.fromhex(text))
     documents = open_megatron(str(tmp_path / "m"))
+    assert documents.tokens.dtype == dtype
     assert documents.tokens.tolist() == [1, 2, 3, 4, 5, 6] and documents.ends.tolist() == [5, 6]
 
 

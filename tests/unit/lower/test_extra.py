@@ -13,8 +13,9 @@ from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.diagnostics.render import locate
 from shardwright.ds_schema.read import snapshot
-from shardwright.lower.extra import ALLOWED, DECIDED, merged
+from shardwright.lower.extra import ALLOWED, DECIDED, REFUSED, merged
 from shardwright.recipe.load import load_recipe
+from tests.launch.extra_keys import cases
 
 
 def compiled(write_recipe: Callable[..., Path], extra: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -26,12 +27,12 @@ def compiled(write_recipe: Callable[..., Path], extra: dict[str, Any], **changes
 def test_sections_are_merged_key_by_key(write_recipe: Callable[..., Path]) -> None:
     plain = compiled(write_recipe, {})
     extra = {
-        "wall_clock_breakdown": True,
+        "memory_breakdown": True,
         "csv_monitor": {"enabled": True, "output_path": "run/csv", "job_name": "a"},
         "zero_optimization": {"reduce_bucket_size": 1000, "leaf_module": {"classes": []}},
     }
     found = compiled(write_recipe, extra)
-    assert found["wall_clock_breakdown"] is True and found["csv_monitor"] == extra["csv_monitor"]
+    assert found["memory_breakdown"] is True and found["csv_monitor"] == extra["csv_monitor"]
     assert found["zero_optimization"] == {**plain["zero_optimization"], **extra["zero_optimization"]}
     assert {key: found[key] for key in plain if key not in extra} == {k: plain[k] for k in plain if k not in extra}
     assert merged({"a": {"b": 1, "c": 2}}, {"a": {"c": 3}, "d": 4}) == {"a": {"b": 1, "c": 3}, "d": 4}
@@ -57,6 +58,13 @@ def test_sections_are_merged_key_by_key(write_recipe: Callable[..., Path]) -> No
         ({"bf16": {"enabled": True}}, "SW1214", ("bf16", "enabled"), "training.precision"),
         ({"optimizer": {}}, "SW1214", ("optimizer",), "training.optimizer"),
         ({"fp16": {"loss_scale": 8}}, "SW1214", ("fp16", "loss_scale"), "training.precision is fp32"),
+        (
+            {"zero_optimization": {"round_robin_gradients": True}},
+            "SW1215",
+            ("zero_optimization", "round_robin_gradients"),
+            "weights under wrong names",
+        ),
+        ({"comet": {"enabled": True}}, "SW1215", ("comet", "enabled"), "nobody has tried it"),
         ({"data_efficiency": {"enabled": True}}, "SW1215", ("data_efficiency",), "unseen by the plan"),
         ({"zero_optimisation": {"stage": 3}}, "SW1216", ("zero_optimisation",), "Did you mean `zero_optimization`"),
         ({"csv_monitor": {"enable": True}}, "SW1216", ("csv_monitor", "enable"), "Did you mean `enabled`"),
@@ -106,3 +114,8 @@ def test_everything_that_compile_emits_is_decided_or_free(write_recipe: Callable
     for changes in ({}, {"training.precision": "bf16"}, {"parallelism": {"tensor": 2, "zero_stage": 3}}):
         for key in compiled(write_recipe, {}, **changes):
             assert key in DECIDED or key in ALLOWED, key
+
+
+def test_what_may_stand_there_is_what_make_prove_tries() -> None:
+    assert {key for key, _ in cases()} - {""} == set(ALLOWED)
+    assert not set(REFUSED) & (set(ALLOWED) | set(DECIDED))

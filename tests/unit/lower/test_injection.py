@@ -44,9 +44,31 @@ LAUNCH: dict[str, dict[str, Any]] = {
     "slurm": {"slurm": {}},
     "kubernetes": {"kubernetes": KUBERNETES},
 }
+SLURM_MORE = ("extra-value", "extra-name", "container-image", "container-mounts")
 WORDS = {
-    "slurm": ("account", "partition", "qos", "time", "gres"),
-    "kubernetes": ("image", "volume_claim", "directory", "mount_path", "namespace", "secret", "gpu_resource"),
+    "slurm": (
+        *SLURM_MORE,
+        "account",
+        "partition",
+        "qos",
+        "time",
+        "gres",
+        "mem",
+        "exclude",
+        "constraint",
+        "reservation",
+    ),
+    "kubernetes": (
+        "label-name",
+        "label-value",
+        "image",
+        "volume_claim",
+        "directory",
+        "mount_path",
+        "namespace",
+        "secret",
+        "gpu_resource",
+    ),
 }
 
 
@@ -62,6 +84,22 @@ def changes_of(launcher: str, field: str, text: str) -> dict[str, Any]:
             launch["env"] = {text: "1"}
         case ["env_from"]:
             launch["env_from"] = [text]
+        case ["slurm", "extra-value"]:
+            launch["slurm"]["extra"] = [f"--comment={text}"]
+        case ["slurm", "extra-name"]:
+            launch["slurm"]["extra"] = {text: "1"}
+        case ["slurm", "container-image"]:
+            launch["slurm"]["container"] = {"image": text}
+        case ["slurm", "container-mounts"]:
+            launch["slurm"]["container"] = {"image": "i", "mounts": [f"/{text}"]}
+        case ["kubernetes", "label-name"]:
+            launch["kubernetes"]["labels"] = {text: "1"}
+        case ["kubernetes", "label-value"]:
+            launch["kubernetes"]["labels"] = {"a": text}
+        case ["kubernetes", "pod-patch"]:
+            container = {"name": text, "image": text, "args": [text]}
+            patch = {"metadata": {"annotations": {text: text}}, "spec": {"containers": [container]}}
+            launch["kubernetes"]["pod_patch"] = patch
         case [section, key] if section in WORDS:
             launch[section][key] = text
         case ["launch", key]:
@@ -105,7 +143,8 @@ GENERAL = (
 def test_nothing_runs(launcher: str, write_recipe: Callable[..., Path], tmp_path: Path) -> None:
     path = install(tmp_path / "bin")
     reached, refused = set(), set()
-    for field in (*GENERAL, *(f"{launcher}.{key}" for key in WORDS.get(launcher, ()))):
+    free = ("kubernetes.pod-patch",) if launcher == "kubernetes" else ()
+    for field in (*GENERAL, *free, *(f"{launcher}.{key}" for key in WORDS.get(launcher, ()))):
         for text in HOSTILE:
             changes = changes_of(launcher, field, text)
             if field in ("launch.setup_script", "data.path") and "/" not in text and "\n" not in text:
@@ -124,10 +163,12 @@ def test_nothing_runs(launcher: str, write_recipe: Callable[..., Path], tmp_path
             shutil.rmtree(out)
             assert not list(tmp_path.rglob("pwned")) and not Path("pwned").exists(), (field, text)
     # The test would prove nothing if every recipe died of something else.
-    assert {"data.path", "launch.setup_script", "checkpoint.directory"} <= reached
+    assert {"data.path", "launch.setup_script", "checkpoint.directory", *free} <= reached
     assert ("env" in reached) == (launcher not in ("pdsh", "openmpi"))
     assert {"name", "env-name", "env_from", "launch.master_addr"} <= refused - reached
-    assert {f"{launcher}.{key}" for key in WORDS.get(launcher, ())} <= refused - reached
+    words = {f"{launcher}.{key}" for key in WORDS.get(launcher, ())}
+    # Two words of letters and = are an option's value; they reach the script in quotes, in a comment.
+    assert words <= refused and words & reached <= {"slurm.extra-value"}
 
 
 def test_the_canary_sings(tmp_path: Path) -> None:

@@ -233,6 +233,8 @@ def test_unknown_keys_say_where_to_go(line: str, help: str, tmp_path: Path) -> N
         ("steps: 20", "steps: 1_000", "Write 1000."),
         ("name: tiny", "name: 8", 'Write "8" in quotes.'),
         ("steps: 20", "steps: 20\n  precision: BF16", "Did you mean `bf16`?"),
+        ("steps: 20", "steps: 20\n  precision: fp8", "Write bf16, fp16 or fp32."),
+        ("steps: 20", "steps: 20\n  precision: fp64", "Write bf16, fp16 or fp32."),
         ("nodes: 1", "nodes: 1\n  shared_filesystem: no", "Write false; in YAML 1.2 no is text."),
     ],
 )

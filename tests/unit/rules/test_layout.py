@@ -9,13 +9,14 @@ import pytest
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.diagnostics import KeyPath
 from shardwright.diagnostics.codes import CODES
+from shardwright.ir.experts import experts_of
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.lora import LoraSection
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import DataSection, Recipe
 from shardwright.ir.strategy import Strategy
 from shardwright.model.tensor_styles import proved
-from shardwright.rules.registry import DEEPSPEED_RULES, GENERAL_RULES, check_layout
+from shardwright.rules.registry import DEEPSPEED_RULES, GENERAL_RULES, check_layout, is_countable
 from tests.unit.model.factory import LLAMA_8B, SMALL_GPT2, SMALL_LLAMA, graph_of, recipe_of
 
 GOOD = Strategy(
@@ -97,6 +98,14 @@ def test_offload_fits_in_host_memory() -> None:
         assert codes(recipe, layout, LLAMA_8B).get("SW3127") == expected
 
 
+def test_timers_of_a_pipeline() -> None:
+    """DeepSpeed's engine fails with them (SW3133): tests/launch/test_extra.py tries every key."""
+    timed = dataclasses.replace(recipe_of(), extra={"wall_clock_breakdown": True})
+    assert codes(timed, GOOD) == {"SW3133": "error"}
+    assert codes(timed, change(pipeline=1, data=4, gradient_accumulation_steps=4)) == {}
+    assert codes(dataclasses.replace(recipe_of(), extra={"wall_clock_breakdown": False}), GOOD) == {}
+
+
 ONE_NODE_OF_3: dict[str, object] = {"nodes": 2, "gpus_per_node": 6}
 
 
@@ -147,8 +156,9 @@ def test_key_value_heads() -> None:
 
 def test_experts() -> None:
     config = {**SMALL_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-    assert codes(recipe_of(), GOOD, config) == {}
-    assert codes(recipe_of(), GOOD, {**config, "intermediate_size": 129}) == {"SW3126": "error"}
+    without = {"SW3132": "warning"}  # expert parallelism
+    assert codes(recipe_of(), GOOD, config) == without
+    assert codes(recipe_of(), GOOD, {**config, "intermediate_size": 129}) == {"SW3126": "error", **without}
 
 
 def test_the_fallback_asks_nothing_of_the_heads() -> None:
@@ -191,9 +201,26 @@ def test_layers_skipped_at_random() -> None:
 @pytest.mark.parametrize("key", [{"expert": 2}, {"context": 2}, {"virtual_stages": 2}, {"sequence_parallel": True}])
 def test_layout_keys_of_later_versions(key: dict[str, object]) -> None:
     recipe = recipe_of(parallelism=key)
-    assert codes(recipe, change(**key)) == {"SW3115": "error"}
+    layout = change(**key, **({"data": 1, "gradient_accumulation_steps": 16} if "context" in key else {}))
+    assert codes(recipe, layout) == {"SW3115": "error"}
     later = recipe_of(parallelism=key, target="megatron")
-    assert bool(codes(later, change(**key))) == bool(set(key) & {"expert", "context"})
+    unknown = bool(set(key) & {"expert", "context"})
+    assert codes(later, layout) == ({"SW3115": "error"} if unknown else {})
+    found = check_layout(recipe, graph_of(SMALL_LLAMA), resolve_cluster(recipe.cluster), layout)
+    assert is_countable(layout, found) != unknown
+
+
+def test_ranks_of_a_context_group_count_in_the_world() -> None:
+    recipe = recipe_of(parallelism={"context": 2})
+    found = check_layout(recipe, graph_of(SMALL_LLAMA), resolve_cluster(recipe.cluster), change(context=2))
+    assert "tensor 2 x pipeline 2 x context 2 x data 2 = 16" in found[0].message
+
+
+def test_a_mixture_of_experts_is_warned_of() -> None:
+    mixture: dict[str, JsonValue] = {**SMALL_LLAMA, "model_type": "mixtral", "num_local_experts": 4}
+    whole = change(tensor=1, data=4, gradient_accumulation_steps=4)
+    assert codes(recipe_of(), whole, mixture) == {"SW3132": "warning"}
+    assert experts_of(graph_of(mixture)) == 4 and experts_of(graph_of(SMALL_LLAMA)) == 0
 
 
 def test_the_deepspeed_rules_are_deepspeeds() -> None:
@@ -227,7 +254,7 @@ def test_precision() -> None:
     assert codes(recipe_of(cluster=old), GOOD) == {"SW3118": "error"}
     assert codes(recipe_of(cluster=old, training={"precision": "fp16"}), GOOD) == {}
     cpu = {"gpu": "cpu"}
-    assert codes(recipe_of(cluster=cpu, training={"precision": "fp16"}), GOOD) == {"SW3119": "warning"}
+    assert codes(recipe_of(cluster=cpu, training={"precision": "fp16"}), GOOD) == {"SW3119": "error"}
     assert codes(recipe_of(cluster=cpu), GOOD) == {}
 
 

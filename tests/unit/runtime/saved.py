@@ -21,15 +21,23 @@ from shardwright.runtime.checkpoint_manifest import (
     write_manifest,
 )
 from shardwright.runtime.checkpoint_reader import cut
+from shardwright.runtime.lineage import Line, write_line
 
 WHOLE = ParameterSplit(name="w", shape=(6, 4), dimension=None, blocks=(), sizes=())
 
 
 def write_checkpoint(
-    folder: Path, *, step: int = 4, split: ParameterSplit = WHOLE, whole: torch.Tensor | None = None, ranks: int = 1
+    folder: Path,
+    *,
+    step: int = 4,
+    split: ParameterSplit = WHOLE,
+    whole: torch.Tensor | None = None,
+    ranks: int = 1,
+    line: Line | None = None,
+    finite: bool = True,
 ) -> Path:
     """One parameter in the three states of training, `ranks` data ranks x the split's tensor ranks; the compiled
-    `folder`'s own plan beside it."""
+    `folder`'s own plan beside it. line: None for a checkpoint from before runs had ids."""
     path = folder / "checkpoints" / f"step-{step:08d}"
     path.mkdir(parents=True)
     whole = torch.arange(24.0).view(6, 4) if whole is None else whole
@@ -48,14 +56,54 @@ def write_checkpoint(
         shards.append(tuple(fragments))
     saved = SavedTensor(split=split, transposed=False, states=("fp32", "exp_avg", "exp_avg_sq"), shards=tuple(shards))
     manifest = Manifest(
-        version=1, step=step, optimizer_step=step, loss_scale=None, tensors={"w": saved}, files=tuple(files)
+        version=1,
+        step=step,
+        optimizer_step=step,
+        loss_scale=None,
+        tensors={"w": saved},
+        files=tuple(files),
+        finite=finite,
     )
     write_manifest(path, manifest)
+    if line is not None:
+        write_line(path, line)
+    return _with_companions(folder, path)
+
+
+def write_model_checkpoint(folder: Path, state: dict[str, torch.Tensor], *, step: int = 4) -> Path:
+    """A whole model's, as one rank leaves it: fp32 masters, and moments of zero."""
+    path = folder / "checkpoints" / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    name, states = "rank-00000-000.safetensors", ("fp32", "exp_avg", "exp_avg_sq")
+    flat = {key: tensor.detach().float().reshape(-1) for key, tensor in state.items()}
+    save_file({f"{s}/{key}": t * (s == "fp32") for key, t in flat.items() for s in states}, path / name)
+    tensors = {
+        key: SavedTensor(
+            split=ParameterSplit(name=key, shape=tuple(tensor.shape), dimension=None, blocks=(), sizes=()),
+            transposed=False,
+            states=states,
+            shards=((Fragment(file=0, start=0, numel=tensor.numel()),),),
+        )
+        for key, tensor in state.items()
+    }
+    file = SavedFile(name=name, size_bytes=(path / name).stat().st_size)
+    manifest = Manifest(version=1, step=step, optimizer_step=step, loss_scale=None, tensors=tensors, files=(file,))
+    write_manifest(path, manifest)
+    return _with_companions(folder, path)
+
+
+def _with_companions(folder: Path, path: Path) -> Path:
     if (folder / "plan.json").exists():
         shutil.copyfile(folder / "plan.json", path / "plan.json")
-    if (folder / "tokenizer").exists():
-        shutil.copytree(folder / "tokenizer", path / "tokenizer")
-    names = [str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()]
-    assert MANIFEST in names
-    (path / CHECKSUMS).write_text(checksums_text({name: checksum(path / name) for name in names}))
+    for part in ("model", "tokenizer"):
+        if (folder / part).exists():
+            shutil.copytree(folder / part, path / part)
+    assert (path / MANIFEST).is_file()
+    sum_up(path)
     return path
+
+
+def sum_up(path: Path) -> None:
+    """SHA256SUMS of what is there now."""
+    names = [str(p.relative_to(path)) for p in path.rglob("*") if p.is_file() and p.name != CHECKSUMS]
+    (path / CHECKSUMS).write_text(checksums_text({name: checksum(path / name) for name in names}))

@@ -44,6 +44,26 @@ def test_data_ranks_share_out_the_global_batch(shuffle: bool) -> None:
         assert torch.cat(seen)[:, 0].div(4).sort().values.tolist() == sorted(batches.indices(step).tolist())
 
 
+def test_micro_batch_m_of_a_rank() -> None:
+    """Rows [(m * data + rank) * B, ... + B): a run with as many data ranks and larger micro-batches sees others, and
+    one that is resumed the same."""
+    batches = Batches(plan(), dataset(24))  # type: ignore[arg-type]
+    rows = [[(m.input_ids[:, 0] // 4).tolist() for m in batches.micro_batches(2, rank)] for rank in (0, 1)]
+    assert rows == [[[12, 13], [16, 17], [20, 21]], [[14, 15], [18, 19], [22, 23]]]
+
+
+class Strict(ArrayRows):
+    def read(self, indices: Indices) -> Block:
+        assert indices.min() >= 0, "what only fills a batch up is a row, too"
+        return super().read(indices)
+
+
+def test_rows_that_fill_a_batch_up_are_there() -> None:
+    rows = Strict(np.arange(20).reshape(5, 4))
+    shares = [list(HeldOut(plan(), rows, rank)) for rank in (0, 1)]  # type: ignore[arg-type]
+    assert sum(m.predicted for share in shares for m in share) == 5 * 3
+
+
 class OneBlock:
     """The same rows whatever is asked for."""
 
@@ -80,11 +100,16 @@ def test_rows_without_documents_have_positions_where_others_have_them() -> None:
     assert batch.predicted == 6
 
 
-@pytest.mark.parametrize(("count", "schedule", "batches"), [(5, "1f1b", 2), (8, "1f1b", 2), (5, "dualpipev", 4)])
+@pytest.mark.parametrize(
+    ("count", "schedule", "batches"),
+    [(5, "1f1b", 2), (8, "1f1b", 2), (5, "dualpipev", 4), (16, "dualpipev", 4), (17, "dualpipev", 8)],
+)
 def test_held_out_rows_are_evaluated_once_each(count: int, schedule: str, batches: int) -> None:
+    """DualPipeV takes the accumulation's number of micro-batches at once."""
     rows = ArrayRows(np.arange(count * 4).reshape(count, 4))
-    shares = [HeldOut(plan(schedule=schedule), rows, rank) for rank in (0, 1)]  # type: ignore[arg-type]
+    shares = [HeldOut(plan(schedule=schedule, accumulation=4), rows, rank) for rank in (0, 1)]  # type: ignore[arg-type]
     assert [len(share) for share in shares] == [batches, batches]
+    assert [share.at_once for share in shares] == [4 if schedule == "dualpipev" else batches] * 2
     labelled = [row for share in shares for m in share for row in m.labels.tolist() if row != [-100] * 4]
     assert sorted(row[0] // 4 for row in labelled) == list(range(count))
     assert sum(share.predicted for share in shares) == count * 3

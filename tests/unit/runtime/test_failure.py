@@ -91,3 +91,14 @@ def test_refused_input_is_no_broken_run(plan: Plan, tmp_path: Path, capsys: pyte
     code, _ = reported(plan, tmp_path, EVENT + json.dumps(event))
     assert code == 1
     assert "error[SW6105]: token id 300" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("code", ["SW6205", "SW6210", "SW6311"])
+def test_a_checkpoint_that_is_refused_ends_a_run_that_had_begun(
+    code: str, plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = {"kind": "failed", "rank": 1, "host": "a", "stage": 0, "code": code, "cause": "why", "help": "what now"}
+    exit_code, status = reported(plan, tmp_path, EVENT + json.dumps(refused))
+    assert (exit_code, status["status"], status["code"], status["cause"]) == (3, "failed", code, "why")
+    assert status["help"] == "what now"
+    assert capsys.readouterr().err == f"error[{code}]: why\n  what now\n"

@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 
 from shardwright.cli import main as cli
+from shardwright.runtime.attempt import begin_attempt
 from shardwright.runtime.journal import write_json
+from shardwright.runtime.launcher import load_plan
+from shardwright.runtime.state import is_alive
 
-STEP = {"step": 3, "loss": 2.5, "tokens": 100, "step_seconds": 0.5}
+STEP = {"step": 3, "loss": 2.5, "tokens": 100, "step_seconds": 0.5, "attempt": 2}
 
 
 @pytest.fixture
@@ -50,6 +53,19 @@ def test_a_run_that_lives(out: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert (found["loss"], found["tokens_per_second"], found["eta_seconds"]) == (2.5, 200.0, 3.5)
 
 
+def test_a_run_without_a_finite_loss(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = out / "run"
+    write_json(run / "attempt.json", {"attempt": 1})
+    write_json(run / "status.json", {"status": "failed", "attempt": 1, "cause": "no number", "help": "lower the rate"})
+    line = {**STEP, "attempt": 1, "loss": None, "finite": False}
+    (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    found = status(out, capsys)
+    assert (found["step"], found["loss"], found["finite"], found["help"]) == (3, None, False, "lower the rate")
+    assert cli.main(["status", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "loss     nan\n" in printed and "cause    no number\nhelp     lower the rate\n" in printed
+
+
 def test_a_run_whose_machine_went_down_did_not_finish(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = out / "run"
     write_json(run / "attempt.json", {"attempt": 1})
@@ -65,6 +81,45 @@ def test_a_run_whose_machine_went_down_did_not_finish(out: Path, capsys: pytest.
     assert cli.main(["stop", str(out)]) == 1
     assert "error[SW6304]" in capsys.readouterr().err
     assert not (run / "stop").exists()
+
+
+@pytest.mark.parametrize("ended", ["done", "preempted", "failed"])
+def test_a_run_that_has_ended_is_not_alive_because_its_heart_beat_a_moment_ago(out: Path, ended: str) -> None:
+    run = out / "run"
+    write_json(run / "attempt.json", {"attempt": 1})
+    (run / "lock").touch()
+    (run / "heartbeat").touch()
+    write_json(run / "status.json", {"status": "running", "attempt": 1})
+    assert is_alive(out)
+    write_json(run / "status.json", {"status": ended, "attempt": 1})
+    assert not is_alive(out)
+
+
+def test_an_attempt_that_died_early_does_not_show_the_steps_of_the_one_before(
+    out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = out / "run"
+    lines = [{**STEP, "step": step, "attempt": 1} for step in range(1, 8)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_json(run / "status.json", {"status": "failed", "attempt": 2})
+    for resume, step in ((None, 0), ("/elsewhere/checkpoints/step-00000005", 5)):
+        write_json(run / "attempt.json", {"attempt": 2, "resume": resume, "steps": 10})
+        assert status(out, capsys)["step"] == step
+    write_json(run / "attempt.json", {"attempt": 1, "resume": None, "steps": 7})
+    found = status(out, capsys)  # compiled again for more steps or fewer: 7 of 7 were trained
+    assert (found["step"], found["steps"]) == (7, 7)
+
+
+def test_status_counts_the_steps_of_the_attempt_not_of_a_later_compile(
+    out: Path, write_recipe: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin_attempt(load_plan(out), out, None, fresh=False)  # of 10 steps
+    lines = [{**STEP, "step": step, "attempt": 1} for step in range(1, 11)]
+    (out / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_json(out / "run" / "status.json", {"status": "done", "attempt": 1})
+    assert cli.main(["compile", str(write_recipe({"training.steps": 7})), "-o", str(out)]) == 0
+    found = status(out, capsys)
+    assert (found["step"], found["steps"]) == (10, 10)
 
 
 def test_a_failure_says_where_and_what_next(out: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from shardwright.cluster.resolve import resolve_cluster
 from shardwright.diagnostics import Refusal
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.recipe import Recipe
-from shardwright.search.deadline import Sizing, size_cluster
+from shardwright.search.deadline import OtherBatch, Sizing, other_batch, size_cluster
 from shardwright.search.search import search
 from tests.unit.model.factory import LLAMA_8B, LLAMA_70B, graph_of, recipe_of
 
@@ -68,3 +68,29 @@ def test_a_number_of_nodes_stays() -> None:
     recipe = recipe_of()
     cluster = resolve_cluster(recipe.cluster)
     assert size_cluster(recipe, graph_of(dict(recipe.model.config or {})), cluster) == (recipe, cluster, None)
+
+
+def batch_of(recipe: Recipe, config: dict[str, JsonValue]) -> tuple[Recipe, Sizing, OtherBatch | None]:
+    found, sizing = sized(recipe, config)
+    return found, sizing, other_batch(found, graph_of(config), resolve_cluster(found.cluster), sizing)
+
+
+def test_a_batch_that_binds_is_named() -> None:
+    """Of 8-GPU nodes a batch of 64 takes 8 whole ones or 4; 6 would be enough for a batch of 48."""
+    recipe = auto(LLAMA_8B, 4.0, global_batch_size=64, tokens=3 * 10**10)
+    days = {nodes: days_on(recipe, LLAMA_8B, nodes) for nodes in (4, 8)}
+    assert days[4] is not None and days[8] is not None
+    recipe = auto(LLAMA_8B, (days[4] + days[8]) / 2, global_batch_size=64, tokens=3 * 10**10)
+    recipe = dataclasses.replace(recipe, cluster=dataclasses.replace(recipe.cluster, price_per_gpu_hour=2.0))
+    found, sizing, batch = batch_of(recipe, LLAMA_8B)
+    assert batch is not None and batch.nodes < sizing.nodes and batch.days <= sizing.days_at_most
+    assert batch.global_batch_size % (batch.nodes * 8) == 0 and batch.cost is not None and batch.cost_now is not None
+    # What it says is what a plan with that batch, on that cluster, over the same tokens says.
+    changed = dataclasses.replace(found.training, global_batch_size=batch.global_batch_size)
+    assert days_on(dataclasses.replace(found, training=changed), LLAMA_8B, batch.nodes) == pytest.approx(batch.days)
+    words = batch.words(64, sizing.nodes)
+    assert words.startswith("the batch of 64 bounds it") and f"{batch.cost:,.0f} instead of" in words
+
+
+def test_a_batch_that_does_not_bind_is_not() -> None:
+    assert batch_of(auto(LLAMA_8B, 3000.0), LLAMA_8B)[2] is None

@@ -58,7 +58,7 @@ DS_CONFIG_CODES: dict[str, str] = {
     "SW4412": "the ZeRO-1 of before 0.5.9",
     "SW4413": "elastic checkpoints at stage 3",
     "SW4414": "an odd all-gather bucket",
-    "SW4415": "a Trainer that saves no whole model at stage 3",
+    "SW4415": "a Trainer that saves no whole model",
     "SW4416": "keys of stages 1 and 2 at stage 3",
     "SW4417": "ZenFlow without offload",
     "SW4418": "SuperOffload below stage 3",

@@ -34,6 +34,8 @@ STRATEGY_CODES: dict[str, str] = {
     "SW3128": "flash attention does not run here",
     "SW3130": "the model sees the tokens that it predicts",
     "SW3131": "the model's own loss is not the trainer's",
+    "SW3132": "a mixture of experts runs without expert parallelism",
+    "SW3133": "a key of extra that a pipeline does not run with",
     "SW3201": "the layout does not fit in memory",
     "SW3202": "no layout fits in memory",
     "SW3203": "no layout is legal",

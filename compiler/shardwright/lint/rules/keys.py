@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from shardwright.diagnostics import KeyPath
 from shardwright.ds_schema.check import Misfit, is_note, properties
+from shardwright.ds_schema.read import snapshot
 from shardwright.ir.json_value import JsonObject
 from shardwright.lint.subject import Edit, Found, Subject, dotted
 
 NEAR = 0.8
 """difflib's ratio from which a key is taken for a misspelling."""
+MOST_SEARCHED = 200
+"""Unknown keys for which a near one is looked for: nobody mistypes more."""
 
 # Names from other libraries and from older DeepSpeed -> the key that does it today.
 SYNONYMS: dict[str, KeyPath] = {
@@ -52,9 +57,8 @@ REMOVED: dict[str, str] = {
 
 
 def unknown_refused(subject: Subject) -> Iterator[Found]:
-    for misfit in _unknown(subject):
+    for misfit, meant, help, _ in _unknown(subject):
         if misfit.checked:
-            meant, help = _meant(subject, misfit)
             fix = _rename(misfit.path, meant) if meant else ()
             yield Found(
                 code="SW4111",
@@ -67,8 +71,7 @@ def unknown_refused(subject: Subject) -> Iterator[Found]:
 
 
 def misspelt(subject: Subject) -> Iterator[Found]:
-    for misfit in _unknown(subject):
-        meant, help = _meant(subject, misfit)
+    for misfit, meant, help, _ in _unknown(subject):
         if not misfit.checked and meant:
             yield Found(
                 code="SW4112",
@@ -81,9 +84,8 @@ def misspelt(subject: Subject) -> Iterator[Found]:
 
 
 def misplaced(subject: Subject) -> Iterator[Found]:
-    for misfit in _unknown(subject):
-        home = None if misfit.checked or _meant(subject, misfit)[0] else _home(subject, misfit)
-        if home is not None:
+    for misfit, meant, _, home in _unknown(subject):
+        if home is not None and not misfit.checked and not meant:
             taken = subject.has(*map(str, home))
             there = isinstance(subject.get(*map(str, home[:-1])), Mapping)
             move = _move(misfit, home) if there and not taken else ()
@@ -100,9 +102,8 @@ def misplaced(subject: Subject) -> Iterator[Found]:
 
 
 def unknown_ignored(subject: Subject) -> Iterator[Found]:
-    for misfit in _unknown(subject):
-        meant, help = _meant(subject, misfit)
-        if not misfit.checked and not meant and _home(subject, misfit) is None:
+    for misfit, meant, help, home in _unknown(subject):
+        if not misfit.checked and not meant and home is None:
             yield Found(
                 code="SW4113",
                 key=misfit.path,
@@ -180,13 +181,29 @@ def switched_off(subject: Subject) -> Iterator[Found]:
             )
 
 
-def _unknown(subject: Subject) -> Iterator[Misfit]:
+class _Unknown(NamedTuple):
+    """meant: the key of the same section that was meant, or "". home: as _home."""
+
+    misfit: Misfit
+    meant: str
+    help: str
+    home: KeyPath | None
+
+
+@functools.lru_cache(maxsize=1)
+def _unknown(subject: Subject) -> tuple[_Unknown, ...]:
+    """Four rules ask, of one subject after another."""
+    found: list[_Unknown] = []
     for misfit in subject.misfits:
         if misfit.kind == "unknown" and dotted(misfit.path) not in subject.snapshot.removed:
-            yield misfit
+            home = _home(subject, misfit)
+            searched = len(found) < MOST_SEARCHED
+            meant, help = _meant(subject, misfit, home) if searched else ("", "Remove it.")
+            found.append(_Unknown(misfit, meant, help, home))
+    return tuple(found)
 
 
-def _meant(subject: Subject, misfit: Misfit) -> tuple[str, str]:
+def _meant(subject: Subject, misfit: Misfit, home: KeyPath | None) -> tuple[str, str]:
     """(the key of the same section that was meant, or ""; help)."""
     known = [name for name, schema in properties(misfit.schema).items() if "deprecated" not in schema]
     given = subject.section(*map(str, misfit.path[:-1]))
@@ -202,7 +219,6 @@ def _meant(subject: Subject, misfit: Misfit) -> tuple[str, str]:
         return close[0], f"Did you mean `{close[0]}`?"
     if key in _LOSS_SCALE and misfit.path[0] == "bf16":
         return "", "Remove it: bf16 needs no loss scaling; the key is fp16's."
-    home = _home(subject, misfit)
     if home is not None:
         return "", f"`{home[-1]}` belongs " + (f"under `{dotted(home[:-1])}`." if home[:-1] else "at the top.")
     nearest = difflib.get_close_matches(key.lower(), known, n=3, cutoff=0.5) or sorted(known)[:8]
@@ -230,12 +246,21 @@ def _home(subject: Subject, misfit: Misfit) -> KeyPath | None:
     section = properties(subject.snapshot.schema).get(key, {})
     if len(misfit.path) > 1 and "properties" in section:
         return (key,)
-    homes = [path for path in _paths(subject.snapshot.schema, ()) if path[-1] == key and path[0] not in _RARE]
+    homes = [path for path in _places(subject.snapshot.version).get(key, ()) if path[0] not in _RARE]
     return homes[0] if len(homes) == 1 and len(key) > 4 and key not in ("enabled", "device") else None
 
 
 # Their keys have everyday names.
 _RARE = frozenset({"autotuning", "expert_parallel", "data_efficiency", "comet", "bfloat16", "hybrid_engine"})
+
+
+@functools.cache
+def _places(version: str) -> Mapping[str, Sequence[tuple[str, ...]]]:
+    """Last part of a key of DeepSpeed's -> its paths."""
+    found: dict[str, list[tuple[str, ...]]] = {}
+    for path in _paths(snapshot(version).schema, ()):
+        found.setdefault(path[-1], []).append(path)
+    return found
 
 
 def _paths(schema: JsonObject, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from typing import cast
 
 from shardwright.ds_schema.check import properties, text_value
 from shardwright.lint.subject import Edit, Found, Subject, dotted, say
+from shardwright.recipe.describe import near_choices
 
 # What the Trainer (transformers/integrations/deepspeed.py) and Accelerate (accelerator.py, _prepare_deepspeed;
 # dataclasses.py, DeepSpeedPlugin) fill in. Accelerate refuses every other "auto".
@@ -87,7 +87,7 @@ def not_a_choice(subject: Subject) -> Iterator[Found]:
     for misfit in subject.misfits:
         if misfit.kind == "choice":
             choices = [str(choice) for choice in cast("list[str]", misfit.schema["enum"])]
-            close = difflib.get_close_matches(str(misfit.value).lower(), choices, n=1, cutoff=0.6)
+            close = near_choices(str(misfit.value), choices)
             yield Found(
                 code="SW4117",
                 key=misfit.path,
@@ -125,7 +125,7 @@ def auto_without_trainer(subject: Subject) -> Iterator[Found]:
             key=autos[0].path,
             message='linted as a file for the HF Trainer or Accelerate, for it holds "auto"',
             help="Say `--for trainer`, or `--for deepspeed` where a script of your own passes it to DeepSpeed.",
-            severity="warning",
+            severity="note",
         )
 
 

@@ -17,16 +17,24 @@ OFFLOADS: tuple[Offload, Offload] = ("offload_optimizer", "offload_param")
 
 _STAGE_3 = frozenset({"sub_group_size", "memory_efficient_linear", "override_module_apply", "leaf_module"})
 _PLUS = (HPZ, "zero_quantized_weights", "zero_quantized_gradients")
+_GATHER = (
+    "stage3_gather_16bit_weights_on_model_save",
+    "gather_16bit_weights_on_model_save",
+    "stage3_gather_fp16_weights_on_model_save",
+)
 _BELOW_3 = ("round_robin_gradients", "parameter_alignment")
 
 
 def stage_3_keys(subject: Subject) -> Iterator[Found]:
     zero = subject.section(ZERO)
     known = properties(_zero_schema(subject))
+    # Accelerate gathers tensor ranks' shards by a key with the name of stage 3 (accelerator.py, get_state_dict).
+    gathered = _GATHER if _tensor_ranks(subject) > 1 else ()
     idle = [
         key
         for key, value in zero.items()
-        if (key.startswith("stage3_") or key in _STAGE_3 or "same_as" in known.get(key, {}))
+        if key not in gathered
+        and (key.startswith("stage3_") or key in _STAGE_3 or "same_as" in known.get(key, {}))
         and key in known
         and value is not False
         and value != "auto"
@@ -220,15 +228,15 @@ def odd_bucket(subject: Subject) -> Iterator[Found]:
 
 
 def weights_not_gathered(subject: Subject) -> Iterator[Found]:
-    key = "stage3_gather_16bit_weights_on_model_save"
-    names = (key, "gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
-    given = next((name for name in names if subject.has(ZERO, name)), None)
-    if subject.audience == "trainer" and subject.stage == 3 and (given is None or subject.get(ZERO, given) is False):
+    given = next((name for name in _GATHER if subject.has(ZERO, name)), None)
+    cut = subject.stage == 3 or _tensor_ranks(subject) > 1
+    if subject.audience == "trainer" and cut and (given is None or subject.get(ZERO, given) is False):
         yield Found(
             code="SW4415",
             key=(ZERO, given or "stage"),
-            message=f"without {key} the Trainer saves no usable model: the weights stay cut over the ranks",
-            help=f'Write "{key}": true, or convert each checkpoint with zero_to_fp32.py.',
+            message=f"without {_GATHER[0]} the Trainer saves no usable model: the weights stay cut over the ranks",
+            help=f'Write "{_GATHER[0]}": true'
+            + (", or convert each checkpoint with zero_to_fp32.py." if subject.stage == 3 else "."),
             severity="warning",
         )
 
@@ -298,7 +306,7 @@ def unmanaged_accumulation(subject: Subject) -> Iterator[Found]:
 
 def second_copy_of_shards(subject: Subject) -> Iterator[Found]:
     """The groups are consecutive ranks, as tensor-parallel ones are."""
-    size, tensor = subject.integer(ZERO, HPZ) or 1, subject.integer("tensor_parallel", "autotp_size") or 1
+    size, tensor = subject.integer(ZERO, HPZ) or 1, _tensor_ranks(subject)
     if subject.stage == 3 and size > 1 and tensor > 1:
         yield Found(
             code="SW4421",
@@ -307,6 +315,10 @@ def second_copy_of_shards(subject: Subject) -> Iterator[Found]:
             help="Remove one of the two. `shardwright compile` makes groups of its own, which run both.",
             at="key",
         )
+
+
+def _tensor_ranks(subject: Subject) -> int:
+    return subject.integer("tensor_parallel", "autotp_size") or 1
 
 
 def _zero_schema(subject: Subject) -> JsonObject:

@@ -5,7 +5,6 @@ Only config.json is downloaded here, and only where HF_HUB_OFFLINE is not set. N
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import cast
 from shardwright.diagnostics import Diagnostic, KeyPath, Refusal
 from shardwright.ir.json_value import JsonObject
 from shardwright.model.popular.shipped import nearest_ids, shipped_config
+from shardwright.safe_read import parse_json, read_regular
 
 CONFIG_NAME = "config.json"
 _KEY: KeyPath = ("model", "source")
@@ -82,7 +82,7 @@ def cached_config(model_id: str, revision: str) -> Path | None:
 def read_config_file(path: Path) -> JsonObject:
     """Error: SW2002, not a readable JSON object."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(read_regular(path))
         if not isinstance(config, dict):
             raise ValueError(f"it holds a {type(config).__name__}, not an object")
     except (OSError, ValueError) as error:

@@ -39,6 +39,13 @@ def shipped_config(model_id: str) -> JsonObject | None:
     return {**base, **own}
 
 
+@functools.cache
+def published_keys(model_type: str) -> frozenset[str]:
+    """Every key of the shipped configurations of this type: modeling code reads some that no class lists."""
+    configs = [shipped_config(model_id) or {} for model_id in shipped_ids()]
+    return frozenset(key for config in configs if config.get("model_type") == model_type for key in config)
+
+
 def shipped_name(text: str) -> str | None:
     """The hub id that `text` means: the id itself, or its last part in any case where only one id ends in it."""
     if text in _entries():

@@ -8,15 +8,16 @@ pickles.
 from __future__ import annotations
 
 import contextlib
-import json
 import struct
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from shardwright.diagnostics import Diagnostic, KeyPath, Refusal
 from shardwright.ir.recipe import ModelSection
 from shardwright.ir.weights import TOKENIZER_PATTERNS, Weights
 from shardwright.model.popular.hub import hub_problem, no_id
+from shardwright.safe_read import parse_json, read_regular
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _KEY: KeyPath = ("model", "weights")
@@ -97,7 +98,7 @@ def _weight_files(folder: Path) -> tuple[str, ...]:
     """As from_pretrained looks for them: one file, else those of the index."""
     if (folder / SINGLE).exists() or not (folder / INDEX).exists():
         return (SINGLE,)
-    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    index: Any = parse_json(read_regular(folder / INDEX))
     return tuple(sorted({str(name) for name in index["weight_map"].values()}))
 
 
@@ -112,7 +113,7 @@ def _is_whole(path: Path) -> bool:
         if length > size - _HEADER_BYTES:
             return False
         try:
-            header = json.loads(file.read(length))
+            header: Any = parse_json(file.read(length))
             ends = [int(tensor["data_offsets"][1]) for name, tensor in header.items() if name != "__metadata__"]
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):
             return False

@@ -7,14 +7,26 @@
 #SBATCH --account=research
 #SBATCH --partition=gpu
 #SBATCH --time=48:00:00
+#SBATCH --mem=0
+#SBATCH --constraint=h100&(ib|roce)
+#SBATCH --exclude=gpu-[3,7-9]
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@300
 #SBATCH --open-mode=append
 #SBATCH --output=run/slurm-%j.log
+#SBATCH --mail-type=END
+#SBATCH --comment="a second try"
+#SBATCH --licenses=matlab
 # The batch job of llama-slurm: `shardwright run` submits it from the folder, where Slurm starts it.
 set -euo pipefail
 resume=${1:-auto}
 [[ ${SLURM_RESTART_COUNT:-0} == 0 ]] || resume=auto # it was queued again: go on where it stopped
+SHARDWRIGHT_FOLDER=$PWD
+set +eu +o pipefail # the user's script is not written for them, and may go elsewhere
+# shellcheck source=/dev/null
+source launch/setup.sh
+set -euo pipefail
+CDPATH='' cd -- "$SHARDWRIGHT_FOLDER"
 shardwright run . --resume "$resume" &
 run=$!
 told=

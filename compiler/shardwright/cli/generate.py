@@ -1,0 +1,73 @@
+"""`shardwright generate STEP_FOLDER|HF_FOLDER --prompt TEXT`: what a trained model writes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import sys
+from pathlib import Path
+
+from shardwright.strict_json import strict_json
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder", metavar="FOLDER", type=Path, help="one `step-XXXXXXXX` folder, or one that `export` wrote"
+    )
+    parser.add_argument("--prompt", metavar="TEXT", required=True, help="what to continue; - reads standard input")
+    parser.add_argument("--tokens", type=_count, default=64, metavar="N", help="at most so many (default 64)")
+    parser.add_argument(
+        "--temperature", type=_temperature, default=0.0, metavar="T", help="draw at random; default 0, greedy"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn (default 0)")
+    parser.add_argument(
+        "--trust-code",
+        metavar="SHA256",
+        help="run the Python code that came with the model; the refusal without it says which, and their fingerprint",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the prompt and what follows it. Raises Refusal: SW2014, SW6201, SW6402."""
+    from shardwright.cli.console import error
+
+    try:
+        prompt = sys.stdin.buffer.read().decode("utf-8") if args.prompt == "-" else args.prompt
+        prompt.encode("utf-8")
+    except UnicodeError:
+        error("the prompt is not UTF-8 text")
+        return 1
+    from shardwright.runtime.generate import Wish, generate
+
+    wish = Wish(prompt=prompt, tokens=args.tokens, temperature=args.temperature, seed=args.seed)
+    made = generate(args.folder, wish, args.trust_code)
+    if args.json:
+        print(strict_json({"prompt": prompt, **dataclasses.asdict(made)}))
+    else:
+        print(_shown(prompt + made.text))
+    return 0
+
+
+def _shown(text: str) -> str:
+    """On a terminal what a model writes moves no cursor and changes no title."""
+    from shardwright.diagnostics.render import visible
+
+    if not sys.stdout.isatty():
+        return text
+    return "\n".join("\t".join(visible(part) for part in line.split("\t")) for line in text.split("\n"))
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return number
+
+
+def _temperature(text: str) -> float:
+    number = float(text)
+    if not (math.isfinite(number) and number >= 0):
+        raise argparse.ArgumentTypeError("0 or more")
+    return number

@@ -1,0 +1,50 @@
+"""Whether two hosts, or two days, have the same data: a digest of what the ranks read. No torch here."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from shardwright.data.prepare import prepared_folder
+from shardwright.data.sources import every_part
+from shardwright.data.store import MANIFEST
+from shardwright.plan.plan import Plan, PlanData
+
+BLOCK_BYTES, BLOCKS = 2**16, 1024
+"""Of a larger file its size and this many blocks, from its first to its last bytes: terabytes are not read. What was
+prepared has a digest of all its tokens in its manifest."""
+
+
+def fingerprints(plan: Plan, folder: Path) -> dict[str, str]:
+    """data.path -> digest (hex) of each part that is read from files. The data was prepared. Raises OSError."""
+    found: dict[str, str] = {}
+    for part in every_part(plan):
+        total = hashlib.sha256()
+        for path in _files(part, folder):
+            total.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+            _add(total, path)
+        if part.kind != "synthetic":
+            found[str(part.path)] = total.hexdigest()
+    return found
+
+
+def _files(part: PlanData, folder: Path) -> list[Path]:
+    if part.kind == "synthetic":
+        return []
+    if part.kind == "tokens":
+        return [Path(str(part.path))]
+    if part.kind == "megatron":
+        return [Path(f"{part.path}.idx"), Path(f"{part.path}.bin")]
+    here = prepared_folder(part, folder)
+    return [path for name in (MANIFEST, "tokens.bin", "documents.bin", "trained.bin") if (path := here / name).exists()]
+
+
+def _add(total: hashlib._Hash, path: Path) -> None:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if size <= BLOCKS * BLOCK_BYTES:
+            total.update(file.read())
+            return
+        for number in range(BLOCKS):
+            file.seek((size - BLOCK_BYTES) * number // (BLOCKS - 1))
+            total.update(file.read(BLOCK_BYTES))

@@ -1,0 +1,269 @@
+"""Who trains in a folder: a small file there that its owner touches every few seconds.
+
+File locks do not hold across hosts on every file system, so this needs none: a file is created by one process alone,
+its age is told by the file system's own clock, and what looks too old is watched before it is believed. On the owner's
+own machine its process is looked at instead. No clock of any host is compared with another's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+BEAT_SECONDS = 5.0
+LOST_SECONDS = 60.0
+"""An owner that was silent for so long is gone: a shared file system can hang for tens of seconds."""
+CONFIRM_SECONDS = 15.0
+"""How long an owner that looks gone is watched: the file system's clock may have jumped."""
+_LOOK_SECONDS = 0.5
+_MOST_BYTES = 65536
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """A process. token: of this lease alone. role: `run` prepares, ranks train. folder: the compiled one.
+
+    boot, namespace: of the kernel and of the numbers of processes: within both, a process can be looked at. started:
+    in ticks since that boot. parent: what started it.
+    """
+
+    token: str
+    role: str
+    folder: str
+    host: str
+    boot: str
+    namespace: str
+    pid: int
+    started: int
+    parent: int
+
+    def lives(self) -> bool | None:
+        """None where it cannot be seen from here."""
+        if (self.boot, self.namespace) != _this_machine() or not self.boot:
+            return None
+        return _started(self.pid) == self.started
+
+    @property
+    def place(self) -> str:
+        return f"host {self.host}, process {self.pid}"
+
+
+def this_process(role: str, folder: Path) -> Owner:
+    boot, namespace = _this_machine()
+    return Owner(
+        token=secrets.token_hex(8),
+        role=role,
+        folder=str(folder.resolve()),
+        host=socket.gethostname(),
+        boot=boot,
+        namespace=namespace,
+        pid=os.getpid(),
+        started=_started(os.getpid()) or 0,
+        parent=os.getppid(),
+    )
+
+
+def _this_machine() -> tuple[str, str]:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return "", ""
+
+
+def _started(pid: int) -> int | None:
+    """None where there is no such process, or it has ended and nobody has fetched its exit code."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """owner: None where the file is empty or no lease. beat: another one each time it is touched."""
+
+    owner: Owner | None
+    beat: tuple[str, int]
+    age_seconds: float
+
+
+def _look(path: Path) -> _Seen | None:
+    """None where there is none. Opening it makes a network file system ask its server."""
+    try:
+        with path.open("rb") as file:
+            text, touched = file.read(_MOST_BYTES), os.fstat(file.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        return None
+    try:
+        owner = Owner(**json.loads(text))
+    except (ValueError, TypeError, RecursionError):
+        owner = None
+    token = "" if owner is None else str(owner.token)
+    return _Seen(owner=owner, beat=(token, touched), age_seconds=(_now_ns(path.parent) - touched) / 1e9)
+
+
+def _now_ns(folder: Path) -> int:
+    """By the clock of the file system."""
+    try:
+        with tempfile.NamedTemporaryFile(prefix=".now-", dir=folder) as file:
+            return os.fstat(file.fileno()).st_mtime_ns
+    except OSError:  # not to be written by this user
+        return time.time_ns()
+
+
+def read_owner(path: Path) -> Owner | None:
+    """Whoever wrote the lease, alive or not."""
+    seen = _look(path)
+    return seen.owner if seen else None
+
+
+def holder(path: Path, say: Say | None = None) -> Owner | None:
+    """Who holds the lease and lives. One that cannot be seen from here is watched: for LOST_SECONDS at most, which
+    `say` is told."""
+    seen = _look(path)
+    for _ in range(4):  # it is created empty, and written at once
+        if seen is None or seen.owner is not None:
+            break
+        time.sleep(_LOOK_SECONDS)
+        seen = _look(path)
+    if seen is None or seen.owner is None:
+        return None
+    lives = seen.owner.lives()
+    return _watch(path, seen, say) if lives is None else seen.owner if lives else None
+
+
+def _watch(path: Path, seen: _Seen, say: Say | None) -> Owner | None:
+    assert seen.owner is not None
+    age = max(0.0, seen.age_seconds)
+    seconds = CONFIRM_SECONDS if age >= LOST_SECONDS else LOST_SECONDS - age
+    if say is not None:
+        say(f"waiting up to {seconds:.0f} s for a sign of life of the run on {seen.owner.place}")
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(_LOOK_SECONDS)
+        now = _look(path)
+        if now is None:
+            return None
+        if now.beat != seen.beat:
+            return now.owner
+    return None
+
+
+class Held(Exception):
+    """Somebody else holds the lease at `path`."""
+
+    def __init__(self, path: Path, owner: Owner) -> None:
+        super().__init__(f"{path} is held by {owner.place}")
+        self.path, self.owner = path, owner
+
+
+class Lease:
+    """Of several places at once. taken: whether take() was called; lost: who has taken a place of it since."""
+
+    def __init__(self, paths: Sequence[Path], owner: Owner) -> None:
+        self.paths, self.owner = tuple(paths), owner
+        self.taken = False
+        self.lost: Owner | None = None
+        self._ended = threading.Event()
+
+    def take(self, handed: str | None = None, say: Say | None = None) -> list[Owner]:
+        """handed: token of an owner that gives it to this one. Returns the dead owners whose leases these were.
+
+        Raises Held, or OSError.
+        """
+        dead: list[Owner] = []
+        try:
+            for path in self.paths:
+                before = _take(path, self.owner, handed, say)
+                dead += [before] if before is not None and before.token != handed else []
+        except BaseException:
+            self.release()
+            raise
+        self.taken = True
+        threading.Thread(target=self._beat, name="lease", daemon=True).start()
+        return dead
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_SECONDS):
+            for path in self.paths:
+                with contextlib.suppress(OSError):  # the file system may come back
+                    self._touch(path)
+
+    def _touch(self, path: Path) -> None:
+        seen = _look(path)
+        if seen is None:
+            with contextlib.suppress(FileExistsError):
+                _create(path, self.owner)
+        elif seen.owner is not None and seen.owner.token != self.owner.token:
+            self.lost = seen.owner
+        else:
+            os.utime(path)  # without a time: the server's
+
+    def release(self) -> None:
+        self._ended.set()
+        for path in self.paths:
+            with contextlib.suppress(OSError):
+                seen = _look(path)
+                if seen is not None and seen.owner is not None and seen.owner.token == self.owner.token:
+                    path.unlink()
+
+
+def _take(path: Path, owner: Owner, handed: str | None, say: Say | None) -> Owner | None:
+    """Whose it was, where it was somebody's."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        try:
+            _create(path, owner)
+            return None
+        except FileExistsError:
+            pass
+        seen = _look(path)
+        if seen is None:
+            continue
+        given = handed is not None and seen.beat[0] == handed
+        if not given and (alive := holder(path, say)) is not None:
+            raise Held(path, alive)
+        with _alone(path.parent):
+            again = _look(path)
+            if again is None or (again.beat != seen.beat and not given):
+                continue  # somebody else was faster
+            _replace(path, owner)
+            return again.owner
+
+
+def _create(path: Path, owner: Owner) -> None:
+    handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+    with os.fdopen(handle, "wb") as file:
+        file.write(json.dumps(asdict(owner)).encode("utf-8"))
+
+
+def _replace(path: Path, owner: Owner) -> None:
+    temporary = path.with_name(f".{path.name.lstrip('.')}-{owner.token}")
+    _create(temporary, owner)
+    os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Between this machine's processes; between hosts only on some file systems: there the loser of two that take over
+    at once sees it at its next beat."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

@@ -1,0 +1,65 @@
+"""Accelerate's own configuration file (`accelerate config`) -> options of its launcher, as they would be typed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from shardwright.diagnostics import Diagnostic, Location, Refusal, Source
+from shardwright.ir.json_value import JsonObject, JsonValue
+from shardwright.recipe.events import Lines
+from shardwright.recipe.node import plain
+from shardwright.recipe.text import LONGEST_TEXT, read_text
+from shardwright.safe_read import read_regular_text
+
+SECTION = "deepspeed_config"
+# Where an option has another name on the command line.
+_NAMES: dict[str, str] = {"deepspeed_hostfile": "hostfile", "deepspeed_config_file": "deepspeed_config_file"}
+
+
+def read_accelerate(path: str) -> dict[str, str]:
+    """Option -> value, those of the DeepSpeed section among them. Raises Refusal (SW1452)."""
+    try:
+        text = read_regular_text(path, LONGEST_TEXT)
+    except (OSError, ValueError) as error:
+        cause = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise Refusal(_error(path, f"--config_file: {path} cannot be read: {cause}")) from None
+    node, errors = read_text(text, Lines(path, text))
+    source = Source(file=path, texts={path: text})
+    if errors:
+        raise Refusal(*(_as_ours(error) for error in errors), source=source)
+    document = None if node is None else plain(node)
+    if not isinstance(document, Mapping):
+        raise Refusal(_error(path, f"--config_file: {path} holds no keys of Accelerate"), source=source)
+    return dict(_options(document))
+
+
+def _options(document: JsonObject) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for key, value in document.items():
+        if key == SECTION and isinstance(value, Mapping):
+            found |= _options(value)
+        elif not isinstance(value, Mapping | list):
+            found[_NAMES.get(key, key)] = _text(value)
+    return found
+
+
+def _text(value: JsonValue) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return "" if value is None else str(value)
+
+
+def beside(path: str, name: str) -> str:
+    """A file that the configuration names: relative to the working folder, as Accelerate reads it, else to its own."""
+    own = os.path.join(os.path.dirname(path), name)
+    return name if os.path.isfile(name) or not os.path.isfile(own) else own
+
+
+def _error(path: str, message: str) -> Diagnostic:
+    help = "Give the YAML file that `accelerate config` wrote."
+    return Diagnostic(code="SW1452", message=message, help=help, location=Location(file=path, line=0, column=0))
+
+
+def _as_ours(error: Diagnostic) -> Diagnostic:
+    return Diagnostic(code="SW1452", message=error.message, help=error.help, location=error.location)

@@ -1,0 +1,156 @@
+"""The command that starts a training: its launcher, where it runs, and the words of the script.
+
+Nothing is run and nothing is expanded; a hostfile and Accelerate's file are read where they are named and there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from shardwright.diagnostics import Diagnostic, Refusal
+
+MOST_WORDS = 4096
+_VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
+
+# Options of the launchers that take no value; every other one takes the word behind it.
+_SWITCHES = frozenset(
+    {
+        *("module", "no_python", "no_local_rank", "no_ssh", "no_ssh_check", "force_multi", "save_pid"),
+        *("elastic_training", "bind_cores_to_rank", "standalone", "use_deepspeed", "multi_gpu", "cpu", "use_fsdp"),
+        *("same_network", "quiet", "debug", "use_xpu", "tpu", "ipex"),
+    }
+)
+_SHORT: dict[str, str] = {"H": "hostfile", "i": "include", "e": "exclude", "m": "module", "q": "quiet"}
+_PYTHON_SWITCHES = frozenset({"u", "O", "OO", "B", "E", "I", "s", "S", "P"})
+
+# First words -> the launcher that they start.
+_LAUNCHERS: dict[tuple[str, ...], str] = {
+    ("deepspeed",): "deepspeed",
+    ("ds",): "deepspeed",
+    ("python", "-m", "deepspeed.launcher.runner"): "deepspeed",
+    ("accelerate", "launch"): "accelerate",
+    ("accelerate-launch",): "accelerate",
+    ("python", "-m", "accelerate.commands.launch"): "accelerate",
+    ("torchrun",): "torchrun",
+    ("python", "-m", "torch.distributed.run"): "torchrun",
+    ("python", "-m", "torch.distributed.launch"): "torchrun",
+    ("python",): "python",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """launcher: deepspeed | accelerate | torchrun | python. options: of the launcher, "" for a switch. words: of the
+    script, each with its values; a word is written with underscores. rest: words of the script without a name."""
+
+    launcher: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+    options: dict[str, str] = field(default_factory=dict)
+    script: str = ""
+    words: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    rest: tuple[str, ...] = ()
+
+    def option(self, *names: str) -> tuple[str, str] | None:
+        """(as it is written, value) of the first that is given."""
+        return next(((f"--{name}", self.options[name]) for name in names if name in self.options), None)
+
+
+def read_command(text: str) -> Command:
+    """Raises Refusal (SW1451)."""
+    try:
+        words = shlex.split(re.sub(r"\\\r?\n", " ", text))
+    except ValueError as error:
+        raise _refused(f"--launch is no command of a shell: {str(error).lower()}") from None
+    if not words:
+        raise _refused("--launch is empty")
+    if len(words) > MOST_WORDS:
+        raise _refused(f"--launch has {len(words)} words, more than {MOST_WORDS}")
+    environment: dict[str, str] = {}
+    while words and (variable := _VARIABLE.fullmatch(words[0])):
+        environment[variable[1]] = variable[2]
+        words = words[1:]
+    launcher, behind = _launcher(words)
+    if not launcher:
+        begin = " ".join(words[:2]) or text.strip()
+        raise _refused(
+            f"--launch begins with {begin!r}, which is none of deepspeed, accelerate launch, torchrun, python"
+        )
+    options, rest = _options(behind, launcher)
+    named, unnamed = _script_words(rest[1:])
+    return Command(
+        launcher=launcher,
+        environment=environment,
+        options=options,
+        script=rest[0] if rest else "",
+        words=named,
+        rest=unnamed,
+    )
+
+
+def _launcher(words: list[str]) -> tuple[str, list[str]]:
+    plain = [re.sub(r"python[\d.]*", "python", os.path.basename(words[0])), *words[1:]] if words else []
+    for begin in sorted(_LAUNCHERS, key=len, reverse=True):
+        if tuple(plain[: len(begin)]) == begin:
+            return _LAUNCHERS[begin], words[len(begin) :]
+    return "", []
+
+
+def _options(words: list[str], launcher: str) -> tuple[dict[str, str], list[str]]:
+    """Those before the script, and the words from the script on."""
+    found: dict[str, str] = {}
+    at = 0
+    while at < len(words) and words[at].startswith("-") and words[at] != "-":
+        name, equals, value = words[at].lstrip("-").partition("=")
+        at += 1
+        name = _SHORT.get(name, name).replace("-", "_")
+        if name == "":  # `--`: the script follows
+            break
+        switch = name in _SWITCHES or (launcher == "python" and name in _PYTHON_SWITCHES)
+        if not equals and not switch and at < len(words):
+            value, at = words[at], at + 1
+        found[name] = value
+    return found, words[at:]
+
+
+def _script_words(words: list[str]) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
+    named: dict[str, tuple[str, ...]] = {}
+    unnamed: list[str] = []
+    name = ""
+    for word in words:
+        if word.startswith("--") and len(word) > 2:
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            named[name] = (value,) if equals else ()
+            name = "" if equals else name
+        elif name:
+            named[name] = (*named[name], word)
+        else:
+            unnamed.append(word)
+    return named, tuple(unnamed)
+
+
+def hosts_of(text: str) -> Iterator[tuple[str, int]]:
+    """(name, slots) of a hostfile; what is no such line is left out, and `check` will say so."""
+    for line in text.splitlines():
+        found = re.fullmatch(r"\s*([^\s#]+)\s+slots=(\d{1,6})\s*(#.*)?", line)
+        if found:
+            yield found[1], int(found[2])
+
+
+def included(filter_text: str) -> dict[str, tuple[int, ...] | None]:
+    """DeepSpeed's `worker-0:0,1@worker-1`: host -> its slots, None for all of them."""
+    found: dict[str, tuple[int, ...] | None] = {}
+    for part in filter(None, filter_text.split("@")):
+        host, colon, slots = part.partition(":")
+        numbers = [word for word in slots.split(",") if word.strip().isdigit()]
+        found[host.strip()] = tuple(map(int, numbers)) if colon and numbers else None
+    return found
+
+
+def _refused(message: str) -> Refusal:
+    help = 'Give the command as it is typed, such as --launch "deepspeed --num_gpus 8 train.py --deepspeed ds.json".'
+    return Refusal(Diagnostic(code="SW1451", message=message, help=help))

@@ -1,0 +1,166 @@
+"""Words of TrainingArguments, TRL and example scripts -> the recipe's model, data, checkpoints; the rest and why."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from shardwright.migrate.draft import LONGEST_VALUE, shown
+from shardwright.migrate.sources import Sources, as_count, as_integer, as_number, as_switch, as_text
+
+_ATTENTION = ("sdpa", "eager", "flash_attention_2")
+_DATA_WORDS = (
+    *("dataset_name", "dataset", "dataset_path", "dataset_dir", "dataset_config_name", "data_path", "data_files"),
+    *("train_file", "train_data", "training_file", "validation_file", "eval_file", "data", "train_files"),
+)
+_TRACKERS = ("tensorboard", "wandb")
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+# Word -> why it is not carried.
+REASONS: dict[str, str] = {
+    "deepspeed": "the file that was read",
+    "deepspeed_config": "the file that was read",
+    "output_dir": "a run lies in the folder that `shardwright compile -o` writes",
+    "overwrite_output_dir": "`shardwright run --resume` says whether a run goes on",
+    "resume_from_checkpoint": "`shardwright run --resume` says whether a run goes on",
+    "logging_steps": "run/metrics.jsonl has every step",
+    "logging_strategy": "run/metrics.jsonl has every step",
+    "logging_first_step": "run/metrics.jsonl has every step",
+    "logging_dir": "run/metrics.jsonl has every step",
+    "do_train": "a run trains",
+    "do_eval": "see `validation` in the recipe",
+    "per_device_eval_batch_size": "see `validation` in the recipe",
+    "eval_steps": "see `validation` in the recipe",
+    "eval_strategy": "see `validation` in the recipe",
+    "evaluation_strategy": "see `validation` in the recipe",
+    "local_rank": "the launcher gives it",
+    "tf32": "PyTorch's own setting; not part of a recipe",
+    "torch_dtype": "weights are read in fp32 and trained in training.precision",
+    "dtype": "weights are read in fp32 and trained in training.precision",
+    "trust_remote_code": "a recipe names the model a second time instead: model.trust_remote_code",
+    "dataloader_num_workers": "data is tokenized before the run",
+    "preprocessing_num_workers": "data is tokenized before the run",
+    "gradient_checkpointing_kwargs": "recomputation is never re-entrant",
+    "remove_unused_columns": "only the field that is trained on is read",
+    "use_liger_kernel": "a recipe has no such key in this version",
+    "neftune_noise_alpha": "noise on embeddings is not part of a recipe",
+    "label_smoothing_factor": "the loss is the plain cross-entropy",
+    "group_by_length": "samples come in the order of data.shuffle",
+    "push_to_hub": "`shardwright export` writes the folder; `hf upload` sends it",
+    "save_strategy": "checkpoint.every_steps says how often",
+    "save_only_model": "a checkpoint holds all that a resumed run needs",
+    "load_best_model_at_end": "every kept checkpoint can be exported",
+    "attn_implementation": "a recipe has sdpa, eager and flash_attention_2",
+}
+
+
+def model(s: Sources, named: str | None) -> None:
+    """named: by --model of the command line."""
+    typed = s.word(as_text, "model_name_or_path", "model_name", "model_id", "model_path", "base_model", "model")
+    if named is not None:
+        s.draft.put("model.source", named, "--model", *((typed[0],) if typed else ()))
+    elif typed is not None:
+        s.draft.put("model.source", typed[1], typed[0])
+    else:
+        s.draft.ask("model.source", "the model: a hub id such as Qwen/Qwen3-8B, or ./folder")
+    s.draft.put("model.weights", "pretrained")
+    s.draft.note("model", "weights: pretrained goes on from the model's weights; `random` trains from scratch")
+    revision = s.word(as_text, "model_revision")
+    if revision is not None and re.fullmatch(r"[A-Za-z0-9._/][A-Za-z0-9._/-]*", revision[1]):
+        s.draft.put("model.revision", revision[1], revision[0])
+    attention = s.word(as_text, "attn_implementation")
+    if attention is not None and attention[1] in _ATTENTION:
+        s.draft.put("model.attention", attention[1], attention[0])
+
+
+def data(s: Sources) -> None:
+    words = [(f"--{name}", s.command.words[name]) for name in _DATA_WORDS if name in s.command.words]
+    said = "; ".join(shown(word, " ".join(values)) for word, values in words)
+    s.draft.ask(
+        "data.kind", "text, jsonl, parquet, chat, tokens or megatron" + (f"; the command has {said}" * bool(said))
+    )
+    s.draft.ask("data.path", "the files, relative to this one, such as data/*.jsonl")
+    for word, _ in words:
+        s.draft.take(word, "data")
+    tokenizer = s.word(as_text, "tokenizer_name", "tokenizer_name_or_path", "tokenizer")
+    if tokenizer is not None:
+        s.draft.put("data.tokenizer", tokenizer[1], tokenizer[0])
+    packing = s.word(as_switch, "packing")
+    if packing is not None:
+        s.draft.put("data.packing", packing[1], packing[0])
+
+
+def rest(s: Sources) -> None:
+    seed = s.word(as_integer, "seed")
+    if seed is not None and 0 <= seed[1] < 2**32:
+        s.draft.put("training.seed", seed[1], seed[0])
+    elif s.is_trainer and s.has_command:
+        s.draft.put("training.seed", 42, "the Trainer's default")
+    _lora(s)
+    every, keep = s.word(as_count, "save_steps", "checkpointing_steps"), s.word(as_count, "save_total_limit")
+    if every is not None:
+        s.draft.put("checkpoint.every_steps", every[1], every[0])
+    if keep is not None:
+        s.draft.put("checkpoint.keep", keep[1], keep[0])
+    trackers = s.command.words.get("report_to", ())
+    for tracker in trackers:
+        if tracker == "tensorboard":
+            s.draft.put("tracking.tensorboard", True, "--report_to")
+        elif tracker == "wandb" and "tracking.wandb.project" not in s.draft.values:
+            project = s.command.environment.get("WANDB_PROJECT", "huggingface")
+            s.draft.put("tracking.wandb.project", project, "--report_to")
+        elif tracker not in _TRACKERS and tracker != "none":
+            s.draft.note(
+                "tracking", f"not carried, a recipe has tensorboard and wandb: {shown('--report_to', tracker)}"
+            )
+    if "report_to" in s.command.words:
+        s.draft.take("--report_to", "tracking")
+    for name, values in s.command.words.items():
+        if f"--{name}" not in s.draft.carried:
+            why = REASONS.get(name, "a word of the script that a recipe does not have")
+            s.draft.leave("training", f"--{name}", " ".join(values), why)
+    for value in s.command.rest:
+        s.draft.note(
+            "training", f"not carried, a word of the script without a name: {json.dumps(value)[:LONGEST_VALUE]}"
+        )
+
+
+def name_of(s: Sources, fallback: str) -> str:
+    typed = s.word(as_text, "run_name")
+    text = re.sub(r"[^A-Za-z0-9._-]+", "-", typed[1] if typed is not None else fallback).strip("-.")[:64]
+    if typed is not None:
+        s.draft.take(typed[0], "name")
+    return text if _NAME.fullmatch(text) else "imported"
+
+
+def _lora(s: Sources) -> None:
+    rank = s.word(as_count, "lora_r", "lora_rank")
+    wanted = s.word(as_switch, "use_peft", "use_lora", "lora", "lora_enable")
+    if rank is None and (wanted is None or not wanted[1]):
+        return
+    s.draft.put("lora.rank", rank[1] if rank is not None else 16, rank[0] if rank is not None else "")
+    if wanted is not None:
+        s.draft.take(wanted[0], "lora")
+    alpha, dropout = s.word(as_number, "lora_alpha"), s.word(as_number, "lora_dropout")
+    if alpha is not None:
+        s.draft.put("lora.alpha", alpha[1], alpha[0])
+    if dropout is not None:
+        s.draft.put("lora.dropout", dropout[1], dropout[0])
+    modules = s.command.words.get("lora_target_modules", ())
+    names = [name for word in modules for name in re.split(r"[\s,]+", word) if re.fullmatch(r"[A-Za-z0-9._]+", name)]
+    if names and names != ["all-linear"]:
+        s.draft.put("lora.target_modules", list(dict.fromkeys(names)), "--lora_target_modules")
+
+
+def kwargs(s: Sources) -> None:
+    """--lr_scheduler_kwargs, as JSON: the final learning rate of cosine_with_min_lr."""
+    values = s.command.words.get("lr_scheduler_kwargs", ())
+    try:
+        found = json.loads(" ".join(values)) if values else {}
+    except (ValueError, RecursionError):
+        return
+    if not isinstance(found, dict):
+        return
+    for name, key in (("min_lr", "min_lr"), ("min_lr_rate", "min_lr_ratio")):
+        low = as_number(found.get(name))
+        if low is not None and low >= 0 and set(found) == {name}:
+            s.draft.put(f"training.scheduler.{key}", low, "--lr_scheduler_kwargs")

@@ -1,0 +1,145 @@
+"""What can be said of a recipe's model and tokenizers without torch, without transformers and without the network."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from shardwright.diagnostics import Diagnostic, KeyPath, Refusal
+from shardwright.ir.json_value import JsonObject
+from shardwright.ir.recipe import ModelSection, Recipe
+from shardwright.ir.weights import TOKENIZER_PATTERNS
+from shardwright.model.config_keys import config_errors, vocabulary_size
+from shardwright.model.popular.hub import CONFIG_NAME, cached_config, no_id, read_config_file
+from shardwright.model.popular.shipped import nearest_ids, shipped_config
+from shardwright.safe_read import parse_json, read_regular
+
+MOST_TOKENIZER_BYTES = 128 * 2**20
+BYTE_SYMBOLS = 256
+
+
+def check_model(recipe: Recipe) -> tuple[Diagnostic, ...]:
+    """Errors are what `compile` would refuse; a note says what only the hub can tell."""
+    try:
+        config, told = _config(recipe.model)
+    except Refusal as refusal:
+        return refusal.diagnostics
+    found = list(told)
+    if config is not None:
+        inline = recipe.model.config is not None
+        found += config_errors(config, ("model", "config") if inline else ("model", "source"), inline)
+    found += _weights(recipe.model)
+    vocabulary = None if config is None or found else vocabulary_size(config)
+    for key, part in recipe.tokenized():
+        if part.tokenizer is not None:
+            own = part.tokenizer == recipe.model.source
+            found += _tokenizer(part.tokenizer, (*key, "tokenizer"), vocabulary, own)
+    return tuple(found)
+
+
+def _config(section: ModelSection) -> tuple[JsonObject | None, tuple[Diagnostic, ...]]:
+    """None where it is not here. Raises Refusal: SW2002."""
+    if section.config is not None:
+        return section.config, ()
+    source = section.source or ""
+    if os.path.isabs(source):
+        path = Path(source, CONFIG_NAME)
+        return (read_config_file(path) if path.is_file() else None), ()  # the files' check has told a missing one
+    try:
+        path_in_cache = cached_config(source, section.revision)
+    except Exception:  # a cache that cannot be read is none
+        path_in_cache = None
+    if path_in_cache is not None:
+        return read_config_file(path_in_cache), ()
+    shipped = shipped_config(source) if section.revision == "main" else None
+    return shipped, () if shipped is not None else (_unknown(source, ("model", "source")),)
+
+
+def _unknown(name: str, key: KeyPath) -> Diagnostic:
+    """A hub id that nothing here knows."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils._validators import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return no_id(name)
+    near = nearest_ids(name) if key == ("model", "source") else ()
+    where = ".".join(map(str, key))
+    return Diagnostic(
+        code="SW2001" if key == ("model", "source") else "SW1911",
+        severity="note",
+        message=f"{where}: {name!r} is no folder and not on this machine; compile will ask the hub for it",
+        help=f"Did you mean {near[0]}?" if near else "A folder is written ./folder.",
+        key=key,
+        valid=near,
+    )
+
+
+def _weights(section: ModelSection) -> tuple[Diagnostic, ...]:
+    from shardwright.model.popular.snapshot import locate_weights
+
+    if section.source is None or not os.path.isabs(section.source):
+        return ()
+    try:
+        locate_weights(section)
+    except Refusal as refusal:
+        return refusal.diagnostics
+    return ()
+
+
+def _tokenizer(name: str, key: KeyPath, vocabulary: int | None, own: bool) -> Iterator[Diagnostic]:
+    """own: it is the model's own, whose absence has been told there."""
+    if name == "byte":
+        if vocabulary is not None and vocabulary < BYTE_SYMBOLS:
+            yield Diagnostic(
+                code="SW1912",
+                message=f"the byte tokenizer has {BYTE_SYMBOLS} symbols, the model's vocabulary {vocabulary}",
+                help=f"Give the model a vocab_size of at least {BYTE_SYMBOLS}.",
+                key=key,
+            )
+        return
+    folder = Path(name)
+    if not folder.is_absolute():
+        if not own and not _is_cached(name) and shipped_config(name) is None:
+            yield _unknown(name, key)
+        return
+    if not folder.is_dir():
+        return  # the files' check has told it
+    if not any(path.is_file() for pattern in TOKENIZER_PATTERNS for path in folder.glob(pattern)):
+        yield Diagnostic(
+            code="SW1911",
+            message=f"data.tokenizer: {name!r} holds no tokenizer files",
+            help="Save it with `save_pretrained` and give that folder (as ./path), or write `tokenizer: byte`.",
+            key=key,
+            valid=("byte",),
+        )
+    largest = _largest_id(folder / "tokenizer.json")
+    if vocabulary is not None and largest is not None and largest >= vocabulary:
+        yield Diagnostic(
+            code="SW1912",
+            severity="warning",
+            message=f"the tokenizer {name!r} has ids up to {largest}, the model's vocabulary ends at {vocabulary - 1}",
+            help="A text that holds such a token is refused: take the model's own tokenizer, or a larger vocab_size.",
+            key=key,
+        )
+
+
+def _is_cached(name: str) -> bool:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE, "--".join(("models", *name.split("/")))).is_dir()
+
+
+def _largest_id(path: Path) -> int | None:
+    """Of a tokenizer of the tokenizers library; None where it is another one, or cannot be read."""
+    try:
+        document: Any = parse_json(read_regular(path, MOST_TOKENIZER_BYTES))
+        table = document["model"]["vocab"]
+        ids = table.values() if isinstance(table, dict) else [len(table) - 1]
+        added = [token["id"] for token in document.get("added_tokens") or ()]
+        return max((*ids, *added), default=None)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,27 @@
+"""Keys of `extra` that an engine does not stand, found by trying (tests/launch/test_extra.py)."""
+
+from __future__ import annotations
+
+from shardwright.diagnostics import Diagnostic
+from shardwright.rules.layout import Subject, found
+
+IN_A_PIPELINE = {
+    "wall_clock_breakdown": "DeepSpeed's pipeline engine starts the timers of the backward pass twice, and fails",
+}
+"""Key -> why a pipeline does not run with it."""
+
+
+def no_pipeline(x: Subject) -> Diagnostic | None:
+    """Measured: DeepSpeed ends in the first backward pass (runtime/pipe/engine.py, _exec_backward_pass, and the hook of
+    runtime/engine.py behind it start the same timer)."""
+    if x.strategy.pipeline == 1:
+        return None
+    key = next((key for key in IN_A_PIPELINE if x.recipe.extra.get(key)), None)
+    if key is None:
+        return None
+    return found(
+        "SW3133",
+        f"extra.{key}",
+        f"extra.{key} does not run at pipeline {x.strategy.pipeline}: {IN_A_PIPELINE[key]}",
+        "Remove it, or write `pipeline: 1`. run/metrics.jsonl has every step's seconds.",
+    )

@@ -1,0 +1,32 @@
+"""What a GPU computes in. Of the recipe and the cluster alone, so that `check` can ask, too."""
+
+from __future__ import annotations
+
+from shardwright.diagnostics import Diagnostic, KeyPath
+from shardwright.ir.cluster import Cluster
+
+_KEY: KeyPath = ("training", "precision")
+
+
+def no_peak(precision: str, cluster: Cluster) -> Diagnostic | None:
+    if precision in cluster.gpu.peak_flops:
+        return None
+    return Diagnostic(
+        code="SW3118",
+        message=f"gpu {cluster.gpu.name} has no {precision} peak",
+        help="Choose a precision that the GPU computes in, or give its peak in an inline gpu's peak_tflops.",
+        key=_KEY,
+        valid=tuple(cluster.gpu.peak_flops),
+    )
+
+
+def half_on_cpu(precision: str, cluster: Cluster) -> Diagnostic | None:
+    if precision != "fp16" or not cluster.gpu.is_cpu:
+        return None
+    return Diagnostic(
+        code="SW3119",
+        message="DeepSpeed refuses to run precision fp16 on a CPU",
+        help="Write bf16 or fp32, or name the GPU that it is for.",
+        key=_KEY,
+        valid=("bf16", "fp32"),
+    )

@@ -1,0 +1,30 @@
+"""JSON that every parser takes: RFC 8259 has no NaN and no infinity, Python's `json` writes both.
+
+What others read (`--json`, run/*.json, run/*.jsonl) is written here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+
+
+def strict_json(value: object) -> str:
+    """A number that is not finite is null, and `"finite": false` stands in the object that holds it, directly or in a
+    list."""
+    return json.dumps(_finite(value)[0], allow_nan=False)
+
+
+def _finite(value: object) -> tuple[object, bool]:
+    """(value, whether it holds finite numbers only). Objects inside answer for themselves."""
+    if isinstance(value, float):
+        return (value, True) if math.isfinite(value) else (None, False)
+    if isinstance(value, Mapping):
+        inside = {name: _finite(of) for name, of in value.items()}
+        found = {name: of for name, (of, _) in inside.items()}
+        return found if all(finite for _, finite in inside.values()) else {**found, "finite": False}, True
+    if isinstance(value, list | tuple):
+        items = [_finite(item) for item in value]
+        return [item for item, _ in items], all(finite for _, finite in items)
+    return value, True

@@ -1,0 +1,69 @@
+"""What the tiny copy trains on and is evaluated with: random tokens, in documents where the recipe packs its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwright.ir.json_value import JsonObject
+from shardwright.ir.recipe import DOCUMENT_KINDS, Recipe
+
+if TYPE_CHECKING:
+    from shardwright.hf.reference import Rows
+
+LONGEST = 40
+"""Tokens of a document: some end within a row, some go on in the next."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """ids: (rows, sequence length). ends: of the documents, in the stream that the rows are cut from; None: no
+    documents."""
+
+    ids: npt.NDArray[np.int32]
+    ends: tuple[int, ...] | None
+
+    def write(self, path: Path) -> JsonObject:
+        """The keys of a recipe that name the files. path: without an ending."""
+        if self.ends is None:
+            np.save(path.with_suffix(".npy"), self.ids)
+            return {"kind": "tokens", "path": f"{path.name}.npy", "packing": False}
+        self.ids.tofile(path.with_suffix(".bin"))
+        ends = np.asarray(self.ends, dtype=np.int64)
+        lengths = np.diff(ends, prepend=0).astype(np.int32)
+        # Megatron's index (data/megatron.py reads it): a sequence is a document.
+        counts = len(ends).to_bytes(8, "little") + (len(ends) + 1).to_bytes(8, "little")
+        arrays = (lengths, (ends - lengths) * 4, np.arange(len(ends) + 1, dtype=np.int64))
+        head = b"MMIDIDX\0\0" + (1).to_bytes(8, "little") + bytes([4]) + counts
+        path.with_suffix(".idx").write_bytes(head + b"".join(array.tobytes() for array in arrays))
+        return {"kind": "megatron", "path": path.name, "packing": True}
+
+    def rows(self, first: int, stop: int) -> Rows:
+        """As a plain model takes them: a block of rows, or each document's piece of a row alone."""
+        import torch
+
+        ids = torch.from_numpy(self.ids[first:stop].astype(np.int64))
+        if self.ends is None:
+            return [{"input_ids": ids, "labels": ids}]
+        pieces, length = [], ids.shape[1]
+        for row, tokens in enumerate(ids, first):
+            cuts = [end - row * length for end in self.ends if 0 < end - row * length < length]
+            pieces += [tokens[a:b][None] for a, b in zip([0, *cuts], [*cuts, length], strict=True)]
+        return [{"input_ids": piece, "labels": piece} for piece in pieces if piece.shape[1] > 1]  # one predicts nothing
+
+
+def packs(recipe: Recipe) -> bool:
+    return any(part.packing and part.kind in DOCUMENT_KINDS for _, part in recipe.data_parts())
+
+
+def random_tokens(seed: int, rows: int, length: int, vocabulary: int, *, packed: bool) -> Tokens:
+    random = np.random.default_rng(seed)
+    ids = random.integers(3, vocabulary, (rows, length), dtype=np.int32)
+    if not packed:
+        return Tokens(ids=ids, ends=None)
+    ends = np.cumsum(random.integers(1, LONGEST, ids.size))
+    return Tokens(ids=ids, ends=(*(int(end) for end in ends if end < ids.size), ids.size))

@@ -1,0 +1,70 @@
+"""Under the `deepspeed` launcher: what a save makes of masters that are not the live weights, on every kind of engine.
+
+A case whose folder's name ends in "round-robin" has DeepSpeed rearrange them; in the others one element is planted.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+
+from shardwright.diagnostics import Refusal
+from shardwright.plan.plan import Plan
+from shardwright.rules.registry import DEEPSPEED_RULES
+from shardwright.runtime.checkpoint import named_parameters, save_checkpoint
+from shardwright.runtime.checkpoint_index import published_steps
+from shardwright.runtime.engine import Trainer, build_trainer
+from shardwright.runtime.master_check import check_masters
+from shardwright.runtime.optimizer_state import LiveFragment, live_fragments
+from tests.parity.cases_worker import compiled, main, train
+from tests.parity.harness import Case
+
+
+def fragments(plan: Plan, trainer: Trainer) -> list[LiveFragment]:
+    return list(live_fragments(trainer.engine, named_parameters(plan, trainer.engine.module)))
+
+
+def refused(plan: Plan, folder: Path, trainer: Trainer) -> str:
+    with pytest.raises(Refusal) as refusal:
+        save_checkpoint(plan, folder, trainer, 2)
+    assert not published_steps(folder / "checkpoints")
+    (diagnostic,) = refusal.value.diagnostics
+    assert diagnostic.code == "SW6210"
+    return diagnostic.message
+
+
+def measure(case: Case, folder: Path) -> dict[str, float]:
+    get_accelerator().is_fp16_supported = lambda: True  # a CPU's is slow, and does
+    DEEPSPEED_RULES.pop("SW3119", None)
+    plan = compiled(case, folder)
+    if folder.name.endswith("round-robin"):
+        path = folder / "ds_config.json"
+        config = json.loads(path.read_text())
+        config["zero_optimization"]["round_robin_gradients"] = True
+        dist.barrier()
+        path.write_text(json.dumps(config))
+    dist.barrier()
+    trainer = build_trainer(plan, folder)
+    if folder.name.endswith("round-robin"):
+        train(plan, folder, trainer, 1, 2)
+        assert "elements of DeepSpeed's fp32 master" in refused(plan, folder, trainer)
+        return {}
+    check_masters(fragments(plan, trainer))
+    train(plan, folder, trainer, 1, 2)
+    check_masters(fragments(plan, trainer))
+    *_, planted = [f for f in fragments(plan, trainer) if "fp32" in f.states]
+    names = [None] * dist.get_world_size()
+    dist.all_gather_object(names, planted.name)
+    if dist.get_rank() == 1:
+        planted.states["fp32"][-1] += 1.0
+    message = refused(plan, folder, trainer)
+    assert message.startswith("rank 1 would save other weights") and f"of {names[1]}, 1 of " in message, message
+    return {}
+
+
+if __name__ == "__main__":
+    main(measure)

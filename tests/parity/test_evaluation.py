@@ -1,0 +1,54 @@
+"""Validation under both pipeline schedules: the plain model's loss over the held-out rows, however many there are, and
+a training that goes on as if it had not been interrupted. Many cases in one launch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parity.harness import LOSS_ABSOLUTE, Case
+from tests.parity.launched import launched
+
+pytestmark = pytest.mark.launch
+
+_LAYOUTS: dict[str, dict[str, int]] = {
+    "pp2": {"pipeline": 2},
+    "pp2-tp2": {"pipeline": 2, "tensor": 2},
+    "pp2-dp2": {"pipeline": 2, "data": 2},
+}
+CASES: dict[str, Case] = {
+    f"{schedule}-{layout}-{loss}-{rows}": dataclasses.replace(
+        Case(model="llama-tied", schedule=schedule, accumulation=accumulation, loss=loss), **keys
+    )
+    for schedule, accumulation in (("dualpipev", 4), ("1f1b", 3))
+    for layout, keys in _LAYOUTS.items()
+    for loss in ("full", "chunked")
+    for rows in ("whole", "packed")
+}
+SAMPLE = ("dualpipev-pp2-chunked-packed", "1f1b-pp2-full-whole")
+FAILING = "failing"
+"""The case of a run whose validations fail and are made again."""
+
+
+def check(found: dict[str, dict[str, Any]]) -> None:
+    for name, figures in found.items():
+        assert figures["loss"] <= LOSS_ABSOLUTE, (name, figures)
+        assert (figures["tokens"], figures["steps"]) == (0, 0), (name, figures)
+
+
+def test_fewer_as_many_and_more_than_the_accumulation(tmp_path: Path) -> None:
+    cases = {name: CASES[name] for name in SAMPLE} | {FAILING: Case(model="llama", pipeline=2)}
+    check(launched(cases, tmp_path, "evaluation_worker.py"))
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_case(world: int, tmp_path: Path, proved: Callable[[str, str, dict[str, Any]], None]) -> None:
+    found = launched({n: c for n, c in CASES.items() if c.world == world}, tmp_path, "evaluation_worker.py")
+    for name, figures in found.items():
+        proved("evaluation", name, figures)
+    check(found)

@@ -1,0 +1,195 @@
+"""The pieces of `make prove`: which tests each runs, and which code its figures speak of.
+
+`speaks_of` names what could change a figure: paths under compiler/shardwright, a folder or a file. The tests' own
+modules and the installed torch, transformers and DeepSpeed count always (digest.py). Every test marked `prove` is in
+exactly one piece (tests/unit/prove checks it).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MODEL = ("hf", "ir", "model")
+"""What takes a model apart and builds it again."""
+DATA = ("data", "runtime/batches.py")
+ENGINE = (
+    *MODEL,
+    "lower/ds_config.py",
+    "partition",
+    "plan",
+    "runtime/deepspeed_fixes.py",
+    "runtime/distributed.py",
+    "runtime/dropout.py",
+    "runtime/engine.py",
+    "runtime/lora.py",
+    "runtime/loss.py",
+    "runtime/materialize.py",
+    "runtime/pipeline.py",
+    "runtime/random_state.py",
+    "runtime/recompute.py",
+    "runtime/schedule.py",
+    "runtime/secondary_weights.py",
+    "runtime/tensor",
+    "runtime/weight_files.py",
+    "runtime/weights.py",
+    "runtime/wire.py",
+)
+"""What makes losses, norms and weights, given a plan."""
+CHECKPOINTS = (
+    "runtime/checkpoint.py",
+    "runtime/checkpoint_index.py",
+    "runtime/checkpoint_manifest.py",
+    "runtime/checkpoint_reader.py",
+    "runtime/checkpoint_store.py",
+    "runtime/lineage.py",
+    "runtime/master_check.py",
+    "runtime/optimizer_state.py",
+    "runtime/step_folders.py",
+    "runtime/tensor_files.py",
+)
+RUN = (
+    "lease.py",
+    "runtime/attempt.py",
+    "runtime/journal.py",
+    "runtime/ownership.py",
+    "runtime/session.py",
+    "runtime/worker.py",
+)
+LAUNCH = ("lower", "runtime")
+COST = ("cluster", "cost", "ir", "model/popular", "partition", "rules", "schedule", "search")
+READ = ("diagnostics", "ds_schema", "lint", "recipe")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """tests: pytest's arguments, files or file::function. areas: the benchmarks/AREA.json that it writes, by
+    `proved(area, case, figures)`. hosts: wants root and the Debian packages that `make test-hosts` installs."""
+
+    tests: tuple[str, ...]
+    speaks_of: tuple[str, ...]
+    areas: tuple[str, ...] = ()
+    hosts: bool = False
+
+
+_LAYOUTS = "tests/zoo/test_layouts.py"
+
+PIECES: dict[str, Piece] = {
+    # Quick ones first: a broken tree is found before the long ones begin.
+    "fuzz": Piece(
+        tests=("tests/lint/test_fuzz.py", "tests/migrate/test_import.py"),
+        speaks_of=(*READ, "migrate", "safe_read.py"),
+        areas=("fuzz",),
+    ),
+    "ds-config": Piece(
+        tests=("tests/cases/test_random_plans.py",), speaks_of=("ir", "lower", "plan", "rules"), areas=("ds-config",)
+    ),
+    "recipes": Piece(tests=("tests/recipes/test_recipes.py",), speaks_of=(*COST, "lower", "plan"), areas=("recipes",)),
+    "why-not": Piece(tests=("tests/unit/answers/test_why_not.py",), speaks_of=COST, areas=("why-not",)),
+    "random-layouts": Piece(tests=("tests/unit/cost/test_random.py",), speaks_of=COST),
+    "published": Piece(tests=("tests/calibration/test_published.py",), speaks_of=COST),
+    "shipped-graphs": Piece(tests=("tests/unit/model/test_shipped_graphs.py",), speaks_of=MODEL),
+    "parity": Piece(
+        tests=("tests/parity/test_prove.py::test_parity",),
+        speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *RUN, "runtime/export.py"),
+        areas=("parity",),
+    ),
+    "chunked-parity": Piece(
+        tests=("tests/parity/test_chunked.py",), speaks_of=(*ENGINE, *DATA), areas=("chunked-parity",)
+    ),
+    "hpz-parity": Piece(tests=("tests/parity/test_hpz.py",), speaks_of=(*ENGINE, *DATA), areas=("hpz-parity",)),
+    "lora": Piece(tests=("tests/parity/test_lora.py",), speaks_of=(*ENGINE, *DATA), areas=("lora",)),
+    "evaluation": Piece(
+        tests=("tests/parity/test_evaluation.py",), speaks_of=(*ENGINE, *DATA, *RUN), areas=("evaluation",)
+    ),
+    "packing-parity": Piece(tests=("tests/parity/test_packing.py",), speaks_of=(*ENGINE, *DATA)),
+    "resume": Piece(
+        tests=("tests/parity/test_prove.py::test_resume",),
+        speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
+        areas=("resume",),
+    ),
+    "resume-matrix": Piece(
+        tests=("tests/launch/test_resume_anywhere.py",),
+        speaks_of=(*ENGINE, *CHECKPOINTS),
+        areas=("resume-matrix",),
+    ),
+    "extra": Piece(
+        tests=("tests/launch/test_extra.py",),
+        speaks_of=(*ENGINE, *CHECKPOINTS, "lower/extra.py"),
+        areas=("extra",),
+    ),
+    "roundtrip": Piece(
+        tests=("tests/launch/test_roundtrip.py",),
+        speaks_of=(*ENGINE, *CHECKPOINTS, "runtime/export.py"),
+        areas=("roundtrip",),
+    ),
+    "crash": Piece(tests=("tests/launch/test_crash.py",), speaks_of=(*DATA, *CHECKPOINTS, *RUN), areas=("crash",)),
+    "runs": Piece(
+        tests=(
+            "tests/launch/test_accelerate.py",
+            "tests/launch/test_data.py",
+            "tests/launch/test_own_loop.py",
+            "tests/launch/test_run.py",
+        ),
+        speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *LAUNCH),
+    ),
+    "autotp": Piece(
+        tests=("tests/launch/test_autotp.py",), speaks_of=(*MODEL, "lower", "partition"), areas=("zoo-autotp",)
+    ),
+    "overhead": Piece(tests=("tests/launch/test_overhead.py",), speaks_of=(*ENGINE, *DATA, *RUN), areas=("overhead",)),
+    "data-cost": Piece(tests=("tests/launch/test_data_cost.py",), speaks_of=(*DATA, *RUN), areas=("data",)),
+    "pages": Piece(tests=("tests/pages/test_commands.py",), speaks_of=("cli", *READ, *LAUNCH)),
+    "verify": Piece(tests=("tests/verify/test_verify.py",), speaks_of=(*ENGINE, *DATA, "verify"), areas=("verify",)),
+    "zoo-configs": Piece(
+        tests=("tests/zoo/test_configs.py", "tests/zoo/test_defaults.py", "tests/zoo/test_flops.py"), speaks_of=MODEL
+    ),
+    "zoo-packing": Piece(
+        tests=("tests/zoo/test_packing.py", "tests/zoo/test_chunked.py"), speaks_of=MODEL, areas=("packing", "chunked")
+    ),
+    "zoo-shapes": Piece(
+        tests=(
+            "tests/zoo/test_payload.py",
+            f"{_LAYOUTS}::test_key_value_heads_are_copied_where_there_are_fewer_than_ranks",
+        ),
+        speaks_of=ENGINE,
+    ),
+    "zoo-zero": Piece(tests=(f"{_LAYOUTS}::test_every_type_over_data_ranks",), speaks_of=ENGINE, areas=("zoo-zero",)),
+    "zoo-pipeline": Piece(
+        tests=(f"{_LAYOUTS}::test_every_type_in_a_pipeline",), speaks_of=ENGINE, areas=("zoo-pipeline",)
+    ),
+    "zoo-tensor": Piece(
+        tests=(f"{_LAYOUTS}::test_what_every_type_gets_of_tensor_parallelism",),
+        speaks_of=ENGINE,
+        areas=("zoo-tensor", "zoo-tensor-fallback"),
+    ),
+    "zoo-pipeline-tensor": Piece(
+        tests=(f"{_LAYOUTS}::test_every_type_in_a_pipeline_of_tensor_ranks",),
+        speaks_of=ENGINE,
+        areas=("zoo-pipeline-tensor",),
+    ),
+    "faults": Piece(
+        tests=("tests/faults/test_saving.py", "tests/launch/test_faults.py"),
+        speaks_of=(*CHECKPOINTS, *RUN, "runtime/launcher.py"),
+        areas=("faults",),
+    ),
+    "schedule": Piece(tests=("tests/schedule/test_engine.py",), speaks_of=("schedule",)),
+    "hosts": Piece(tests=("tests/launch/test_hosts.py",), speaks_of=LAUNCH, areas=("hosts",), hosts=True),
+}
+
+# Written by commands of their own, not by pytest.
+BENCHES: dict[str, tuple[str, ...]] = {"cost": COST, "schedule": ("schedule", "partition")}
+
+
+def speaks_of(area: str) -> tuple[str, ...]:
+    """Of benchmarks/AREA.json. Raises KeyError for one that nothing writes."""
+    for piece in PIECES.values():
+        if area in piece.areas:
+            return piece.speaks_of
+    return BENCHES[area]
+
+
+def tests_of(area: str) -> tuple[str, ...]:
+    """The test files behind benchmarks/AREA.json; of a bench, its module."""
+    for piece in PIECES.values():
+        if area in piece.areas:
+            return piece.tests
+    return {"cost": ("tests/calibration/bench.py",), "schedule": ("tests/schedule/bench.py",)}[area]
