@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 import torch
+from deepspeed import ops
 from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
 
 
 class Tokens(Dataset):

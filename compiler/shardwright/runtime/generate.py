@@ -167,14 +167,15 @@ def _of_folder(folder: Path, device: torch.device, trust_code: str | None) -> tu
         code = own_code_in(folder, document)
         require_trust(code, folder, trust_code)
         register(folder, code)
-    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    tokenizer = AutoTokenizer.from_pretrained(folder, **local)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(
         folder,
-        config=AutoConfig.from_pretrained(folder, **local),
+        config=config,
         dtype=torch.float32 if device.type == "cpu" else "auto",
         use_safetensors=True,
-        **local,
+        local_files_only=True,
+        trust_remote_code=False,
     )
     return model.to(device).eval(), tokenizer
 

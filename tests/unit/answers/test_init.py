@@ -118,6 +118,8 @@ def test_a_folder_is_named_from_where_the_recipe_stands(tmp_path: Path, monkeypa
 
 def test_a_folder_with_weights_is_fine_tuned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Who then swaps in data alone does not train from scratch unawares: the recipe and every summary say which."""
+    from safetensors.numpy import save
+
     from shardwright.model.popular.shipped import shipped_config
     from shardwright.recipe.load import load_recipe
 
@@ -125,7 +127,7 @@ def test_a_folder_with_weights_is_fine_tuned(tmp_path: Path, capsys: pytest.Capt
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(shipped_config("gpt2")))
     for file, weights, lr in (("README.md", "random", 3e-4), ("model.safetensors", "pretrained", 2e-5)):
-        (folder / file).write_bytes(b"")
+        (folder / file).write_bytes(save({}))
         path = tmp_path / f"{weights}.yaml"
         assert main([*words(str(folder), "a100-sxm4-40gb", 1, 1), "-o", str(path)]) == 0
         recipe = load_recipe(path)
