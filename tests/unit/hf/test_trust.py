@@ -15,9 +15,9 @@ DATA_ALONE = "GenerationConfig"
 
 def _calls(path: Path) -> Iterator[ast.Call]:
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LOADERS:
-            if ast.unparse(node.func.value) != DATA_ALONE:
-                yield node
+        called = node.func if isinstance(node, ast.Call) else None
+        if isinstance(called, ast.Attribute) and called.attr in LOADERS and ast.unparse(called.value) != DATA_ALONE:
+            yield node
 
 
 def test_every_load_says_that_no_strangers_code_is_run() -> None:
