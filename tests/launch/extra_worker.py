@@ -1,6 +1,7 @@
 """Under the `deepspeed` launcher, two ranks: every case of extra_keys.py trained and saved, and gone on from on another
 layout.
 
+SHARDWRIGHT_EXTRA_CASES: JSON, [[KEY, LAYOUT]...].
 SHARDWRIGHT_EXTRA_OUT: folder for figures.json: "KEY LAYOUT" -> losses, norms and updates of the run itself, and the
 losses, norms and updates of the run that went on.
 """
@@ -93,19 +94,16 @@ def main() -> None:
     get_accelerator().is_fp16_supported = lambda: True
     found: dict[str, Any] = {}
     plans: dict[str, tuple[Plan, Path]] = {}
-    wanted = json.loads(os.environ.get("SHARDWRIGHT_EXTRA_CASES", "null")) or extra_keys.cases()
     os.chdir(OUT)  # where monitors write
-    for key, layout in wanted:
+    for key, layout in json.loads(os.environ["SHARDWRIGHT_EXTRA_CASES"]):
         try:
-            found[f"{key or 'plain'} {layout}"] = measure(key, layout, plans)
+            found[extra_keys.name(key, layout)] = measure(key, layout, plans)
         except Exception:
-            print(f"{key or 'plain'} {layout}: {traceback.format_exc()}", flush=True)
+            print(f"{extra_keys.name(key, layout)}: {traceback.format_exc()}", flush=True)
             os._exit(1)  # the other rank may be inside a collective
         gc.collect()
         if dist.get_rank() == 0:
             (OUT / "figures.json").write_text(json.dumps(found, indent=1))
-    if dist.get_rank() == 0:
-        (OUT / "done").touch()
     dist.barrier()
     dist.destroy_process_group()
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardwright.ir.apart import series_apart
-from tests.launch.extra_keys import HALF_RELATIVE, LAYOUTS, RESUMED_ON, cases, tried
+from tests.launch.extra_keys import HALF_RELATIVE, LAYOUTS, RESUMED_ON, cases, name, tried
 from tests.parity.harness import LOSS_ABSOLUTE, STEPS, Case, metrics, must, recipe, shardwright, write_inputs
 
 pytestmark = pytest.mark.launch
@@ -43,16 +43,17 @@ def test_every_key_resumes_on_another_layout(
 ) -> None:
     """What may stand in `extra` changes neither the training nor what another layout makes of its checkpoint."""
     found = tried(tmp_path)
+    assert not {case: figures["error"] for case, figures in found.items() if "error" in figures}
     for key, layout in cases():
-        figures = found[f"{key or 'plain'} {layout}"]
+        figures = found[name(key, layout)]
         apart = {
             "resumed": series_apart(figures["resumed"]["losses"], figures["run"]["losses"], relative=True),
             # fp16's scale decides which updates are made.
-            "plain": series_apart(figures["run"]["losses"], found[f"plain {layout}"]["run"]["losses"])
+            "plain": series_apart(figures["run"]["losses"], found[name("", layout)]["run"]["losses"])
             if not layout.startswith("fp16")
             else 0.0,
         }
-        proved("extra", f"{key or 'plain'} {layout}", {**apart, "resumed_on": RESUMED_ON[layout]})
+        proved("extra", name(key, layout), {**apart, "resumed_on": RESUMED_ON[layout]})
         assert apart["plain"] <= LOSS_ABSOLUTE, (key, layout, figures)
         half = LAYOUTS[layout].precision != "fp32"
         assert apart["resumed"] <= (HALF_RELATIVE if half else LOSS_ABSOLUTE), (key, layout, figures)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from shardwright.diagnostics import Diagnostic
+from shardwright.ir.json_value import JsonValue
 from shardwright.rules.layout import Subject, found
 
-IN_A_PIPELINE = {
-    "wall_clock_breakdown": "DeepSpeed's pipeline engine starts the timers of the backward pass twice, and fails",
-}
+_TIMERS = "DeepSpeed's pipeline engine starts the timers of the backward pass twice, and fails"
+IN_A_PIPELINE = {"wall_clock_breakdown": _TIMERS, "flops_profiler": _TIMERS}
 """Key -> why a pipeline does not run with it."""
 
 
@@ -16,7 +18,7 @@ def no_pipeline(x: Subject) -> Diagnostic | None:
     runtime/engine.py behind it start the same timer)."""
     if x.strategy.pipeline == 1:
         return None
-    key = next((key for key in IN_A_PIPELINE if x.recipe.extra.get(key)), None)
+    key = next((key for key in IN_A_PIPELINE if _is_on(x.recipe.extra.get(key))), None)
     if key is None:
         return None
     return found(
@@ -25,3 +27,7 @@ def no_pipeline(x: Subject) -> Diagnostic | None:
         f"extra.{key} does not run at pipeline {x.strategy.pipeline}: {IN_A_PIPELINE[key]}",
         "Remove it, or write `pipeline: 1`. run/metrics.jsonl has every step's seconds.",
     )
+
+
+def _is_on(value: JsonValue) -> bool:
+    return bool(value.get("enabled") if isinstance(value, Mapping) else value)

@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 import psutil
 
@@ -29,6 +30,7 @@ from shardwright.runtime.agreement import check_unchanged
 from shardwright.runtime.attempt import begin_attempt
 from shardwright.runtime.checkpoint_index import choose_checkpoint, tell
 from shardwright.runtime.checkpoint_store import CheckpointStore
+from shardwright.runtime.confidential import blotter
 from shardwright.runtime.events import parse_event
 from shardwright.runtime.failure import report_failure
 from shardwright.runtime.journal import PROGRESS, evaluated_step, read_json, write_status
@@ -219,8 +221,9 @@ def _stream(process: subprocess.Popen[str], plan: Plan, folder: Path) -> None:
     """Everything into run/launcher.log, what a person wants to see to the terminal."""
     assert process.stdout is not None
     ender: threading.Timer | None = None
-    with (folder / "run" / "launcher.log").open("w") as file, Progress(plan.training.steps) as progress:
-        for text in process.stdout:
+    blot = blotter(plan.launch.env_from)
+    with _private(folder / "run" / "launcher.log") as file, Progress(plan.training.steps) as progress:
+        for text in map(blot, process.stdout):
             file.write(text)
             file.flush()
             if _HOST_ENDED.match(text) and ender is None:
@@ -238,6 +241,12 @@ def _stream(process: subprocess.Popen[str], plan: Plan, folder: Path) -> None:
                 progress.note(text.rstrip())
     if ender is not None:
         ender.cancel()
+
+
+def _private(path: Path) -> TextIO:
+    """Empty and open for writing, readable by this user alone, also where an earlier version left it to all."""
+    path.unlink(missing_ok=True)
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w")
 
 
 def _interrupt(process: subprocess.Popen[str], plan: Plan) -> None:

@@ -15,6 +15,7 @@ from shardwright.diagnostics import Refusal
 from shardwright.lease import Lease
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
+from shardwright.runtime.confidential import blotter, forget_environment, take_environment
 from shardwright.runtime.events import Event, is_echo
 from shardwright.runtime.journal import read_json, write_json, write_status
 from shardwright.runtime.ownership import RANKS, check_alone, lease_of, take_on_rank_0
@@ -28,6 +29,7 @@ ECHO_GRACE_SECONDS = 4.0
 
 def main() -> int:
     """Trains as plan.json and run/attempt.json say. The working directory is not relied on."""
+    unsent = take_environment()
     folder = Path(sys.argv[0]).resolve().parent
     rank = int(os.environ["RANK"])
     (folder / "run").mkdir(exist_ok=True)  # launch.sh by hand, in a fresh folder
@@ -40,6 +42,8 @@ def main() -> int:
     watch = Watch(plan, folder, rank, number, output)
     lease = lease_of(plan, folder, RANKS) if rank == 0 else None
     try:
+        if unsent is not None:
+            raise unsent
         return _train(plan, folder, rank, watch, lease)
     except BaseException as error:
         if rank != 0:
@@ -61,7 +65,7 @@ def main() -> int:
 
 def _redirect_output(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(file, 1)
     os.dup2(file, 2)
 
@@ -73,15 +77,16 @@ def _failure(plan: Plan, rank: int, error: BaseException) -> Event:
         cause, code, help_text = first.message, first.code, first.help
     else:
         cause, code, help_text = f"{type(error).__name__}: {error}", "SW6301", ""
+    blot = blotter(plan.launch.env_from)
     return {
         "kind": "failed",
         "rank": rank,
         "host": socket.gethostname(),
         "stage": plan.ranks[rank].pipeline if rank < len(plan.ranks) else None,
         "code": code,
-        "cause": cause,
+        "cause": blot(cause),
         "help": help_text,
-        "traceback": traceback.format_exc(),
+        "traceback": blot(traceback.format_exc()),
     }
 
 
@@ -105,6 +110,7 @@ def _train(plan: Plan, folder: Path, rank: int, watch: Watch, lease: Lease | Non
     watch.join()
     watch.at("connecting to the other ranks", 0)
     open_groups(plan)
+    forget_environment()  # every rank is there
     check_same_files(plan, folder)
     attempt = begin_on_ranks(plan, folder, rank, resume, lease)
     watch.begin(attempt.number)

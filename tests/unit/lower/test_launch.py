@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,13 @@ FAKE = """#!/usr/bin/env bash
 printf '<%s>' "$@"; echo
 echo "cwd=$PWD port=${MASTER_PORT:-} note=${NOTE:-}"
 [[ -z ${DS_ENV_FILE:-} ]] || cat "$DS_ENV_FILE"
+[[ ${MASTER_PORT:-} != fails ]] || exit 7
 """
+SSH = """#!/usr/bin/env bash
+printf '%q ' "$@" >>"${0%/*}/ssh.called"; echo >>"${0%/*}/ssh.called"
+exec bash -c "${!#}"
+"""
+"""Every host is this one."""
 TWO_NODES: dict[str, Any] = {
     "cluster": {"nodes": 2, "gpus_per_node": 2, "gpu": "a100-sxm4-80gb"},
     "training.precision": "bf16",
@@ -33,8 +40,9 @@ def launch(write_recipe: Callable[..., Path], tmp_path: Path) -> Callable[..., s
         write_folder(tmp_path / folder, compile_recipe(load_recipe(write_recipe(changes))).files)
         program = tmp_path / "bin" / "deepspeed"
         program.parent.mkdir(exist_ok=True)
-        program.write_text(FAKE)
-        program.chmod(0o755)
+        for path, text in ((program, FAKE), (program.with_name("ssh"), SSH)):
+            path.write_text(text)
+            path.chmod(0o755)
         return subprocess.run(
             [str(tmp_path / folder / "launch.sh"), *arguments],
             capture_output=True,
@@ -64,13 +72,35 @@ def test_port_of_the_recipe_or_of_the_environment(launch: Callable[..., subproce
 
 
 def test_pdsh_passes_env_by_file(launch: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
+    """What the recipe stores in the file that deepspeed reads; what it takes from here in each host's memory."""
+    (tmp_path / "hosts").write_text("# two\na slots=2\n\nb slots=2\n")
     changes = {**TWO_NODES, "launch": {"env": {"NOTE": "x=1"}, "env_from": ["TOKEN", "UNSET"]}}
-    done = launch(changes, arguments=("hosts",), TOKEN="secret")
+    hostile = "secret $(touch pwned) `touch pwned` \" ' \\ ;\nline two"
+    done = launch(changes, arguments=("hosts",), TOKEN=hostile, SHARDWRIGHT_TOKEN="by-hand")
     assert done.returncode == 0, done.stderr
     assert "<--launcher><pdsh><--force_multi><--hostfile>" in done.stdout and f"<{tmp_path}/hosts>" in done.stdout
-    assert done.stdout.endswith("NOTE=x=1\nTOKEN=secret\n")
+    note, line = done.stdout.splitlines()[-2:]
+    name, _, path = line.partition("=")
+    assert note == "NOTE=x=1" and name == "SHARDWRIGHT_ENV_FILE" and "secret" not in done.stdout
+    sent = Path(path)
+    assert sent.parent == Path("/dev/shm") and sent.stat().st_mode & 0o777 == 0o600
+    assert sent.read_text() == f"SHARDWRIGHT_TOKEN=by-hand\0TOKEN={hostile}\0"
+    sent.unlink()
+    called = (tmp_path / "bin/ssh.called").read_text().splitlines()
+    assert sorted(line.split()[2] for line in called) == ["a", "b"] and "secret" not in "".join(called)
+    assert not list(tmp_path.rglob("pwned"))
     assert not any(b"secret" in p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file())
+
+
+def test_what_was_sent_is_removed_where_no_rank_took_it(
+    launch: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
+    changes = {**TWO_NODES, "launch": {"env_from": ["TOKEN"]}}
+    assert launch(changes, arguments=("hosts",), TOKEN="secret", MASTER_PORT="fails").returncode == 7
+    called = (tmp_path / "bin/ssh.called").read_text()
+    (path,) = set(re.findall("/dev/shm/shardwright-[0-9a-f]{32}", called))
+    assert not Path(path).exists() and called.count("rm") == 2
 
 
 def test_pdsh_refuses_what_it_cannot_quote(
@@ -80,7 +110,6 @@ def test_pdsh_refuses_what_it_cannot_quote(
     changes = {**TWO_NODES, "launch": {"env_from": ["TOKEN"]}}
     for done in (
         launch(changes, "with space", ("hosts",)),
-        launch(changes, arguments=("hosts",), TOKEN="$(reboot)"),
         launch(changes),
         launch(changes, arguments=("nowhere",)),
     ):

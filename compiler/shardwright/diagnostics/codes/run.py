@@ -12,6 +12,7 @@ RUN_CODES: dict[str, str] = {
     "SW6009": "flash attention needs flash-attn",
     "SW6010": "a file of the compiled folder was edited",
     "SW6011": "hosts with different plans, files or data",
+    "SW6012": "values of launch.env_from that did not reach a host",
     "SW6101": "no data to train on where the plan says",
     "SW6102": "an array of tokens that cannot be read",
     "SW6103": "tokens of the wrong shape or type",

@@ -17,6 +17,8 @@ export MASTER_ADDR
 export MASTER_PORT=${MASTER_PORT:-29500}
 SHARDWRIGHT_PYTHON=$(dirname -- "$(command -v deepspeed)")/python
 export SHARDWRIGHT_PYTHON
+# By which the ranks know each other; nobody else's connection is listened to.
+export SHARDWRIGHT_TOKEN=${SHARDWRIGHT_TOKEN:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
 safe='^[A-Za-z0-9_@%+=:,./-]*$' # openmpi gets no quotes
 env_file=$(mktemp) # deepspeed forwards few names by itself; these go by file, readable by this user only
 trap 'rm -f "$env_file"' EXIT
@@ -25,7 +27,12 @@ for name in MASTER_ADDR MASTER_PORT SHARDWRIGHT_PYTHON PYTHONUNBUFFERED NCCL_DEB
   [[ ${!name} =~ $safe ]] || { echo "launch.sh: openmpi cannot pass the value of $name" >&2; exit 1; }
   printf '%s=%s\n' "$name" "${!name}" >>"$env_file"
 done
+# By name: mpirun takes their values from its own environment, and hands them on beside every command line.
+by_name=
+for name in SHARDWRIGHT_TOKEN; do
+  if [[ -v $name ]]; then by_name+=" -x $name"; fi
+done
 # Slots in the hostfile's order, as the plan counts ranks; ranks share their node's cores themselves.
 DS_ENV_FILE=$env_file deepspeed --launcher openmpi --force_multi --no_ssh_check --hostfile "$hostfile" \
   --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT" \
-  --launcher_args='--map-by slot --bind-to none' --no_python launch/rank.sh
+  --launcher_args="--map-by slot --bind-to none$by_name" --no_python launch/rank.sh
