@@ -23,9 +23,16 @@ COUNTED = {
     "blt": "patch sizes come from the entropies of its own predictions",
     "dbrx": "loops over the experts that tokens chose",
     "jetmoe": "lists how many tokens each expert got",
+    "longcat_flash": "lists the tokens that its experts without weights got",
+    "qwen4_exp": "lists the positions that its indexer chose",
+    "qwen4_exp_text": "lists the positions that its indexer chose",
     "xmod": "picks the tokens of each language",
 }
 """Their own code asks for values, which fake tensors do not have: FLOPs are counted from the parameters' shapes."""
+
+
+CONSTANT = {"cpmant": "32 positions of its own before each text: a constant, which two lengths do not tell"}
+"""Off by up to two percent at these short lengths."""
 
 
 def difference(model_type: str) -> tuple[float, float] | None:
@@ -57,7 +64,8 @@ def check(model_type: str) -> None:
     second time as a GPU does."""
     found = difference(model_type)
     if found is not None and model_type not in COUNTED:
-        assert abs(found[0]) < 0.01 and -0.01 < found[1] < 0.06, f"{model_type}: {found}"
+        limit = 0.02 if model_type in CONSTANT else 0.01
+        assert abs(found[0]) < limit and -limit < found[1] < 0.06, f"{model_type}: {found}"
 
 
 @pytest.mark.parametrize(

@@ -226,7 +226,7 @@ def measure(
             output = run(hidden)
         forward = total()
         if counter is not None:
-            roots = [t for t in _tensors(output)[:1] if t.requires_grad]
+            roots = [t for t in _tensors(output) if t.requires_grad]
             torch.autograd.backward(roots, [torch.empty_like(t) for t in roots])
         backward = total() - forward
     own = Bytes(whole=0 if hidden is None else hidden.untyped_storage().nbytes(), divided=0)

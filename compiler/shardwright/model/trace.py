@@ -73,7 +73,10 @@ def trace_model(model: PreTrainedModel, cut: Cut, attention_module: str) -> Trac
     """
     try:
         with _quiet("torch._subclasses.fake_tensor"):  # it logs a stack for whatever it raises, too
-            return _trace(model, cut, attention_module)
+            try:
+                return _trace(model, cut, attention_module, 1)
+            except IndexError:  # its positions begin behind a padding index: the last ones have no row in its table
+                return _trace(model, cut, attention_module, 2)
     except Exception:  # whatever a type's own code raises
         return Traced(layers=(None,) * (len(list(model.get_submodule(cut.stack).children())) + 2), context=())
 
@@ -88,11 +91,12 @@ def _quiet(name: str) -> Iterator[None]:
         logger.disabled = before
 
 
-def _trace(model: PreTrainedModel, cut: Cut, attention_module: str) -> Traced:
+def _trace(model: PreTrainedModel, cut: Cut, attention_module: str, shorter: int) -> Traced:
+    """shorter: what the lengths are divided by."""
     model.train()
     text = model.config.get_text_config()
     _own_nothing(model, torch.float32)
-    base = LOOP_LENGTH if _loops(model, cut) else _base_length(text)
+    base = (LOOP_LENGTH if _loops(model, cut) else _base_length(text)) // shorter
     window = min((size for name in _WINDOWS if (size := _size(text, name))), default=0)
     # A window bends the mask: it is not there up to that length (sdpa builds none), and beyond it is.
     regimes = ((0, 4 * base), (window + 1, base // 2)) if window else ((0, 0),)
@@ -166,17 +170,21 @@ def _run(
 
         def run(given: torch.Tensor | None) -> torch.Tensor:
             assert given is not None
+            for shared_state in skeleton._memo.values():  # what earlier layers left in it
+                for key in range(len(shared_state)) if isinstance(shared_state, list) else list(shared_state):
+                    shared_state[key] = pytree.tree_map_only(torch.Tensor, _apart, shared_state[key])
             with fake:
                 after = skeleton.decode(index, State(hidden=given, payload=tuple(payload)))
             for place, slot in enumerate(slots):
                 if slot.source and slot.source[0] == index:
-                    payload[place] = after.payload[place]
+                    payload[place] = _apart(after.payload[place])
             return after.hidden
 
         return piece(list(layer.modules()), run, hidden, layer=layer, attention_module=attention_module)
 
-    def embed(given: torch.Tensor | None) -> torch.Tensor:
-        return skeleton.embed(ids, None).hidden
+    def embed(given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        state = skeleton.embed(ids, None)
+        return state.hidden, *state.payload
 
     def head(given: torch.Tensor | None) -> torch.Tensor:
         assert given is not None
@@ -192,6 +200,11 @@ def _run(
     pieces.append(piece(outside, head, hidden, layer=None, attention_module="", starts_after=skeleton.layers[-1]))
     sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in handed}
     return _Pass(pieces=pieces, context_bytes=sum(sizes.values()))
+
+
+def _apart(made: torch.Tensor | None) -> torch.Tensor | None:
+    """What one layer hands another, out of its graph, which its own backward pass frees."""
+    return made if made is None or made.grad_fn is None else made.detach().requires_grad_()
 
 
 def _identity(layer: nn.Module, arguments: Arguments | None) -> str:
