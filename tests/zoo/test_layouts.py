@@ -38,7 +38,8 @@ FALLBACK = sorted(t for t, v in TABLE.items() if v == "fallback")
 SEED = 7
 PIPELINE_SAMPLE = sorted(random.Random(SEED).sample(RUNNABLE, 14))
 TENSOR_SAMPLE = sorted({*random.Random(SEED).sample(SHARDED, 5), "qwen3", "olmo2", "falcon/multi_query", "mixtral"})
-FALLBACK_SAMPLE = sorted(random.Random(SEED).sample(FALLBACK, 3))
+# camembert: its output matrix shares a bias that is listed under another module.
+FALLBACK_SAMPLE = sorted({*random.Random(SEED).sample(FALLBACK, 3), "camembert"})
 
 
 @pytest.mark.parametrize(

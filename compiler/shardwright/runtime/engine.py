@@ -197,7 +197,9 @@ class DataTrainer:
             for split in splits:
                 of_a_layer = split.module.startswith(stack + ".")
                 if (split.module + ".").startswith(path + ".") if path else not of_a_layer:
-                    filler.fill([p.name for p in split.parameters])
+                    # By the module's own names: a parameter that it shares may be listed under another module's.
+                    own = [name for name, _ in model.get_submodule(split.module).named_parameters(recurse=False)]
+                    filler.fill([f"{split.module}.{name}" if split.module else name for name in own])
                     splitter.split(split)
             filler.fill([path])
             if plan.strategy.zero_stage == 3:
