@@ -1,4 +1,4 @@
-"""The README's table of what `make prove` measured, composed from benchmarks/*.json: `make proof` writes it, and says
+"""docs/proof.md's table of what `make prove` measured, composed from benchmarks/*.json: `make proof` writes it, and says
 which of these files are older than the code that they speak of."""
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from tests.prove.digest import ROOT
 from tests.prove.ledger import BENCHMARKS, state
 from tests.prove.pieces import BENCHES, PIECES
 
+PAGE = ROOT / "docs" / "proof.md"
 BEGIN, END = "<!-- made by `make proof` from benchmarks/ -->", "<!-- end -->"
 OLDER = "†"
 """Marks a row whose figures were measured on other code than today's."""
@@ -46,7 +47,7 @@ def table(older: frozenset[str]) -> str:
             document = json.loads(path.read_text(encoding="utf-8"))
             cells = _resume(document) if area.startswith("resume") else _measured(area, document["cases"])
             date = document["date"] + (f" {OLDER}" if area in older else "")
-            rows.append(f"| [{what}](benchmarks/{area}.json) | {date} | {' | '.join(cells)} |")
+            rows.append(f"| [{what}](../benchmarks/{area}.json) | {date} | {' | '.join(cells)} |")
     return "\n".join([*rows, "", NOTE] if older & AREAS.keys() else rows)
 
 
@@ -70,13 +71,13 @@ def _measured(area: str, cases: dict[str, dict[str, Any]]) -> list[str]:
     return [count, *(f"{worst_of_cases(proved, key):.1e}" for key in keys)]
 
 
-def marked(readme: str) -> frozenset[str]:
-    """The areas that the README marks as older than the code."""
-    return frozenset(a for a in AREAS if any(f"/{a}.json" in line and OLDER in line for line in readme.splitlines()))
+def marked(page: str) -> frozenset[str]:
+    """The areas that the page marks as older than the code."""
+    return frozenset(a for a in AREAS if any(f"/{a}.json" in line and OLDER in line for line in page.splitlines()))
 
 
-def written(readme: str, older: frozenset[str]) -> str:
-    before, _, rest = readme.partition(BEGIN)
+def written(page: str, older: frozenset[str]) -> str:
+    before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{table(older)}\n{END}{after}"
 
@@ -88,10 +89,9 @@ def states() -> dict[str, str]:
 
 
 def main() -> None:
-    path = ROOT / "README.md"
     found = states()
     older = frozenset(area for area, age in found.items() if age != "current")
-    path.write_text(written(path.read_text(encoding="utf-8"), older), encoding="utf-8")
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), older), encoding="utf-8")
     for area in sorted(older):
         print(f"benchmarks/{area}.json: {WORDS[found[area]]}")
     print(f"{len(found) - len(older)} of {len(found)} files speak of the code as it is")

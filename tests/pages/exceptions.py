@@ -35,8 +35,8 @@ EXCEPTIONS: dict[tuple[str, str], Instead] = {
         "150 steps on four ranks, two minutes",
         part="shardwright compile recipes/tiny-llama-cpu.yaml -o build/demo",
     ),
-    ("README.md", "shardwright stop build/tiny"): Instead("refused", "the run above it has ended by itself"),
-    ("README.md", "shardwright verify my.yaml"): Instead("prove", "two launches; tests/verify has its own"),
+    ("docs/tour.md", "shardwright stop build/tiny"): Instead("refused", "the run above it has ended by itself"),
+    ("docs/tour.md", "shardwright verify my.yaml"): Instead("prove", "two launches; tests/verify has its own"),
     ("docs/python-api.md", "deepspeed --no_local_rank --num_gpus 4 loop.py build/loop"): Instead(
         "prove", "a launch; tests/launch/test_own_loop.py trains with the same script"
     ),

@@ -1,0 +1,12 @@
+"""The figures of docs/proof.md are those of the committed measurements."""
+
+from __future__ import annotations
+
+from tests.proof import BEGIN, PAGE, marked, written
+
+
+def test_the_table_of_proofs_is_what_benchmarks_say() -> None:
+    """Whichever rows it marks as older than the code: `make proof` marks them anew."""
+    page = PAGE.read_text(encoding="utf-8")
+    assert BEGIN in page
+    assert page == written(page, marked(page)), "run `make proof`"
