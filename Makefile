@@ -64,7 +64,7 @@ prove: setup ## the full counts in pieces; those whose result in benchmarks/ is 
 prove-list: setup ## the pieces of make prove: how old each result is and how long it took
 	$(BIN)/python -m tests.prove --list
 
-proof: setup ## the README's table and the support matrix, from benchmarks/
+proof: setup ## docs/proof.md and the support matrix, from benchmarks/
 	$(BIN)/python -m tests.proof
 	$(BIN)/python -m tests.zoo.matrix
 

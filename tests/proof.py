@@ -1,5 +1,5 @@
-"""docs/proof.md's table of what `make prove` measured, composed from benchmarks/*.json: `make proof` writes it, and says
-which of these files are older than the code that they speak of."""
+"""The table of docs/proof.md, what `make prove` measured, composed from benchmarks/*.json: `make proof` writes it, and
+says which of these files are older than the code that they speak of."""
 
 from __future__ import annotations
 

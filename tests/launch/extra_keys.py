@@ -75,7 +75,6 @@ KEYS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "zero_optimization.stage3_prefetch_bucket_size": (1000, ("zero3",)),
     "zero_optimization.stage3_max_live_parameters": (1000, ("zero3",)),
     "zero_optimization.stage3_max_reuse_distance": (1000, ("zero3",)),
-    "zero_optimization.stage3_module_granularity_threshold": (100_000, ("zero3",)),
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": (True, ("zero3",)),
     "zero_optimization.stage3_allgather_sequential": (True, ("zero3",)),
     "zero_optimization.leaf_module": (
