@@ -1,0 +1,10 @@
+"""What a compiled folder's train.py starts on every rank: main().
+
+Folders outlive versions of this package, so this name stays where it is.
+"""
+
+from __future__ import annotations
+
+from shardwright.runtime.worker import main
+
+__all__ = ["main"]
