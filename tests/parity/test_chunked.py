@@ -17,7 +17,7 @@ import pytest
 
 from shardwright.ir.loss_chunk import chunk_length
 from shardwright.runtime.launcher import free_port
-from tests.parity.harness import LENGTH, LLAMA, LOSS_ABSOLUTE, NORM_RELATIVE, Case, recipe
+from tests.parity.harness import BF16_RELATIVE, LENGTH, LLAMA, LOSS_ABSOLUTE, NORM_RELATIVE, Case, recipe
 from tests.parity.launched import launched
 
 pytestmark = pytest.mark.launch
@@ -44,6 +44,21 @@ CASES: dict[str, Case] = {
     for name, layout in _LAYOUTS.items()
     for model in _MODELS
 }
+# In half precision DeepSpeed keeps gradients in another optimizer, which clears them when it likes.
+_HALF: dict[str, dict[str, Any]] = {
+    "bf16-pp2": {"pipeline": 2},
+    "bf16-tp2": {"tensor": 2},
+    "bf16-dp2-zero1": {"data": 2},
+    "bf16-dp2-zero3": {"data": 2, "zero_stage": 3},
+    "bf16-dualpipev-pp2": {"pipeline": 2, "schedule": "dualpipev", "accumulation": 4},
+    "bf16-pp2-tp2": {"pipeline": 2, "tensor": 2},
+    "bf16-dualpipev-pp2-tp2": {"pipeline": 2, "tensor": 2, "schedule": "dualpipev", "accumulation": 4},
+}
+CASES |= {
+    f"{model} {name}": dataclasses.replace(Case(model=model, loss="chunked", precision="bf16"), **layout)
+    for name, layout in _HALF.items()
+    for model in ("llama", "gpt2", "llama-tied")
+}
 SAMPLE = (
     "llama pp2-tp2",
     "gpt2 pp2-dp2",
@@ -52,12 +67,15 @@ SAMPLE = (
     "gemma2 full-pp2-tp2",
     "granite full-dp4-zero3",
     "cohere tp2-dp2-zero2",
+    "llama bf16-pp2-tp2",
+    "gpt2 bf16-dualpipev-pp2-tp2",
 )
 
 
 def check(name: str, figures: dict[str, Any]) -> None:
-    assert figures["loss"] <= LOSS_ABSOLUTE, (name, figures)
-    assert figures["norm"] <= NORM_RELATIVE, (name, figures)
+    half = CASES[name].precision == "bf16"
+    assert figures["loss"] <= (BF16_RELATIVE if half else LOSS_ABSOLUTE), (name, figures)
+    assert figures["norm"] <= (BF16_RELATIVE if half else NORM_RELATIVE), (name, figures)
     # No rank ever held the logits of more than one chunk, and there were several.
     assert figures["positions"] == chunk_length(CASES[name].micro, LENGTH) < LENGTH - 1, (name, figures)
 

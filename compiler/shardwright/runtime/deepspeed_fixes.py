@@ -18,5 +18,21 @@ def _norm_of_possibly_no_tensors(input_tensors: list[torch.Tensor], **keywords: 
     return _norm_of_tensors(input_tensors=tensors, **keywords)
 
 
+def _keep_gradients(self: Any) -> None:
+    """DeepSpeed clears the half-precision gradients when the gradient of the module's output arrives (runtime/engine.py,
+    _backward_prologue, in a hook). A chunked loss stands behind that output and computes with the head's weight: its
+    gradient is there by then, and would be lost."""
+
+
+_add_to_single_precision = bf16_optimizer.BF16_Optimizer.update_hp_grads
+
+
+def _add_and_clear(self: Any, clear_lp_grads: bool = True) -> None:
+    """They are cleared as soon as they are added to the fp32 ones instead, after each stage's backward pass."""
+    _add_to_single_precision(self, clear_lp_grads=True)
+
+
 def apply_fixes() -> None:
     bf16_optimizer.get_global_norm_of_tensors = _norm_of_possibly_no_tensors
+    bf16_optimizer.BF16_Optimizer.backward_prologue = _keep_gradients
+    bf16_optimizer.BF16_Optimizer.update_hp_grads = _add_and_clear
