@@ -19,7 +19,7 @@ def _norm_of_possibly_no_tensors(input_tensors: list[torch.Tensor], **keywords: 
 
 
 def _keep_gradients(self: Any) -> None:
-    """DeepSpeed clears the half-precision gradients when the gradient of the module's output arrives (runtime/engine.py,
+    """DeepSpeed clears half-precision gradients when the gradient of the module's output arrives (runtime/engine.py,
     _backward_prologue, in a hook). A chunked loss stands behind that output and computes with the head's weight: its
     gradient is there by then, and would be lost."""
 
