@@ -26,21 +26,34 @@ def take_environment() -> Refusal | None:
     """Starts this process again with the values of the file in its environment, where launch.sh named one: some
     (LD_LIBRARY_PATH, PYTHONPATH) are read only when a process begins. Same process id. Returns SW6012 where there is
     no such file, for the rank to tell once it is able to."""
+    try:
+        if values := _values():
+            os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **values})
+    except Refusal as refusal:
+        return refusal
+    return None
+
+
+def load_environment() -> None:
+    """For a script of one's own, which is not started again: the values are there from here on. Raises Refusal:
+    SW6012."""
+    os.environ.update(_values())
+
+
+def _values() -> dict[str, str]:
+    """What the file says, and where it is: empty where launch.sh named none, or it was read before."""
     path = os.environ.pop(VARIABLE, "")
     try:
-        if path:
-            environment = {**os.environ, **_read(Path(path)), TAKEN: path}
-            os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+        return {**_read(Path(path)), TAKEN: path} if path else {}
     except OSError as error:
-        return Refusal(
+        raise Refusal(
             Diagnostic(
                 code="SW6012",
                 message=f"the values of launch.env_from did not reach this host: {error}",
                 help="launch.sh sends them by ssh when it starts. Try `ssh HOST true` from where it was started, and "
                 "see that /dev/shm is not full there.",
             )
-        )
-    return None
+        ) from None
 
 
 def _read(path: Path) -> dict[str, str]:

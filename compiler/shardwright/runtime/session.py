@@ -21,6 +21,7 @@ from shardwright.runtime.agreement import check_same_data
 from shardwright.runtime.attempt import Attempt, begin_on_ranks
 from shardwright.runtime.batches import Batches, HeldOut, MicroBatch
 from shardwright.runtime.checkpoint import load_checkpoint, prepare_root, save_checkpoint
+from shardwright.runtime.confidential import forget_environment, load_environment
 from shardwright.runtime.divergence import Divergence
 from shardwright.runtime.dropout import seed_dropout
 from shardwright.runtime.engine import StepResult, build_trainer
@@ -181,6 +182,7 @@ def open_session(folder: str | os.PathLike[str], resume: str = "auto") -> Iterat
     of the last step is written and the process groups are closed. Raises Refusal where the folder, the world or the
     data are not the plan's.
     """
+    load_environment()
     path = Path(folder).resolve()
     plan, rank = load_plan(path), int(os.environ["RANK"])
     if plan.is_cpu:
@@ -190,6 +192,7 @@ def open_session(folder: str | os.PathLike[str], resume: str = "auto") -> Iterat
 
     check_world(plan)
     open_groups(plan)
+    forget_environment()
     check_same_files(plan, path)
     lease = lease_of(plan, path, RANKS) if rank == 0 else None
     try:

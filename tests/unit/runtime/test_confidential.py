@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from shardwright.diagnostics import Refusal
-from shardwright.runtime.confidential import TAKEN, VARIABLE, blotter, take_environment
+from shardwright.runtime.confidential import (
+    TAKEN,
+    VARIABLE,
+    blotter,
+    forget_environment,
+    load_environment,
+    take_environment,
+)
 
 RANK = """
 import os
@@ -56,6 +63,18 @@ def test_what_is_not_this_users_alone_is_refused(fault: str, tmp_path: Path, mon
     assert isinstance(refusal, Refusal)
     assert [d.code for d in refusal.diagnostics] == ["SW6012"] and str(path) in refusal.diagnostics[0].message
     assert VARIABLE not in os.environ and TAKEN not in os.environ
+
+
+def test_a_loop_of_ones_own_has_them_from_there_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path / "values")
+    for name in ("TOKEN", "PYTHONPATH", TAKEN):
+        monkeypatch.setenv(name, "before")  # put back afterwards
+    monkeypatch.setenv(VARIABLE, str(path))
+    load_environment()
+    assert os.environ["TOKEN"].startswith("two words") and VARIABLE not in os.environ and path.exists()
+    forget_environment()
+    assert not path.exists()
+    load_environment()
 
 
 def test_without_a_file_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
