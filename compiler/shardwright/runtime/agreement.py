@@ -5,7 +5,6 @@ No torch at module level: `run` looks at this host's folder in the user's shell;
 
 from __future__ import annotations
 
-import hashlib
 import os
 import socket
 from collections import Counter
@@ -16,6 +15,7 @@ from shardwright.data.fingerprint import fingerprints
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.plan.build import CONFIG_FILE, DS_CONFIG, MODEL_DIRECTORY, PLAN_FILE
 from shardwright.plan.plan import Plan
+from shardwright.runtime.checkpoint_manifest import checksum
 
 ABSENT = "absent"
 Digests = Mapping[str, str]
@@ -94,7 +94,7 @@ def _where_to_change(name: str) -> str:
 
 def _digest(path: Path) -> str:
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return checksum(path)
     except OSError:
         return ABSENT
 

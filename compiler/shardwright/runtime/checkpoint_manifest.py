@@ -8,6 +8,7 @@ is what `sha256sum -c` reads. Any layout, and `export`, reads any of them throug
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import hashlib
 import json
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright.ir.partition import ParameterSplit
+from shardwright.safe_read import read_regular
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -141,11 +143,12 @@ def _adapter() -> TypeAdapter[Manifest]:
 
 def read_limited(path: Path, most_bytes: int) -> bytes:
     """Raises OSError, or ValueError where it is larger."""
-    with path.open("rb") as file:
-        data = file.read(most_bytes + 1)
-    if len(data) > most_bytes:
-        raise ValueError(f"{path.name} is larger than {most_bytes // 2**20} MiB")
-    return data
+    try:
+        return read_regular(path, most_bytes)
+    except OSError as error:
+        if error.errno != errno.EFBIG:
+            raise
+        raise ValueError(f"{path.name} is larger than {most_bytes // 2**20} MiB") from None
 
 
 def checksum(path: Path) -> str:

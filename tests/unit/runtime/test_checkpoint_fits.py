@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardwright.cli import main as cli
 from shardwright.diagnostics import Refusal
 from shardwright.plan.plan import Plan, PlanLora
 from shardwright.plan.serialize import plan_to_json, read_plan
 from shardwright.runtime.checkpoint_index import check_fits, same_ranks
-from tests.conftest import SMALL_RECIPE
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("compiled")
-    (folder / "recipe.json").write_text(json.dumps(SMALL_RECIPE))
-    assert cli.main(["compile", str(folder / "recipe.json"), "-o", str(folder / "out")]) == 0
-    return folder / "out"
 
 
 @pytest.fixture

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from shardwright.cli import main as cli
 from shardwright.diagnostics import Refusal
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import plan_to_json, read_plan
@@ -20,16 +18,6 @@ from shardwright.runtime.checkpoint_manifest import CHECKSUMS, MANIFEST
 from shardwright.runtime.lineage import Ancestor, new_line
 from shardwright.runtime.step_folders import parse_step, prune_set_aside, publish, published_steps, surplus
 from tests.unit.runtime.saved import write_checkpoint
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.conftest import SMALL_RECIPE
-
-    folder = tmp_path_factory.mktemp("compiled")
-    (folder / "recipe.json").write_text(json.dumps(SMALL_RECIPE))
-    assert cli.main(["compile", str(folder / "recipe.json"), "-o", str(folder / "out")]) == 0
-    return folder / "out"
 
 
 @pytest.fixture

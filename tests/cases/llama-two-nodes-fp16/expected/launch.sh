@@ -27,18 +27,18 @@ values() {
     if [[ -v $name ]]; then printf '%s=%s\0' "$name" "${!name}"; fi
   done
 }
-on_hosts() { # on_hosts COMMAND: at once; a host that does not answer is pdsh's to name
+on_hosts() { # on_hosts COMMAND INPUT: at once; a host that does not answer is pdsh's to name
   local host
   for host in $(awk '!/^[[:space:]]*(#|$)/ {print $1}' "$hostfile"); do
     # shellcheck disable=SC2086 # several words
-    values | ssh ${PDSH_SSH_ARGS_APPEND:-} -oBatchMode=yes -oConnectTimeout=10 "$host" "$1" >/dev/null 2>&1 &
+    "$2" | ssh ${PDSH_SSH_ARGS_APPEND:-} -oBatchMode=yes -oConnectTimeout=10 "$host" "$1" >/dev/null 2>&1 &
   done
   wait
 }
 SHARDWRIGHT_ENV_FILE=/dev/shm/shardwright-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
 export SHARDWRIGHT_ENV_FILE
-trap 'code=$?; rm -f "$env_file"; ((code == 0)) || on_hosts "rm -f $SHARDWRIGHT_ENV_FILE"' EXIT
-on_hosts "umask 077; set -C; cat >$SHARDWRIGHT_ENV_FILE"
+trap 'code=$?; rm -f "$env_file"; ((code == 0)) || on_hosts "rm -f $SHARDWRIGHT_ENV_FILE" true' EXIT
+on_hosts "umask 077; set -C; cat >$SHARDWRIGHT_ENV_FILE" values
 printf 'SHARDWRIGHT_ENV_FILE=%s\n' "$SHARDWRIGHT_ENV_FILE" >>"$env_file"
 DS_ENV_FILE=$env_file deepspeed --launcher pdsh --force_multi --hostfile "$hostfile" \
   --master_addr 10.0.0.1 \
