@@ -22,6 +22,7 @@ from tests.unit.model.factory import LLAMA_405B
 ROUNDS, RUNS = 3, 10
 REFERENCE = "total = 0\nfor number in range(4_000_000):\n    total += number * number\n"
 REFERENCE_SECONDS = 0.4
+"""Chosen, not measured where the limits were set: today's idle machine takes 0.48, and so gets a fifth more."""
 
 GRAPH = """\
 import json, sys
@@ -99,7 +100,7 @@ def within(limit: float, runs: int, command: list[str], folder: Path, **environm
     slow by itself fails all three."""
     for _ in range(ROUNDS):
         median = statistics.median(seconds(command, folder, **environment) for _ in range(runs))
-        allowed = limit * slowness(folder)
+        allowed = limit if median <= limit else limit * slowness(folder)  # the reference takes seconds itself
         print(f"median {median:.3f} s, allowed {allowed:.3f} s (load {os.getloadavg()[0]:.1f})")
         if median <= allowed:
             return True
