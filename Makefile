@@ -40,8 +40,8 @@ test: setup ## all tests but the full counts
 LIGHT := build/light-$(notdir $(PYTHON))
 LIGHT_TESTS := tests/unit/recipe tests/unit/cli/test_render.py tests/unit/cluster \
 	tests/unit/data/test_rows.py tests/unit/data/test_prepare.py tests/unit/lower/test_folder.py \
-	tests/unit/partition/test_cuts.py tests/unit/partition/test_stages.py tests/unit/runtime/test_events.py \
-	tests/unit/runtime/test_stall.py tests/unit/schedule/test_step.py tests/unit/test_safe_read.py \
+	tests/unit/partition/test_cuts.py tests/unit/partition/test_stages.py tests/unit/watch/test_events.py \
+	tests/unit/watch/test_stall.py tests/unit/schedule/test_step.py tests/unit/test_safe_read.py \
 	tests/lint/test_command.py tests/lint/test_fix.py tests/lint/test_rules.py tests/packaging/test_house.py
 
 test-light: $(LIGHT)/.installed ## the tests that need no torch, under another Python: make test-light PYTHON=python3.12

@@ -10,16 +10,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwright.runtime.engine import StepResult as StepResult
-    from shardwright.runtime.session import Session as Session
-    from shardwright.runtime.session import open_session as open_session
+    from shardwright.engines.deepspeed.trainer import StepResult as StepResult
+    from shardwright.train.session import Session as Session
+    from shardwright.train.session import open_session as open_session
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "open_session": "shardwright.runtime.session",
-    "Session": "shardwright.runtime.session",
-    "StepResult": "shardwright.runtime.engine",
+    "open_session": "shardwright.train.session",
+    "Session": "shardwright.train.session",
+    "StepResult": "shardwright.engines.deepspeed.trainer",
 }
 """Public name -> the module that has it. The modules may move; the names stay."""
 

@@ -10,6 +10,8 @@ from typing import TypeVar
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.cost.placement import partition_stages
 from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.engines.deepspeed.autotp import AUTOTP_FILE, autotp_config
+from shardwright.engines.deepspeed.extra import check_extra
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.estimate import Estimate, PredictionError
 from shardwright.ir.model_graph import ModelGraph
@@ -17,10 +19,8 @@ from shardwright.ir.own_code import OwnCode
 from shardwright.ir.partition import StagePartition, TensorParallelMap
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.weights import Weights
-from shardwright.lower.autotp import AUTOTP_FILE, autotp_config
-from shardwright.lower.extra import check_extra
+from shardwright.launchers.lower import check_launch, unseen_paths
 from shardwright.lower.inputs import copied_inputs, model_companions
-from shardwright.lower.launch import check_launch, unseen_paths
 from shardwright.lower.lower import json_bytes, lower, sealed
 from shardwright.model.build import build_model_graph
 from shardwright.model.own_code import locate_own_code

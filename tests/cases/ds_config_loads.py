@@ -22,9 +22,9 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataP
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from shardwright.engines.deepspeed.secondary import secondary_group
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
-from shardwright.runtime.secondary_weights import secondary_group
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
 

@@ -14,8 +14,8 @@ import pytest
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.compile import Compiled, compile_recipe
 from shardwright.diagnostics import Refusal
-from shardwright.ds_schema.check import misfits
-from shardwright.ds_schema.read import snapshot
+from shardwright.engines.deepspeed.schema.check import misfits
+from shardwright.engines.deepspeed.schema.read import snapshot
 from shardwright.recipe.load import load_recipe
 from shardwright.rules.registry import check_layout
 from shardwright.search.space import candidates

@@ -127,6 +127,6 @@ PHASES: dict[str, Planter] = {
 
 def plant(phase: str, step: int) -> None:
     """Kills this process in that phase of saving `step`."""
-    from shardwright.runtime import checkpoint
+    from shardwright.checkpoint import write as checkpoint
 
     PHASES[phase](checkpoint, f"step-{step:08d}")

@@ -22,16 +22,16 @@ from deepspeed import ops
 from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama  # noqa: F401 (before a process forks)
 
+from shardwright.checkpoint import write as checkpoint
+from shardwright.checkpoint.index import choose_checkpoint, tell
+from shardwright.checkpoint.lineage import Origin
 from shardwright.diagnostics import Refusal
+from shardwright.modules.model_config import load_config
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
-from shardwright.runtime import checkpoint
-from shardwright.runtime.attempt import begin_attempt
-from shardwright.runtime.checkpoint_index import choose_checkpoint, tell
-from shardwright.runtime.journal import Metrics
-from shardwright.runtime.lineage import Origin
-from shardwright.runtime.model_config import load_config
-from shardwright.runtime.ownership import held_by_run
+from shardwright.train.attempt import begin_attempt
+from shardwright.train.ownership import held_by_run
+from shardwright.watch.journal import Metrics
 
 ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as runtime.distributed does
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from shardwright import lease
+from shardwright.checkpoint.manifest import damage
+from shardwright.checkpoint.step_folders import published_steps, step_name
 from shardwright.cli import main as cli
 from shardwright.diagnostics import Refusal
-from shardwright.runtime.checkpoint_manifest import damage
-from shardwright.runtime.step_folders import published_steps, step_name
 from tests.faults import saver
 from tests.faults.disks import enlarge, small_disk
 from tests.faults.phases import PHASES, plant

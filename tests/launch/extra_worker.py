@@ -19,16 +19,16 @@ from typing import Any
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
+from shardwright.checkpoint.master_check import check_masters
+from shardwright.checkpoint.write import load_checkpoint, named_parameters, save_checkpoint
 from shardwright.compile import compile_recipe
-from shardwright.lower.ds_config import ds_config
+from shardwright.engines.deepspeed.ds_config import ds_config
+from shardwright.engines.deepspeed.optimizer_state import live_fragments, optimizer_step
+from shardwright.engines.deepspeed.trainer import StepResult, Trainer, build_trainer
 from shardwright.lower.folder import write_folder
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
 from shardwright.recipe.load import load_recipe
-from shardwright.runtime.checkpoint import load_checkpoint, named_parameters, save_checkpoint
-from shardwright.runtime.engine import StepResult, Trainer, build_trainer
-from shardwright.runtime.master_check import check_masters
-from shardwright.runtime.optimizer_state import live_fragments, optimizer_step
 from tests.launch import extra_keys
 from tests.launch.extra_keys import LAST, LAYOUTS, RESUMED_ON, SAVED
 from tests.parity.cases_worker import begin, train

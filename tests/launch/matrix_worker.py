@@ -15,17 +15,17 @@ import torch
 from deepspeed import comm as dist
 from deepspeed import ops
 
+from shardwright.checkpoint.write import load_checkpoint, save_checkpoint
 from shardwright.compile import compile_recipe
 from shardwright.data.dataset import open_dataset
+from shardwright.engines.deepspeed.trainer import Trainer, build_trainer
 from shardwright.lower.folder import write_folder
+from shardwright.modules.batches import Batches
+from shardwright.modules.dropout import seed_dropout
+from shardwright.modules.learning_rate import learning_rate
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
 from shardwright.recipe.load import load_recipe
-from shardwright.runtime.batches import Batches
-from shardwright.runtime.checkpoint import load_checkpoint, save_checkpoint
-from shardwright.runtime.dropout import seed_dropout
-from shardwright.runtime.engine import Trainer, build_trainer
-from shardwright.runtime.schedule import learning_rate
 from tests.launch.resume_matrix import LAST, SAVED, case
 from tests.parity import harness
 from tests.parity.groups import share_groups

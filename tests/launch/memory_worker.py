@@ -17,11 +17,11 @@ import deepspeed
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from shardwright.engines.deepspeed.pipeline import build_pipeline
+from shardwright.modules.materialize import Filler
+from shardwright.modules.weight_files import WeightFiles
+from shardwright.modules.weights import conv1d_to_linear, open_model
 from shardwright.plan.serialize import read_plan
-from shardwright.runtime.materialize import Filler
-from shardwright.runtime.pipeline import build_pipeline
-from shardwright.runtime.weight_files import WeightFiles
-from shardwright.runtime.weights import conv1d_to_linear, open_model
 
 
 def anonymous_bytes() -> int:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from shardwright.runtime import worker
-from shardwright.runtime.session import Session
+from shardwright.train import worker
+from shardwright.train.session import Session
 from tests.launch.plain_deepspeed import Step, plain_pipeline, plain_zero3
 
 plain_train = Session.train

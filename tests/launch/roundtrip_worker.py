@@ -17,18 +17,18 @@ from deepspeed import ops
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
+from shardwright.checkpoint.export import export_checkpoint
+from shardwright.checkpoint.write import save_checkpoint
 from shardwright.compile import compile_recipe
 from shardwright.data.dataset import open_dataset
+from shardwright.engines.deepspeed.trainer import Trainer, build_trainer
 from shardwright.ir.apart import tensor_apart
 from shardwright.lower.folder import write_folder
 from shardwright.model import graph
 from shardwright.model.trace import Traced
+from shardwright.modules.batches import Batches
 from shardwright.plan.serialize import read_plan
 from shardwright.recipe.load import load_recipe
-from shardwright.runtime.batches import Batches
-from shardwright.runtime.checkpoint import save_checkpoint
-from shardwright.runtime.engine import Trainer, build_trainer
-from shardwright.runtime.export import export_checkpoint
 from tests.launch.roundtrip import LAYOUTS
 from tests.parity.groups import share_groups
 from tests.zoo.configs import TEXT_VOCABULARY, build

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from shardwright.compile import Compiled, compile_recipe
-from shardwright.lower.accelerate import CONFIG, PLAIN, TRAINER
+from shardwright.engines.deepspeed.accelerate import CONFIG, PLAIN, TRAINER
+from shardwright.launch.preconditions import program_path
+from shardwright.launch.run import free_port
 from shardwright.lower.folder import write_folder
 from shardwright.recipe.load import load_recipe
-from shardwright.runtime.launcher import free_port
-from shardwright.runtime.preconditions import program_path
 
 SCRIPT = Path(__file__).with_name("trainer_script.py")
 

@@ -15,10 +15,10 @@ import pytest
 from transformers import AutoConfig
 
 from shardwright.compile import Compiled, compile_recipe
+from shardwright.engines.deepspeed.autotp import AUTOTP_FILE, PROVED_TYPES
 from shardwright.ir.apart import series_apart, worst
-from shardwright.lower.autotp import AUTOTP_FILE, PROVED_TYPES
+from shardwright.launch.run import free_port
 from shardwright.recipe.load import load_recipe
-from shardwright.runtime.launcher import free_port
 from tests.parity.harness import GPT2, LLAMA, LOSS_ABSOLUTE
 from tests.zoo.configs import TEXT_VOCABULARY, tiny_config
 

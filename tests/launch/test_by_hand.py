@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.runtime.launcher import free_port
+from shardwright.launch.run import free_port
 from tests.launch.resume import compiled
 from tests.parity.harness import Case, metrics
-from tests.unit.runtime.test_current_directory import plant
+from tests.unit.launch.test_current_directory import plant
 
 pytestmark = pytest.mark.launch
 TWO = Case(model="llama", data=2, nodes=2, launcher="no_ssh")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.runtime.launcher import free_port
-from shardwright.runtime.preconditions import program_path
+from shardwright.launch.preconditions import program_path
+from shardwright.launch.run import free_port
 from tests.parity.harness import Case, metrics, must, newest_checkpoint, recipe, shardwright, write_inputs
 
 pytestmark = pytest.mark.launch

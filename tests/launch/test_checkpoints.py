@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from shardwright.checkpoint.index import choose_checkpoint
+from shardwright.checkpoint.manifest import damage
 from shardwright.plan.serialize import read_plan
-from shardwright.runtime.checkpoint_index import choose_checkpoint
-from shardwright.runtime.checkpoint_manifest import damage
 from tests.parity.harness import STEPS, Case, metrics, must, recipe, shardwright, write_inputs
 
 pytestmark = pytest.mark.launch
 
 FULL = """
 import errno, os
-import shardwright.runtime.checkpoint as checkpoint
+import shardwright.checkpoint.write as checkpoint
 whole = checkpoint.save_readable
 def full(tensors, path):
     if os.environ["RANK"] == "1" and "step-00000006" in str(path):

@@ -23,7 +23,7 @@ SECRET = "hf_canary-0123456789"
 
 FAILING = """
 import os
-from shardwright.runtime.session import Session
+from shardwright.train.session import Session
 
 
 def fail(*_):

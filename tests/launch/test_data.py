@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+from shardwright.checkpoint.manifest import read_manifest
 from shardwright.data.dataset import open_dataset
 from shardwright.plan.serialize import read_plan
-from shardwright.runtime.checkpoint_manifest import read_manifest
 from tests.launch.resume import same_numbers
 from tests.parity.harness import (
     LENGTH,
@@ -90,7 +90,8 @@ def test_held_out_loss_is_that_of_one_process_and_leaves_training_alone(case: Ca
 RECORDING = """
 import hashlib, json, os, sys
 from pathlib import Path
-from shardwright.runtime import batches, worker
+from shardwright.modules import batches
+from shardwright.train import worker
 
 plain = batches.Batches.micro_batches
 

@@ -13,8 +13,8 @@ import pytest
 
 from shardwright.data.dataset import resolve
 from shardwright.data.prepare import prepare
+from shardwright.modules.batches import Batches
 from shardwright.plan.serialize import read_plan
-from shardwright.runtime.batches import Batches
 from tests.parity.harness import LLAMA, Case, metrics, must, recipe, shardwright
 
 pytestmark = [pytest.mark.launch, pytest.mark.prove]
@@ -23,7 +23,8 @@ TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}</>{% endfor 
 TIMED = """
 import json, os, sys, time
 from pathlib import Path
-from shardwright.runtime import batches, worker
+from shardwright.modules import batches
+from shardwright.train import worker
 
 plain, spent = batches.Batches.micro_batches, []
 

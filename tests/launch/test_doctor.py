@@ -14,9 +14,9 @@ import torch
 
 from shardwright.cli import main as cli
 from shardwright.cli.doctor import as_json, as_text, is_red
-from shardwright.runtime.links import measure
-from shardwright.runtime.meeting import Assumed, links
-from shardwright.runtime.remote import Probed
+from shardwright.launch.doctor.links import measure
+from shardwright.launch.doctor.meeting import Assumed, links
+from shardwright.launch.doctor.remote import Probed
 from tests.parity.harness import must, shardwright
 
 

@@ -16,7 +16,7 @@ from shardwright.lower.folder import write_folder
 from shardwright.recipe.load import load_recipe
 from tests.launch.hosts import hosts, why_not
 from tests.parity.harness import Case, recipe, write_inputs
-from tests.unit.lower.test_injection import HOSTILE
+from tests.unit.launchers.test_injection import HOSTILE
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not())]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.runtime.tracking import missing_trackers
+from shardwright.train.tracking import missing_trackers
 from tests.figures import same
 from tests.pages.blocks import blocks
 from tests.parity.harness import must, shardwright

@@ -150,8 +150,8 @@ def _plain(path: Path) -> Any:
 
 def _is_key(document: Any, where: Path_, wrong: str) -> bool:
     """Whether the misspelt word is a key of that section by itself: then it is another setting, not a typo."""
-    from shardwright.ds_schema.check import misfits
-    from shardwright.ds_schema.read import snapshot
+    from shardwright.engines.deepspeed.schema.check import misfits
+    from shardwright.engines.deepspeed.schema.read import snapshot
 
     only = renamed(document, where, wrong)
     return not any(m.kind == "unknown" and m.path == (*where[:-1], wrong) for m in misfits(only, snapshot()))

@@ -25,7 +25,7 @@ LAST = {"checkpoint": 1, "groups": 2, "mesh": 3}
 NOTHING_TO_PROBE = {
     "SW4009": "a limit of ours",
     "SW4010": "our own writing",
-    "SW4101": "the lowering's, tests/unit/lower/test_autotp.py",
+    "SW4101": "the lowering's, tests/unit/engines/test_autotp.py",
     "SW4801": "the cost model's, tests/calibration",
 }
 

@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.diagnostics import Refusal
-from shardwright.ds_schema.check import misfits
-from shardwright.ds_schema.read import NEWEST, snapshot
+from shardwright.engines.deepspeed.ds_config import checked
+from shardwright.engines.deepspeed.schema.check import misfits
+from shardwright.engines.deepspeed.schema.read import NEWEST, snapshot
 from shardwright.lint.document import read_document
 from shardwright.lint.fix import fixed
 from shardwright.lint.lint import diagnostic, lint, subject_of
-from shardwright.lower.ds_config import checked
 from tests.lint import loose
 
 SITE = Path(deepspeed.__file__).parent
@@ -32,7 +32,7 @@ def test_snapshot_is_of_the_installed_version() -> None:
     program = "import sys; from tests.lint.write_snapshot import text; sys.stdout.write('=====' + text())"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=os.environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    path = ROOT / f"compiler/shardwright/ds_schema/snapshot/{NEWEST}.json"
+    path = ROOT / f"compiler/shardwright/engines/deepspeed/schema/snapshot/{NEWEST}.json"
     assert done.stdout.partition("=====")[2] == path.read_text(encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Writes compiler/shardwright/ds_schema/snapshot/VERSION.json from the installed DeepSpeed: `make snapshot`.
+"""Writes engines/deepspeed/schema/snapshot/VERSION.json from the installed DeepSpeed: `make snapshot`.
 
 Its pydantic models and constructors are read; what it reads key by key comes from loose.py.
 """
@@ -41,7 +41,7 @@ from pydantic.fields import FieldInfo
 from tests.lint import loose
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "compiler/shardwright/ds_schema/snapshot"
+FOLDER = ROOT / "compiler/shardwright/engines/deepspeed/schema/snapshot"
 
 MODELS: dict[str, type[BaseModel]] = {
     "zero_optimization": DeepSpeedZeroConfig,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, cast
 
-from shardwright.lower.extra import ALLOWED, REFUSED
+from shardwright.engines.deepspeed.extra import ALLOWED, REFUSED
 from shardwright.recipe.schema import recipe_schema
 from shardwright.rules.extra import IN_A_PIPELINE
 

@@ -10,16 +10,16 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+from shardwright.checkpoint.trust import require_trust
 from shardwright.cli.console import print_refusal
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.ir.own_code import OwnCode
+from shardwright.launch.failure import report_failure
 from shardwright.recipe.load import load_recipe
-from shardwright.runtime.divergence import Divergence
-from shardwright.runtime.events import EVENT
-from shardwright.runtime.failure import report_failure
-from shardwright.runtime.stall import Stack, culprits, describe
-from shardwright.runtime.trust import require_trust
+from shardwright.train.divergence import Divergence
+from shardwright.watch.events import EVENT
+from shardwright.watch.stall import Stack, culprits, describe
 from tests.pages.blocks import ROOT
 
 RECIPE = ROOT / "recipes/tiny-llama-cpu.yaml"

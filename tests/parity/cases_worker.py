@@ -19,17 +19,17 @@ import transformers
 from deepspeed import comm as dist
 from deepspeed import ops
 
+from shardwright.checkpoint.master_check import check_masters
+from shardwright.checkpoint.write import named_parameters
 from shardwright.compile import compile_recipe
 from shardwright.data.dataset import open_dataset
+from shardwright.engines.deepspeed.optimizer_state import live_fragments
+from shardwright.engines.deepspeed.trainer import StepResult, Trainer, build_trainer
+from shardwright.modules.batches import Batches
+from shardwright.modules.learning_rate import learning_rate
+from shardwright.modules.loss import CausalLoss
 from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
-from shardwright.runtime.batches import Batches
-from shardwright.runtime.checkpoint import named_parameters
-from shardwright.runtime.engine import StepResult, Trainer, build_trainer
-from shardwright.runtime.loss import CausalLoss
-from shardwright.runtime.master_check import check_masters
-from shardwright.runtime.optimizer_state import live_fragments
-from shardwright.runtime.schedule import learning_rate
 from tests.figures import training_apart
 from tests.parity.groups import share_groups
 from tests.parity.harness import STEPS, Case, reference, write_inputs

@@ -20,11 +20,11 @@ from deepspeed import ops
 
 from shardwright.compile import compile_recipe
 from shardwright.data.dataset import open_dataset
+from shardwright.engines.deepspeed.trainer import Trainer, build_trainer
+from shardwright.modules.batches import Batches
+from shardwright.modules.dropout import seed_dropout
 from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
-from shardwright.runtime.batches import Batches
-from shardwright.runtime.dropout import seed_dropout
-from shardwright.runtime.engine import Trainer, build_trainer
 from tests.parity.dropout_cases import LAYOUTS, MODELS
 from tests.parity.groups import share_groups
 

@@ -13,18 +13,18 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
+from shardwright.checkpoint.lineage import Line
+from shardwright.checkpoint.step_folders import published_steps
 from shardwright.data.dataset import open_dataset
 from shardwright.data.prepare import prepare
 from shardwright.data.rows import SomeRows
+from shardwright.engines.deepspeed.trainer import Trainer, build_trainer
 from shardwright.ir.apart import series_apart
+from shardwright.modules.batches import HeldOut
 from shardwright.plan.plan import Plan
-from shardwright.runtime.attempt import Attempt
-from shardwright.runtime.batches import HeldOut
-from shardwright.runtime.engine import Trainer, build_trainer
-from shardwright.runtime.lineage import Line
-from shardwright.runtime.session import Session
-from shardwright.runtime.step_folders import published_steps
-from shardwright.runtime.worker import train_steps
+from shardwright.train.attempt import Attempt
+from shardwright.train.session import Session
+from shardwright.train.worker import train_steps
 from tests.parity.cases_worker import compiled, main, train
 from tests.parity.harness import LENGTH, MODELS, SEED, STEPS, Case, reference
 from tests.parity.reference import initial_model

@@ -18,15 +18,16 @@ from deepspeed import comm as dist
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import groups
 
+from shardwright.checkpoint.write import load_checkpoint, named_parameters, save_checkpoint
 from shardwright.data.dataset import open_dataset
+from shardwright.engines.deepspeed import optimizer_state
+from shardwright.engines.deepspeed import trainer as engine
+from shardwright.engines.deepspeed.ds_config import ds_config
+from shardwright.engines.deepspeed.trainer import Trainer, build_trainer
 from shardwright.ir.apart import series_apart, tensor_apart, worst
 from shardwright.ir.hpz import HPZ
-from shardwright.lower.ds_config import ds_config
+from shardwright.modules.batches import HeldOut
 from shardwright.plan.plan import Plan
-from shardwright.runtime import engine, optimizer_state
-from shardwright.runtime.batches import HeldOut
-from shardwright.runtime.checkpoint import load_checkpoint, named_parameters, save_checkpoint
-from shardwright.runtime.engine import Trainer, build_trainer
 from tests.parity.cases_worker import begin, compiled, difference, train
 from tests.parity.harness import LLAMA, MODELS, STEPS, Case, reference
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shardwright.runtime.launcher import free_port
+from shardwright.launch.run import free_port
 from tests.figures import worst_of_ranks
 from tests.parity.harness import Case
 

@@ -12,14 +12,14 @@ import pytest
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
+from shardwright.checkpoint.index import published_steps
+from shardwright.checkpoint.master_check import check_masters
+from shardwright.checkpoint.write import named_parameters, save_checkpoint
 from shardwright.diagnostics import Refusal
+from shardwright.engines.deepspeed.optimizer_state import LiveFragment, live_fragments
+from shardwright.engines.deepspeed.trainer import Trainer, build_trainer
 from shardwright.plan.plan import Plan
 from shardwright.rules.registry import DEEPSPEED_RULES
-from shardwright.runtime.checkpoint import named_parameters, save_checkpoint
-from shardwright.runtime.checkpoint_index import published_steps
-from shardwright.runtime.engine import Trainer, build_trainer
-from shardwright.runtime.master_check import check_masters
-from shardwright.runtime.optimizer_state import LiveFragment, live_fragments
 from tests.parity.cases_worker import compiled, main, train
 from tests.parity.harness import Case
 

@@ -14,9 +14,9 @@ from deepspeed import ops
 
 from shardwright.compile import compile_recipe
 from shardwright.data.dataset import open_dataset
+from shardwright.engines.deepspeed.trainer import build_trainer
+from shardwright.modules.batches import Batches
 from shardwright.recipe.load import load_recipe
-from shardwright.runtime.batches import Batches
-from shardwright.runtime.engine import build_trainer
 
 
 def peak_bytes() -> int:

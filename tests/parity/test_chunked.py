@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from shardwright.ir.loss_chunk import chunk_length
-from shardwright.runtime.launcher import free_port
+from shardwright.launch.run import free_port
 from tests.parity.harness import BF16_RELATIVE, LENGTH, LLAMA, LOSS_ABSOLUTE, NORM_RELATIVE, Case, recipe
 from tests.parity.launched import launched
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.runtime.launcher import free_port
+from shardwright.launch.run import free_port
 from tests.figures import same
 from tests.parity.dropout_cases import LAYOUTS
 

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from shardwright.launch.run import free_port
+from shardwright.modules.learning_rate import learning_rate
+from shardwright.modules.recompute import recompute_forward
 from shardwright.plan.plan import PlanOptimizer, PlanScheduler
-from shardwright.runtime.launcher import free_port
-from shardwright.runtime.recompute import recompute_forward
-from shardwright.runtime.schedule import learning_rate
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from deepspeed.runtime.utils import clip_grad_norm_
 from torch import nn
 
 from shardwright.ir.apart import tensor_apart
-from shardwright.runtime.tensor.linears import ColumnLinear, RowLinear
+from shardwright.modules.tensor.linears import ColumnLinear, RowLinear
 
 
 def strided(x: torch.Tensor) -> torch.Tensor:

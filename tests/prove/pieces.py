@@ -11,53 +11,53 @@ from dataclasses import dataclass
 
 MODEL = ("hf", "ir", "model")
 """What takes a model apart and builds it again."""
-DATA = ("data", "runtime/batches.py")
+DATA = ("data", "modules/batches.py")
 ENGINE = (
     *MODEL,
-    "lower/ds_config.py",
+    "engines/deepspeed/ds_config.py",
     "partition",
     "plan",
-    "runtime/deepspeed_fixes.py",
-    "runtime/distributed.py",
-    "runtime/dropout.py",
-    "runtime/engine.py",
-    "runtime/lora.py",
-    "runtime/loss.py",
-    "runtime/materialize.py",
-    "runtime/pipeline.py",
-    "runtime/random_state.py",
-    "runtime/recompute.py",
-    "runtime/schedule.py",
-    "runtime/secondary_weights.py",
-    "runtime/tensor",
-    "runtime/weight_files.py",
-    "runtime/weights.py",
-    "runtime/wire.py",
+    "engines/deepspeed/fixes.py",
+    "engines/deepspeed/distributed.py",
+    "modules/dropout.py",
+    "engines/deepspeed/trainer.py",
+    "modules/lora.py",
+    "modules/loss.py",
+    "modules/materialize.py",
+    "engines/deepspeed/pipeline.py",
+    "modules/random_state.py",
+    "modules/recompute.py",
+    "modules/learning_rate.py",
+    "engines/deepspeed/secondary.py",
+    "modules/tensor",
+    "modules/weight_files.py",
+    "modules/weights.py",
+    "engines/deepspeed/wire.py",
 )
 """What makes losses, norms and weights, given a plan."""
 CHECKPOINTS = (
-    "runtime/checkpoint.py",
-    "runtime/checkpoint_index.py",
-    "runtime/checkpoint_manifest.py",
-    "runtime/checkpoint_reader.py",
-    "runtime/checkpoint_store.py",
-    "runtime/lineage.py",
-    "runtime/master_check.py",
-    "runtime/optimizer_state.py",
-    "runtime/step_folders.py",
-    "runtime/tensor_files.py",
+    "checkpoint/write.py",
+    "checkpoint/index.py",
+    "checkpoint/manifest.py",
+    "checkpoint/read.py",
+    "checkpoint/store.py",
+    "checkpoint/lineage.py",
+    "checkpoint/master_check.py",
+    "engines/deepspeed/optimizer_state.py",
+    "checkpoint/step_folders.py",
+    "checkpoint/tensor_files.py",
 )
 RUN = (
     "lease.py",
-    "runtime/attempt.py",
-    "runtime/journal.py",
-    "runtime/ownership.py",
-    "runtime/session.py",
-    "runtime/worker.py",
+    "train/attempt.py",
+    "watch/journal.py",
+    "train/ownership.py",
+    "train/session.py",
+    "train/worker.py",
 )
-LAUNCH = ("lower", "runtime")
+LAUNCH = ("checkpoint", "engines", "launch", "launchers", "lower", "modules", "train", "watch")
 COST = ("cluster", "cost", "ir", "model/popular", "partition", "rules", "schedule", "search")
-READ = ("diagnostics", "ds_schema", "lint", "recipe")
+READ = ("diagnostics", "engines/deepspeed/schema", "lint", "recipe")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ PIECES: dict[str, Piece] = {
     "shipped-graphs": Piece(tests=("tests/unit/model/test_shipped_graphs.py",), speaks_of=MODEL),
     "parity": Piece(
         tests=("tests/parity/test_prove.py::test_parity",),
-        speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *RUN, "runtime/export.py"),
+        speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *RUN, "checkpoint/export.py"),
         areas=("parity",),
     ),
     "chunked-parity": Piece(
@@ -114,12 +114,12 @@ PIECES: dict[str, Piece] = {
     ),
     "extra": Piece(
         tests=("tests/launch/test_extra.py",),
-        speaks_of=(*ENGINE, *CHECKPOINTS, "lower/extra.py"),
+        speaks_of=(*ENGINE, *CHECKPOINTS, "engines/deepspeed/extra.py"),
         areas=("extra",),
     ),
     "roundtrip": Piece(
         tests=("tests/launch/test_roundtrip.py",),
-        speaks_of=(*ENGINE, *CHECKPOINTS, "runtime/export.py"),
+        speaks_of=(*ENGINE, *CHECKPOINTS, "checkpoint/export.py"),
         areas=("roundtrip",),
     ),
     "crash": Piece(tests=("tests/launch/test_crash.py",), speaks_of=(*DATA, *CHECKPOINTS, *RUN), areas=("crash",)),
@@ -168,7 +168,7 @@ PIECES: dict[str, Piece] = {
     ),
     "faults": Piece(
         tests=("tests/faults/test_saving.py", "tests/launch/test_faults.py"),
-        speaks_of=(*CHECKPOINTS, *RUN, "runtime/launcher.py"),
+        speaks_of=(*CHECKPOINTS, *RUN, "launch/run.py"),
         areas=("faults",),
     ),
     "schedule": Piece(tests=("tests/schedule/test_engine.py",), speaks_of=("schedule",)),

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from shardwright.runtime.journal import PROGRESS, Evaluations, Metrics, evaluated_step, read_json, write_json
-from shardwright.runtime.progress import Progress
+from shardwright.launch.progress import Progress
 from shardwright.strict_json import strict_json
+from shardwright.watch.journal import PROGRESS, Evaluations, Metrics, evaluated_step, read_json, write_json
 
 NAN, INF = math.nan, math.inf
 

@@ -40,7 +40,7 @@ FAULTS: dict[str, tuple[str, Pins, str]] = {
         "openai-community/gpt2",
         TENSOR,
         """
-import shardwright.runtime.tensor.linears as linears
+import shardwright.modules.tensor.linears as linears
 linears.PackedColumnLinear = lambda m, group, *, name, **blocks: linears.ColumnLinear(m, group, name=name)
 """,
     ),
@@ -48,7 +48,7 @@ linears.PackedColumnLinear = lambda m, group, *, name, **blocks: linears.ColumnL
         "Qwen/Qwen3-8B",
         TENSOR,
         """
-from shardwright.runtime.tensor import regions
+from shardwright.modules.tensor import regions
 regions._Leave.forward = staticmethod(lambda ctx, x, group: x.clone())
 """,
     ),
@@ -56,7 +56,7 @@ regions._Leave.forward = staticmethod(lambda ctx, x, group: x.clone())
         "openai-community/gpt2",
         PIPELINE,
         """
-from shardwright.runtime.pipeline import Stages
+from shardwright.engines.deepspeed.pipeline import Stages
 Stages.get_tied_weights_and_groups = lambda self: []
 """,
     ),
@@ -84,7 +84,7 @@ FEATURES: dict[str, tuple[str, Pins, dict[str, Any], str]] = {
         {"data": {**DOCUMENTS, "packing": False}, "validation": {"fraction": 0.01, "every_steps": 100}},
         """
 import numpy as np
-from shardwright.runtime import batches
+from shardwright.modules import batches
 def every_row_counts(self):
     return (batches._micro_batch(self._rows.read(np.maximum(n, 0)), self._packed) for n in self._numbers)
 batches.HeldOut.__iter__ = every_row_counts
@@ -96,7 +96,7 @@ batches.HeldOut.__iter__ = every_row_counts
         {"data": {**DOCUMENTS, "packing": True}},
         """
 import dataclasses, torch
-from shardwright.runtime import batches
+from shardwright.modules import batches
 plain = batches._micro_batch
 def joined(block, packed):
     m = plain(block, packed)
@@ -109,7 +109,7 @@ batches._micro_batch = joined
         TENSOR,
         {"model": {"loss": "chunked"}},
         """
-from shardwright.runtime.loss import ChunkedLoss
+from shardwright.modules.loss import ChunkedLoss
 plain = ChunkedLoss._chunk
 ChunkedLoss._chunk = lambda self, hidden, target: plain(self, (hidden + hidden.detach()) / 2, target)
 """,
@@ -132,7 +132,7 @@ DeepSpeedZeroOptimizer._optimizer_step = first_group_alone
         {"lora": {"rank": 16, "alpha": 32, "dropout": 0.1}},
         """
 import dataclasses
-from shardwright.runtime import lora
+from shardwright.modules import lora
 plain = lora._config
 lora._config = lambda plan, **more: plain(dataclasses.replace(plan, alpha=2 * plan.alpha), **more)
 """,

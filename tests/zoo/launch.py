@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shardwright.runtime.events import is_echo
-from shardwright.runtime.launcher import free_port
+from shardwright.launch.run import free_port
+from shardwright.watch.events import is_echo
 from tests.figures import worst_of_ranks
 
 LOSS_ABSOLUTE, NORM_RELATIVE, WEIGHT_ABSOLUTE = 1e-5, 1e-4, 2e-5

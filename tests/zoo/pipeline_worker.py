@@ -25,17 +25,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from shardwright.compile import compile_recipe
 from shardwright.data.dataset import open_dataset
 from shardwright.diagnostics import Refusal
+from shardwright.engines.deepspeed.trainer import build_trainer
 from shardwright.ir.apart import tensor_apart, worst
 from shardwright.ir.cut import Cut
 from shardwright.ir.names import pattern
 from shardwright.model import graph
 from shardwright.model.tensor_styles import proved, whole_parameters
 from shardwright.model.trace import Traced
+from shardwright.modules.batches import Batches
+from shardwright.modules.learning_rate import learning_rate
 from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
-from shardwright.runtime.batches import Batches
-from shardwright.runtime.engine import build_trainer
-from shardwright.runtime.schedule import learning_rate
 from tests.figures import training_apart
 from tests.parity.groups import share_groups
 from tests.parity.reference import token_rows, train

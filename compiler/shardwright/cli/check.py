@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 def findings(recipe: Recipe) -> tuple[Diagnostic, ...]:
     """Of a recipe that passed stage 1: what compile would refuse, as far as no torch is needed to tell."""
     from shardwright.cluster.resolve import gpu_errors, resolve_cluster
-    from shardwright.lower.extra import check_extra
+    from shardwright.engines.deepspeed.extra import check_extra
     from shardwright.model.check import check_model
     from shardwright.recipe.files import check_files
     from shardwright.rules.executable import check_tokenizers

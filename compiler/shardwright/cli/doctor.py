@@ -12,8 +12,8 @@ from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
+    from shardwright.launch.doctor.meeting import Check
     from shardwright.plan.plan import Plan
-    from shardwright.runtime.meeting import Check
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwright.runtime.launcher import load_plan
+    from shardwright.plan.serialize import load_plan
 
     checks = _checks(load_plan(args.folder), args.folder, args.hostfile)
     print(as_json(checks) if args.json else as_text(checks))
@@ -36,11 +36,11 @@ def _checks(plan: Plan, folder: Path, hostfile: Path | None) -> Sequence[Check]:
     The names in a compiled hostfile of the latter two are made up, and nobody asks for them.
     """
     from shardwright.cluster.resolve import resolve_cluster
+    from shardwright.launch.doctor import scheduler
+    from shardwright.launch.doctor.doctor import examine
+    from shardwright.launch.doctor.meeting import Assumed
+    from shardwright.launch.preconditions import host_obstacles, scheduler_obstacles
     from shardwright.recipe.load import load_recipe
-    from shardwright.runtime import scheduler
-    from shardwright.runtime.doctor import examine
-    from shardwright.runtime.meeting import Assumed
-    from shardwright.runtime.preconditions import host_obstacles, scheduler_obstacles
 
     cluster = resolve_cluster(load_recipe(folder / "recipe.resolved.json").cluster)
     shared, launcher = cluster.shared_filesystem, plan.launch.launcher

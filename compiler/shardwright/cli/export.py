@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwright.runtime.export import export_checkpoint
+    from shardwright.checkpoint.export import export_checkpoint
 
     if export_checkpoint(args.checkpoint, args.output, args.precision, merge=args.merge, trust_code=args.trust_code):
         print(f"wrote {args.output}: adapters; load them with peft's AutoPeftModelForCausalLM.from_pretrained")

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     except UnicodeError:
         error("the prompt is not UTF-8 text")
         return 1
-    from shardwright.runtime.generate import Wish, generate
+    from shardwright.checkpoint.generate import Wish, generate
 
     wish = Wish(prompt=prompt, tokens=args.tokens, temperature=args.temperature, seed=args.seed)
     made = generate(args.folder, wish, args.trust_code)

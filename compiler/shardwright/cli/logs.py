@@ -22,8 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwright.runtime.launcher import load_plan
-    from shardwright.runtime.state import is_alive
+    from shardwright.launch.state import is_alive
+    from shardwright.plan.serialize import load_plan
 
     plan = load_plan(args.folder)
     path = log_path(plan, args.folder, args.rank)
@@ -59,7 +59,7 @@ def _no_log(plan: Plan, path: Path, rank: int | None) -> Refusal:
 
 def _show(plan: Plan, path: Path, folder: Path, *, follow: bool) -> None:
     """A new attempt writes a new file: then from its beginning."""
-    from shardwright.runtime.state import is_alive, read_state
+    from shardwright.launch.state import is_alive, read_state
 
     while follow and not path.exists() and is_alive(folder):
         time.sleep(POLL_SECONDS)

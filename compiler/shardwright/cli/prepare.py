@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     from shardwright.data.dataset import resolve
     from shardwright.data.prepare import prepare
     from shardwright.data.summary import samples, summarize
-    from shardwright.runtime.launcher import load_plan
+    from shardwright.plan.serialize import load_plan
 
     folder = args.folder
     plan = load_plan(folder)

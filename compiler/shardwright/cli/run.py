@@ -22,9 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.detach:
-        from shardwright.runtime.detach import run_detached
+        from shardwright.launch.detach import run_detached
 
         return run_detached(args.folder, args.hostfile, args.resume)
-    from shardwright.runtime.launcher import run_folder
+    from shardwright.launch.run import run_folder
 
     return run_folder(args.folder, args.hostfile, args.resume)

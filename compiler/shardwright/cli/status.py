@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
-    from shardwright.runtime.state import State
+    from shardwright.launch.state import State
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from shardwright.runtime.launcher import load_plan
-    from shardwright.runtime.state import read_state
+    from shardwright.launch.state import read_state
+    from shardwright.plan.serialize import load_plan
 
     state = read_state(load_plan(args.folder), args.folder)
     print(strict_json(asdict(state)) if args.json else as_text(state, args.folder))
@@ -29,9 +29,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_text(state: State, folder: Path) -> str:
+    from shardwright.checkpoint.step_folders import step_name
     from shardwright.cli.console import shell_word
     from shardwright.diagnostics.render import visible
-    from shardwright.runtime.step_folders import step_name
 
     rows = [("status", state.status if state.attempt is None else f"{state.status}, attempt {state.attempt}")]
     if state.step:

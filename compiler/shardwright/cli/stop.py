@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from shardwright.diagnostics import Diagnostic, Refusal
 
 if TYPE_CHECKING:
+    from shardwright.launch.state import State
     from shardwright.plan.plan import Plan
-    from shardwright.runtime.state import State
 
 POLL_SECONDS = 0.5
 PLAIN_SECONDS = 10.0
@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwright.runtime.launcher import load_plan
-    from shardwright.runtime.state import is_alive, read_state
+    from shardwright.launch.state import is_alive, read_state
+    from shardwright.plan.serialize import load_plan
 
     plan, folder = load_plan(args.folder), args.folder
     if not is_alive(folder):
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _wait(plan: Plan, folder: Path) -> State:
-    from shardwright.runtime.state import holds_lock, read_state
+    from shardwright.launch.state import holds_lock, read_state
 
     said = 0.0
     while True:

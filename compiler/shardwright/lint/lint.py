@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from shardwright.diagnostics import Diagnostic, Location
-from shardwright.ds_schema.check import misfits
-from shardwright.ds_schema.read import snapshot
+from shardwright.engines.deepspeed.schema.check import misfits
+from shardwright.engines.deepspeed.schema.read import snapshot
 from shardwright.lint.document import Document
 from shardwright.lint.registry import RULES
 from shardwright.lint.rules.values import FILLED

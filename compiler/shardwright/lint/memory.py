@@ -16,7 +16,7 @@ from shardwright.cluster.resolve import catalogue, resolve_cluster
 from shardwright.cost.constants import default_constants
 from shardwright.cost.memory import estimate_memory
 from shardwright.cost.placement import make_layout
-from shardwright.ds_schema.check import misfits
+from shardwright.engines.deepspeed.schema.check import misfits
 from shardwright.ir.estimate import Memory
 from shardwright.ir.hpz import HPZ
 from shardwright.ir.model_graph import ModelGraph

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwright.diagnostics import KeyPath, Severity
-from shardwright.ds_schema.check import TRUE_WORDS, Misfit
-from shardwright.ds_schema.read import Snapshot
+from shardwright.engines.deepspeed.schema.check import TRUE_WORDS, Misfit
+from shardwright.engines.deepspeed.schema.read import Snapshot
 from shardwright.ir.json_value import JsonObject, JsonValue
 
 Audience = Literal["deepspeed", "trainer"]

@@ -7,12 +7,19 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 
+from shardwright.engines.deepspeed.accelerate import (
+    CONFIG,
+    PLAIN,
+    TRAINER,
+    has_accelerate,
+    plain_config,
+    trainer_config,
+)
+from shardwright.engines.deepspeed.ds_config import checked, ds_config
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
-from shardwright.lower.accelerate import CONFIG, PLAIN, TRAINER, has_accelerate, plain_config, trainer_config
-from shardwright.lower.ds_config import checked, ds_config
-from shardwright.lower.launch import SCRIPTS, launch_files, render
+from shardwright.launchers.lower import SCRIPTS, launch_files, render
 from shardwright.plan.build import DS_CONFIG, MODEL_DIRECTORY, PLAN_FILE, TOKENIZER_DIRECTORY
 from shardwright.plan.graph_file import GRAPH_FILE, graph_to_json
 from shardwright.plan.plan import Plan

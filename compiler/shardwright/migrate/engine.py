@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import cast
 
-from shardwright.ds_schema.check import AUTO, is_note, properties
-from shardwright.ds_schema.read import snapshot
+from shardwright.engines.deepspeed.extra import ALLOWED
+from shardwright.engines.deepspeed.schema.check import AUTO, is_note, properties
+from shardwright.engines.deepspeed.schema.read import snapshot
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.lint.rules.keys import REMOVED
-from shardwright.lower.extra import ALLOWED
 from shardwright.migrate.sources import Sources, as_integer, as_switch, as_text
 from shardwright.recipe.text import DEEPEST
 from shardwright.safe_read import is_too_deep

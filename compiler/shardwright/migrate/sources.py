@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from shardwright.ds_schema.check import AUTO, FALSE_WORDS, TRUE_WORDS
+from shardwright.engines.deepspeed.schema.check import AUTO, FALSE_WORDS, TRUE_WORDS
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.migrate.command import Command
 from shardwright.migrate.draft import Draft, shown

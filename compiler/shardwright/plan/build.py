@@ -8,6 +8,7 @@ import json
 
 import shardwright
 from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.engines.deepspeed.zero import zero_section
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.estimate import Estimate
 from shardwright.ir.lora import target_modules
@@ -37,7 +38,6 @@ from shardwright.plan.plan import (
     Versions,
 )
 from shardwright.plan.ranks import BYTES_PER_ELEMENT, place_ranks
-from shardwright.plan.zero import zero_section
 
 PLAN_FILE = "plan.json"
 DS_CONFIG = "ds_config.json"

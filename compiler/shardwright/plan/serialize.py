@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -36,3 +37,18 @@ def _adapter() -> TypeAdapter[Plan]:
 
 def read_plan(folder: Path) -> Plan:
     return plan_from_json((folder / "plan.json").read_text(encoding="utf-8"))
+
+
+def load_plan(folder: Path) -> Plan:
+    """Raises Refusal where `folder` is not a compiled folder of this version."""
+    try:
+        return read_plan(folder)
+    except (OSError, ValueError) as error:
+        why = "it has no plan.json" if isinstance(error, OSError) else str(error).splitlines()[0]
+        raise Refusal(
+            Diagnostic(
+                code="SW6001",
+                message=f"{str(folder)!r} is not a compiled folder: {why}",
+                help="Make one with `shardwright compile RECIPE -o DIR`.",
+            )
+        ) from None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardwright.plan.plan import Plan
-from shardwright.runtime.journal import number, read_json
+from shardwright.watch.journal import number, read_json
 
 WARM_UP_STEPS = 3
 """The first steps allocate and compile: the median leaves them out where there are others."""

@@ -21,9 +21,9 @@ from shardwright.ir.recipe import Recipe
 from shardwright.plan.build import canonical_hash
 from shardwright.plan.graph_file import read_graph
 from shardwright.plan.plan import Plan
+from shardwright.plan.serialize import load_plan
 from shardwright.recipe.load import load_recipe
 from shardwright.rules.registry import check_layout
-from shardwright.runtime.launcher import load_plan
 
 RECIPE = "recipe.resolved.json"
 SAME = 1e-9

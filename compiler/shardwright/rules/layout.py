@@ -206,7 +206,7 @@ def chunked_loss(x: Subject) -> Diagnostic | None:
 
 def layer_drop(x: Subject) -> Diagnostic | None:
     """Skipping layers at random: a stage cannot skip what another one sends, and ZeRO-3 hangs where data ranks, each
-    with its own numbers, gather different layers. Ordinary dropout runs under every layout (runtime/dropout.py)."""
+    with its own numbers, gather different layers. Ordinary dropout runs under every layout (modules/dropout.py)."""
     s = x.strategy
     name = next((k for k in ("layerdrop", "decoder_layerdrop") if x.graph.config.get(k)), None)
     if name is None or (s.pipeline == 1 and s.zero_stage < 3):

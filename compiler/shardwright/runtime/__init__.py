@@ -1,1 +1,1 @@
-"""Stage 8: a compiled folder, trained under the `deepspeed` launcher. Reads a Plan; knows no recipe and no search."""
+"""Old names: this package was split into rooms. They stay for one version."""

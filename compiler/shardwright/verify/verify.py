@@ -24,11 +24,11 @@ from shardwright.ir.json_value import JsonObject
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.strategy import Strategy
+from shardwright.launch.preconditions import own_command
 from shardwright.lower.folder import write_folder
 from shardwright.model.build import build_model_graph
 from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
-from shardwright.runtime.preconditions import own_command
 from shardwright.search.compare import layout_words
 from shardwright.search.deadline import size_cluster
 from shardwright.search.search import choose
@@ -177,7 +177,7 @@ def _with_adapters(model: nn.Module, plan: Plan) -> nn.Module:
     """As a plain peft run has it."""
     if plan.lora is None:
         return model
-    from shardwright.runtime.preconditions import missing_peft
+    from shardwright.ir.lora import missing_peft
 
     if absent := missing_peft():
         raise Refusal(absent)
@@ -269,8 +269,8 @@ def _exported(plan: Plan, out: Path, target: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    from shardwright.runtime.export import export_checkpoint
-    from shardwright.runtime.lora import ADAPTER_WEIGHTS
+    from shardwright.checkpoint.export import export_checkpoint
+    from shardwright.modules.lora import ADAPTER_WEIGHTS
 
     newest = max((out / "checkpoints").glob("step-*"))
     # DeepSpeed's reader of ZeRO-3 checkpoints prints what it does, where the verdict goes.

@@ -12,8 +12,8 @@ import pytest
 
 from shardwright.compile import Compiled, compile_recipe
 from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.modules.model_config import load_config
 from shardwright.recipe.load import load_recipe
-from shardwright.runtime.model_config import load_config
 from tests.unit.model.own_model import FILES, write_own_model
 
 Compile = Callable[[dict[str, Any]], Compiled]

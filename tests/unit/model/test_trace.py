@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.model_graph import CHECKPOINTING, Kept, ModelGraph, kept_entry
 from shardwright.model.build import build_model_graph
-from shardwright.runtime.recompute import apply_recompute
+from shardwright.modules.recompute import apply_recompute
 from tests.unit.model.factory import SMALL_LLAMA, graph_of, model_section
 
 WIDE: dict[str, JsonValue] = {

@@ -14,6 +14,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
+from shardwright.checkpoint.index import check_fits
 from shardwright.cli.diff import resumable
 from shardwright.cli.subject import read_subject
 from shardwright.compile import compile_recipe
@@ -22,7 +23,6 @@ from shardwright.lower.folder import write_folder
 from shardwright.plan.resume import Resumable, resume_under
 from shardwright.plan.serialize import read_plan
 from shardwright.recipe.load import load_recipe
-from shardwright.runtime.checkpoint_index import check_fits
 from tests.conftest import SMALL_RECIPE
 
 ADAPTERS = {"rank": 4, "alpha": 8, "dropout": 0.0, "target_modules": ["q_proj", "v_proj"]}

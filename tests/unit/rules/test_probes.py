@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.runtime.launcher import free_port
+from shardwright.launch.run import free_port
 
 WORKER = Path(__file__).with_name("probe_worker.py")
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from shardwright.diagnostics import KeyPath
-from shardwright.ds_schema.check import Misfit, is_note, properties
-from shardwright.ds_schema.read import snapshot
+from shardwright.engines.deepspeed.schema.check import Misfit, is_note, properties
+from shardwright.engines.deepspeed.schema.read import snapshot
 from shardwright.ir.json_value import JsonObject
 from shardwright.lint.subject import Edit, Found, Subject, dotted
 

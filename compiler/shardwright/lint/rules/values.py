@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import cast
 
-from shardwright.ds_schema.check import properties, text_value
+from shardwright.engines.deepspeed.schema.check import properties, text_value
 from shardwright.lint.subject import Edit, Found, Subject, dotted, say
 from shardwright.recipe.describe import near_choices
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from shardwright.ds_schema.check import properties
+from shardwright.engines.deepspeed.schema.check import properties
 from shardwright.ir.hpz import HPZ
 from shardwright.ir.json_value import JsonObject
 from shardwright.lint.rules.precision import dtype, precision

@@ -1,0 +1,1 @@
+"""Checkpoints by parameter name: written, read, pruned, copied and exported, whatever layout wrote them."""

@@ -1,0 +1,206 @@
+"""A checkpoint of any layout -> a Hugging Face folder that from_pretrained loads. No process group, no GPU, no DIR.
+
+Streams: the tensors of one decoder layer, and one output shard, are in memory at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from shardwright.atomic import umask
+from shardwright.checkpoint.read import CheckpointReader
+from shardwright.checkpoint.saved_model import (
+    GENERATION,
+    is_byte_level,
+    open_checkpoint,
+    tokenizer_files,
+    whole_parameter,
+)
+from shardwright.checkpoint.tensor_files import save_readable
+from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.hf.byte_tokenizer import write_byte_tokenizer
+from shardwright.ir.own_code import OwnCode
+from shardwright.modules.lora import ADAPTER_WEIGHTS, is_adapter, saved_name, write_config
+from shardwright.modules.model_config import load_config
+from shardwright.plan.plan import Plan
+
+SHARD_BYTES = 5 * 10**9
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def export_checkpoint(
+    checkpoint: Path, output: Path, precision: str | None = None, *, merge: bool = False, trust_code: str | None = None
+) -> bool:
+    """Writes model weights, configs and tokenizer; of a LoRA run peft's adapter folder, with `merge` the whole model.
+    precision: of the weights, the training's where None. trust_code: the fingerprint of the checkpoint's own code.
+    Returns whether adapters alone were written.
+
+    Raises Refusal: SW2014, SW6201, SW6251, SW6253, SW6401; leaves no half-written folder.
+    """
+    plan = open_checkpoint(checkpoint, trust_code)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise Refusal(
+            Diagnostic(
+                code="SW6401",
+                message=f"{str(output)!r} exists and is not an empty folder",
+                help="Give a folder that does not exist yet.",
+            )
+        )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(load_config(plan, checkpoint), trust_remote_code=False)
+    dtype = DTYPES[precision or plan.training.precision]
+    alone = plan.lora is not None and not merge
+    if alone and plan.model.weights_path is None:
+        raise Refusal(_no_base(checkpoint))
+    try:
+        output.absolute().parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.absolute().parent))
+    except OSError as error:
+        raise _cannot_write(output, error.strerror or str(error)) from None
+    try:
+        with CheckpointReader(checkpoint) as reader:
+            if alone:
+                _write_adapters(plan, reader, dtype, temporary)
+            else:
+                _write_shards(_exported(plan, model, reader, dtype), temporary)
+        if not alone:
+            _write_configs(plan, model, dtype, checkpoint, temporary)
+        _write_tokenizer(plan, checkpoint, temporary)
+        if output.exists():
+            output.rmdir()
+        os.chmod(temporary, 0o777 & ~umask())
+        os.rename(temporary, output)
+    except (OSError, SafetensorError) as error:
+        raise _cannot_write(output, (error.strerror if isinstance(error, OSError) else "") or str(error)) from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return alone
+
+
+def _write_adapters(plan: Plan, reader: CheckpointReader, dtype: torch.dtype, folder: Path) -> None:
+    """adapter_model.safetensors and adapter_config.json, as peft has them."""
+    assert plan.lora is not None and plan.model.weights_path is not None
+    names = [name for name in reader.manifest.tensors if is_adapter(name)]
+    _write({saved_name(n): reader.whole(n, "fp32").to(dtype).contiguous() for n in names}, folder / ADAPTER_WEIGHTS)
+    turned = any(tensor.transposed for tensor in reader.manifest.tensors.values())
+    write_config(plan.lora, plan.model.weights_path, folder, fan_in_fan_out=turned)
+
+
+def _exported(
+    plan: Plan, model: PreTrainedModel, reader: CheckpointReader, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) as save_pretrained writes them: tied aliases dropped, experts and others in their own format."""
+    wanted = dict(model.state_dict())
+    for name in model._keys_to_ignore_on_save or ():
+        wanted.pop(name, None)
+    wanted = remove_tied_weights_from_state_dict(wanted, model)
+    first = {alias: group[0] for group in plan.model.tied for alias in group}
+    trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for group in _groups(wanted, plan.model.cut.stack):
+        tensors = {}
+        for name in group:
+            stored = first.get(name, name)
+            if name not in trained and stored not in reader.manifest.tensors:
+                continue  # a buffer outside every pipeline layer: from_pretrained makes it
+            tensor = whole_parameter(plan, reader, stored)
+            tensors[name] = tensor.to(dtype) if name in trained and tensor.is_floating_point() else tensor
+        yield from revert_weight_conversion(model, tensors).items()
+
+
+def _groups(names: dict[str, torch.Tensor], stack: str) -> Iterator[list[str]]:
+    """Names of one decoder layer together, as the model's own format may put its tensors together otherwise."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        inside = name.startswith(stack + ".")
+        groups.setdefault(name[len(stack) + 1 :].split(".")[0] if inside else "", []).append(name)
+    yield from groups.values()
+
+
+def _write_shards(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) -> None:
+    """model.safetensors, or numbered ones of about SHARD_BYTES with an index."""
+    shards: list[list[str]] = []
+    held: dict[str, torch.Tensor] = {}
+    total = size = 0
+    for name, tensor in tensors:
+        bytes_ = tensor.numel() * tensor.element_size()
+        if held and size + bytes_ > SHARD_BYTES:
+            _write(held, folder / f"{len(shards)}.safetensors")
+            shards.append(list(held))
+            held, size = {}, 0
+        held[name] = tensor.contiguous()
+        size, total = size + bytes_, total + bytes_
+    _write(held, folder / f"{len(shards)}.safetensors")
+    shards.append(list(held))
+    if len(shards) == 1:
+        os.rename(folder / "0.safetensors", folder / "model.safetensors")
+        return
+    files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    for number, file in enumerate(files):
+        os.rename(folder / f"{number}.safetensors", folder / file)
+    where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """One storage a tensor: a split of one fused tensor leaves views of it."""
+    save_readable({name: t.clone() if t._base is not None else t for name, t in tensors.items()}, path)
+
+
+def _write_configs(plan: Plan, model: PreTrainedModel, dtype: torch.dtype, checkpoint: Path, folder: Path) -> None:
+    model.config.dtype = str(dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    if plan.model.own_code is not None:
+        _bring_own_code(plan.model.own_code, model, checkpoint / "model", folder)
+    model.config.save_pretrained(folder)
+    if isinstance(model.generation_config, GenerationConfig):
+        if is_byte_level(plan):  # what the type's default ids mean is a byte of text here, and no end
+            for kind in ("bos", "eos", "pad"):
+                setattr(model.generation_config, f"{kind}_token_id", None)
+        model.generation_config.save_pretrained(folder)
+    if (checkpoint / "model" / GENERATION).is_file():
+        shutil.copyfile(checkpoint / "model" / GENERATION, folder / GENERATION)
+
+
+def _write_tokenizer(plan: Plan, checkpoint: Path, folder: Path) -> None:
+    for path in tokenizer_files(checkpoint):
+        shutil.copyfile(path, folder / path.name)
+    if is_byte_level(plan):
+        write_byte_tokenizer(folder)
+
+
+def _bring_own_code(code: OwnCode, model: PreTrainedModel, folder: Path, output: Path) -> None:
+    """Loads with trust_remote_code=True, as the model did that training started from."""
+    model.config.auto_map = {"AutoConfig": code.config_class, "AutoModelForCausalLM": code.model_class}
+    for name, _ in code.files:
+        (output / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / name, output / name)
+
+
+def _cannot_write(output: Path, why: str) -> Refusal:
+    return Refusal(
+        Diagnostic(
+            code="SW6401",
+            message=f"{str(output)!r} cannot be written: {why}",
+            help="Give a folder that you may write to, on a disk with room. The checkpoint is unharmed.",
+        )
+    )
+
+
+def _no_base(checkpoint: Path) -> Diagnostic:
+    return Diagnostic(
+        code="SW6253",
+        message=f"{str(checkpoint)!r} holds adapters of a model with random weights, which is in no other place",
+        help="Add --merge: the whole model is written, adapters merged into it.",
+    )

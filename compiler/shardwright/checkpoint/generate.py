@@ -1,0 +1,205 @@
+"""Text from a trained model, a checkpoint of any layout or a Hugging Face folder, by transformers' own generate. One
+process, no deepspeed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+from shardwright.checkpoint.export import DTYPES
+from shardwright.checkpoint.manifest import MANIFEST
+from shardwright.checkpoint.read import CheckpointReader
+from shardwright.checkpoint.saved_model import (
+    GENERATION,
+    is_byte_level,
+    open_checkpoint,
+    tokenizer_files,
+    whole_parameter,
+)
+from shardwright.checkpoint.trust import require_trust
+from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.hf.byte_tokenizer import byte_tokenizer
+from shardwright.hf.own_code import needs_own_code, own_code_in, register
+from shardwright.modules.materialize import Filler, empty_model
+from shardwright.modules.model_config import load_config
+from shardwright.modules.weight_files import Range
+from shardwright.plan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """temperature: 0 is greedy, the most probable token each time."""
+
+    prompt: str
+    tokens: int
+    temperature: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """text: what follows the prompt. stopped: the model wrote its end token."""
+
+    text: str
+    prompt_tokens: int
+    tokens: int
+    stopped: bool
+    device: str
+
+
+def generate(folder: Path, wish: Wish, trust_code: str | None = None) -> Generated:
+    """folder: a step folder, or one that from_pretrained loads. Raises Refusal: SW2014, SW6201, SW6402."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    load = _of_checkpoint if (folder / MANIFEST).is_file() else _of_folder
+    try:
+        model, tokenizer = load(folder, device, trust_code)
+        return _continue(model, tokenizer, wish, folder)
+    except Refusal:
+        raise
+    except torch.OutOfMemoryError:
+        help = "`CUDA_VISIBLE_DEVICES= shardwright generate ...` uses the CPU and the host's memory."
+        raise _unusable(folder, f"the model does not fit on {device}", help) from None
+    except Exception as error:  # whatever a folder of somebody else's makes transformers raise
+        lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+        raise _unusable(folder, f"{type(error).__name__}: {lines[0][:300]}") from None
+
+
+def _continue(model: Any, tokenizer: Any, wish: Wish, folder: Path) -> Generated:
+    ids = tokenizer(wish.prompt, return_tensors="pt")["input_ids"].to(model.device)
+    length = int(ids.shape[1])
+    room = _positions(model) - length
+    if not length or room < 1:
+        why = f"the prompt's {length:,} tokens leave no room in the model's {_positions(model):,} positions"
+        raise _unusable(folder, why if length else "the prompt is empty", "Give another prompt.")
+    # Of its own, so that "greedy" is greedy: a folder's file may ask for beams, penalties, other lengths.
+    model.generation_config = GenerationConfig(
+        max_new_tokens=min(wish.tokens, room),
+        do_sample=wish.temperature > 0,
+        **({"temperature": wish.temperature, "top_k": 0} if wish.temperature > 0 else {}),
+        **_special_ids(model, tokenizer),
+        # A vocabulary is often padded: these ids are no text, and were never trained.
+        suppress_tokens=list(range(len(tokenizer), model.get_output_embeddings().weight.shape[0])) or None,
+    )
+    torch.manual_seed(wish.seed)
+    with torch.inference_mode():
+        made = model.generate(ids, attention_mask=torch.ones_like(ids))[0, length:]
+    ends = _ends(model.generation_config.eos_token_id)
+    return Generated(
+        text=tokenizer.decode(made, skip_special_tokens=True),
+        prompt_tokens=length,
+        tokens=len(made),
+        stopped=len(made) > 0 and int(made[-1]) in ends,
+        device=str(model.device),
+    )
+
+
+def _positions(model: Any) -> int:
+    text = model.config.get_text_config()
+    return int(getattr(text, "max_position_embeddings", None) or 2**31)
+
+
+def _special_ids(model: Any, tokenizer: Any) -> dict[str, Any]:
+    """The ends that the folder's generation_config.json names (chat models have several), where the tokenizer has any:
+    of bytes alone the type's default id would be a byte of text."""
+    if tokenizer.eos_token_id is None:
+        return {"pad_token_id": 0}
+    ends = model.generation_config.eos_token_id
+    ends = tokenizer.eos_token_id if ends is None else ends
+    return {"eos_token_id": ends, "pad_token_id": sorted(_ends(ends))[0]}
+
+
+def _ends(ids: int | list[int] | None) -> set[int]:
+    return set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
+
+
+def _of_checkpoint(checkpoint: Path, device: torch.device, trust_code: str | None) -> tuple[Any, Any]:
+    """Read straight into the model, adapters merged: the layout that trained it does not matter."""
+    plan = open_checkpoint(checkpoint, trust_code)
+    tokenizer = _tokenizer_of(plan, checkpoint)
+    model = empty_model(load_config(plan, checkpoint), None)
+    with CheckpointReader(checkpoint) as reader:
+        weights = _Stored(plan, reader)
+        Filler(model, weights, {}, frozenset(), 0).fill([""])
+        for name, buffer in model.named_buffers():
+            if name in weights.names():
+                buffer.copy_(weights.read(name, None))
+    if (checkpoint / "model" / GENERATION).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(checkpoint / "model", local_files_only=True)
+    dtype = torch.float32 if device.type == "cpu" else DTYPES[plan.training.precision]
+    return model.to(device, dtype).eval(), tokenizer
+
+
+class _Stored:
+    """A checkpoint's parameters as initial weights."""
+
+    def __init__(self, plan: Plan, reader: CheckpointReader) -> None:
+        self._plan, self._reader = plan, reader
+
+    def names(self) -> Iterable[str]:
+        return self._reader.manifest.tensors
+
+    def read(self, name: str, range_: Range | None) -> torch.Tensor:
+        tensor = whole_parameter(self._plan, self._reader, name)
+        return tensor if range_ is None else tensor.narrow(*range_)
+
+
+def _tokenizer_of(plan: Plan, checkpoint: Path) -> Any:
+    if is_byte_level(plan):
+        return PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), clean_up_tokenization_spaces=False)
+    folders = {path.parent for path in tokenizer_files(checkpoint)}
+    if not folders:
+        help = "`shardwright export` it and save the tokenizer that made the ids into the same folder."
+        raise _unusable(checkpoint, "it was trained on token ids, and holds no tokenizer", help)
+    return AutoTokenizer.from_pretrained(max(folders), local_files_only=True, trust_remote_code=False)
+
+
+def _of_folder(folder: Path, device: torch.device, trust_code: str | None) -> tuple[Any, Any]:
+    try:
+        document = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except OSError:
+        alone = (folder / "adapter_config.json").is_file()
+        why = "it holds adapters alone" if alone else "it is neither a checkpoint nor a Hugging Face model"
+        raise _unusable(folder, why, _rather(folder, alone=alone)) from None
+    if needs_own_code(document):
+        code = own_code_in(folder, document)
+        require_trust(code, folder, trust_code)
+        register(folder, code)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=config,
+        dtype=torch.float32 if device.type == "cpu" else "auto",
+        use_safetensors=True,
+        local_files_only=True,
+        trust_remote_code=False,
+    )
+    return model.to(device).eval(), tokenizer
+
+
+def _rather(folder: Path, *, alone: bool) -> str:
+    if alone:
+        return "Export the step folder again with --merge, or give the step folder itself."
+    steps = sorted(str(path.parent) for path in folder.glob(f"*/step-*/{MANIFEST}"))
+    if steps:
+        return f"It is a run's folder; its newest checkpoint is {steps[-1]}"
+    return "Give a `step-XXXXXXXX` folder of a run, or a folder with config.json and safetensors files."
+
+
+def _unusable(folder: Path, why: str, help: str = "") -> Refusal:
+    return Refusal(
+        Diagnostic(
+            code="SW6402",
+            message=f"no text can be generated from {str(folder)!r}: {why}",
+            help=help or "It must load with transformers' AutoModelForCausalLM and AutoTokenizer.",
+        )
+    )

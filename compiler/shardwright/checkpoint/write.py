@@ -1,0 +1,403 @@
+"""Checkpoints: each rank's own fragments, published by one rename; `step-%08d` folders only."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from safetensors import SafetensorError
+from torch import nn
+
+from shardwright.checkpoint.index import checkpoint_root, same_ranks
+from shardwright.checkpoint.lineage import RUN_FILE, UNKNOWN_ORIGIN, Line, Origin, line_of, write_line
+from shardwright.checkpoint.manifest import (
+    CHECKSUMS,
+    MANIFEST,
+    MANIFEST_VERSION,
+    Fragment,
+    Manifest,
+    SavedFile,
+    SavedTensor,
+    checksum,
+    checksums_text,
+    damage,
+    is_finite,
+    read_checksums,
+    write_manifest,
+)
+from shardwright.checkpoint.master_check import check_masters
+from shardwright.checkpoint.read import CheckpointReader
+from shardwright.checkpoint.step_folders import (
+    clear_unfinished,
+    prune_set_aside,
+    publish,
+    published_steps,
+    remove_step,
+    set_aside,
+    step_name,
+    surplus,
+)
+from shardwright.checkpoint.store import CheckpointStore
+from shardwright.checkpoint.tensor_files import save_readable
+from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.engines.deepspeed.optimizer_state import (
+    LiveFragment,
+    live_fragments,
+    optimizer_step,
+    set_optimizer_step,
+    use_masters,
+)
+from shardwright.ir.partition import ParameterSplit
+from shardwright.modules.lora import plain_name
+from shardwright.modules.random_state import random_state, set_random_state
+from shardwright.plan.plan import Plan
+from shardwright.plan.serialize import plan_to_json, read_plan
+
+FILE_BYTES = 2 * 2**30
+"""A rank's file grows to about this: what is on the device is copied to the host a file at a time."""
+_RANK_FILE = re.compile(r"(rank|random)-\d.*")
+_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+Files = list[tuple[str, int, str]]
+"""(name, bytes, SHA-256) of each."""
+
+Written = tuple[int, str, tuple[int, ...], bool, tuple[str, ...], int, int, int]
+"""(shard, name, shard shape, trained, states, number of the rank's file, start, elements)."""
+
+
+def save_checkpoint(
+    plan: Plan,
+    folder: Path,
+    trainer: Any,
+    step: int,
+    *,
+    last: bool = True,
+    origin: Origin = UNKNOWN_ORIGIN,
+) -> None:
+    """Collective. Everything goes to a dot folder and to the disk; global rank 0 renames it. Then each rank copies its
+    files to checkpoint.upload_to, and rank 0 prunes to `keep`. origin: what wrote it.
+
+    Raises Refusal on every rank where one cannot write: SW6205; where one would write other weights than it trains:
+    SW6210. Published checkpoints are as they were. A copy that
+    fails ends the run after the last step only (SW6208); before it, a warning says so and nothing is pruned.
+    """
+    root = checkpoint_root(plan, folder)
+    name, rank = step_name(step), dist.get_rank()
+    partial = root / f".{name}.partial"
+    finite = check_masters(live_fragments(trainer.engine, named_parameters(plan, trainer.engine.module)))
+    origin = replace(origin, finite=origin.finite and finite)
+    # Twice, for hosts that do not see rank 0's file system.
+    leads = (rank == 0, rank != 0 and plan.ranks[rank].slot == 0)
+    _together(lambda: _begin(partial, origin.line) if leads[0] else None, partial)
+    _together(lambda: _join(partial, origin.line) if leads[1] else None, partial)
+    told = _together(lambda: _write_rank(plan, trainer, partial, rank), partial)
+    _together(lambda: _finish(plan, folder, trainer, partial, step, told, origin) if rank == 0 else None, partial)
+    _together(lambda: _publish(partial, root, step) if leads[0] else None, partial)
+    _together(lambda: _publish(partial, root, step) if leads[1] and partial.exists() else None, partial)
+    store = CheckpointStore(plan.checkpoint.upload_to) if plan.checkpoint.upload_to else None
+    failed = _upload(store, root / name, [file for file, _, _ in told[rank][1]], origin.line) if store else None
+    if failed is not None:
+        if last:
+            raise failed
+        if rank == 0:
+            print(f"warning[SW6208]: {failed.diagnostics[0].message}; {name} is on this disk only", flush=True)
+    elif plan.checkpoint.keep:
+        _prune(root, store, plan.checkpoint.keep, origin.line, step, leads)
+    dist.barrier()
+
+
+def _begin(partial: Path, line: Line) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    write_line(partial, line)
+
+
+def _join(partial: Path, line: Line) -> None:
+    partial.mkdir(parents=True, exist_ok=True)
+    if not (partial / RUN_FILE).exists():
+        write_line(partial, line)
+
+
+def _publish(partial: Path, root: Path, step: int) -> None:
+    publish(partial, root, step)
+    _flush(root)
+
+
+def _prune(
+    root: Path, store: CheckpointStore | None, keep: int, line: Line, step: int, leads: tuple[bool, bool]
+) -> None:
+    """Of what this line's run wrote, here and there; and what attempts moved aside."""
+    for mine in leads:
+        own = [path for _, path in published_steps(root) if line_of(path).run == line.run] if mine else []
+        for old in surplus([path.name for path in own], keep, lambda name: is_finite(root / name)):
+            with contextlib.suppress(OSError):  # it stays, and goes next time
+                remove_step(root / old)
+        if mine:
+            prune_set_aside(root, step)
+        dist.barrier()
+    if leads[0] and store is not None:
+        try:
+            store.prune(line, keep)
+        except Refusal as refusal:
+            print(f"warning[SW6208]: {refusal.diagnostics[0].message}", flush=True)
+
+
+def _upload(store: CheckpointStore, step: Path, mine: list[str], line: Line) -> Refusal | None:
+    """Collective. Each rank its own files; rank 0 the others when those are there, and the checksums last."""
+    rank = dist.get_rank()
+
+    def rest() -> None:
+        names = [name for name in read_checksums(step) if not _RANK_FILE.fullmatch(name)]
+        store.put(step, [*names, CHECKSUMS])
+        store.set_current(line)
+
+    def begin() -> None:
+        store.make_way(step.name, line)
+        store.put(step, [RUN_FILE])
+
+    phases: tuple[Callable[[], None], ...] = (
+        lambda: begin() if rank == 0 else None,
+        lambda: store.put(step, mine),
+        lambda: rest() if rank == 0 else None,
+    )
+    for phase in phases:
+        error = None
+        try:
+            phase()
+        except Refusal as refusal:
+            error = refusal
+        everyone: list[Any] = [None] * dist.get_world_size()
+        torch.distributed.all_gather_object(everyone, error.diagnostics[0] if error else None)
+        if diagnostics := [d for d in everyone if d is not None]:
+            return Refusal(diagnostics[0])
+    return None
+
+
+def _fetch_missing(plan: Plan, checkpoint: Path) -> None:
+    """Collective. Without a shared file system a host has its own ranks' files alone: one rank of it gets the others
+    from checkpoint.upload_to."""
+    if plan.checkpoint.upload_to and plan.ranks[dist.get_rank()].slot == 0 and damage(checkpoint, contents=False):
+        CheckpointStore(plan.checkpoint.upload_to).fetch(checkpoint.name, checkpoint.parent)
+    dist.barrier()
+
+
+def prepare_root(plan: Plan, folder: Path, attempt: int, resumed_step: int) -> None:
+    """Collective. Before the first step is trained: a checkpoint that cannot be written would lose it. On every host
+    later checkpoints move aside, and what a killed attempt left unfinished goes. Raises Refusal: SW6209."""
+    root, rank = checkpoint_root(plan, folder), dist.get_rank()
+    probe = root / ".step-00000000.probe"
+
+    def prepare() -> None:
+        probe.mkdir(parents=True, exist_ok=True)
+        probe.rmdir()
+        clear_unfinished(root)
+        set_aside(root, attempt, newer_than=resumed_step)
+        if plan.checkpoint.upload_to and rank == 0:
+            CheckpointStore(plan.checkpoint.upload_to).check()
+
+    for leads in (rank == 0, rank != 0 and plan.ranks[rank].slot == 0):
+        _together(prepare if leads else lambda: None, probe, code="SW6209")
+
+
+def _together(work: Any, partial: Path, code: str = "SW6205") -> list[Any]:
+    """Runs `work` on every rank and tells each what all returned; where one failed, all raise Refusal: `code`."""
+    try:
+        mine: tuple[Any, str | None] = (work(), None)
+    except (OSError, SafetensorError) as error:
+        mine = (None, (error.strerror if isinstance(error, OSError) else None) or str(error))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    torch.distributed.all_gather_object(everyone, mine)
+    failed = [(rank, error) for rank, (_, error) in enumerate(everyone) if error is not None]
+    if not failed:
+        return [value for value, _ in everyone]
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+    raise Refusal(
+        Diagnostic(
+            code=code,
+            message=f"rank {failed[0][0]} cannot write "
+            f"{'checkpoints' if code == 'SW6209' else 'the checkpoint ' + partial.name.split('.')[1]} in "
+            f"{str(partial.parent)!r}: {failed[0][1]}",
+            help="Make room or give permission there, then `run` again: it continues from the newest checkpoint, "
+            "which is unharmed. checkpoint.keep limits how many stay.",
+        )
+    )
+
+
+def _write_rank(plan: Plan, trainer: Any, partial: Path, rank: int) -> tuple[list[Written], Files]:
+    """This rank's files. Returns what is in them, and which they are."""
+    mine = owned_fragments(plan, trainer, rank)
+    rooms = itertools.accumulate(sum(t.numel() * t.element_size() for t in f.states.values()) for _, f in mine)
+    written: list[Written] = []
+    files: Files = []
+    numbered = zip((room // FILE_BYTES for room in rooms), mine, strict=True)
+    for number, (_, group) in enumerate(itertools.groupby(numbered, key=lambda pair: pair[0])):
+        tensors = {}
+        for _, (shard, f) in group:
+            for state, values in f.states.items():
+                tensors[f"{state}/{f.name}"] = values.detach().cpu().clone()
+            numel = next(iter(f.states.values())).numel()
+            written.append((shard, f.name, f.shard_shape, "fp32" in f.states, tuple(f.states), number, f.start, numel))
+        path = partial / f"rank-{rank:05d}-{number:03d}.safetensors"
+        save_readable(tensors, path)
+        files.append(_flushed(path, partial))
+    path = partial / f"random-{rank:05d}.json"
+    path.write_text(json.dumps(random_state()), encoding="utf-8")
+    files.append(_flushed(path, partial))
+    return written, files
+
+
+def owned_fragments(plan: Plan, trainer: Any, rank: int) -> list[tuple[int, LiveFragment]]:
+    """(shard, fragment) of what this rank writes: of copies of the same elements one rank writes its own."""
+    at = plan.ranks[rank]
+    splits = parameter_splits(plan)
+    mine = []
+    named = named_parameters(plan, trainer.engine.module)
+    for f in live_fragments(trainer.engine, named):
+        if getattr(named[f.name], "ds_pipe_replicated", False):
+            continue  # the copy of a tied parameter on another stage
+        split = splits.get(f.name)
+        cut = split is not None and split.dimension is not None
+        copies = split.copies if split is not None and cut else plan.strategy.tensor
+        if at.tensor % copies == 0 and (f.partitioned or at.data == 0):
+            mine.append((at.tensor // copies if cut else 0, f))
+    if at.data == at.tensor == 0:
+        for name, buffer in named_buffers(trainer.engine.module).items():
+            value = {"value": buffer.detach().reshape(-1)}
+            shape, live = tuple(buffer.shape), value["value"]
+            mine.append(
+                (0, LiveFragment(name=name, shard_shape=shape, start=0, states=value, live=live, partitioned=False))
+            )
+    return mine
+
+
+def parameter_splits(plan: Plan) -> dict[str, ParameterSplit]:
+    return {p.name: p for module in plan.tensor_parallel.modules for p in module.parameters}
+
+
+def _uncut(name: str, shape: tuple[int, ...], trainer: Any) -> ParameterSplit:
+    """Of a parameter that every tensor rank has whole. shape: as this process holds it."""
+    shape = shape[::-1] if name in trainer.transposed else shape
+    return ParameterSplit(name=name, shape=shape, dimension=None, blocks=(), sizes=())
+
+
+def named_parameters(plan: Plan, module: nn.Module) -> dict[str, nn.Parameter]:
+    """Of this rank, by one name each: of tied parameters the name that the plan lists, on every stage."""
+    first = {alias: group[0] for group in plan.model.tied for alias in group}
+    named = ((plain_name(name), parameter) for name, parameter in module.named_parameters())
+    return {first.get(name, name): parameter for name, parameter in named}
+
+
+def named_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Persistent ones of this rank, by Hugging Face name."""
+    pieces = {path for path, _ in module.named_children()} if hasattr(module, "stage_id") else None
+    found = {}
+    for path, owner in module.named_modules():
+        for leaf, buffer in owner.named_buffers(recurse=False):
+            if leaf not in owner._non_persistent_buffers_set:
+                name = f"{path}.{leaf}" if path else leaf
+                found[name.split(".", 1)[1] if pieces is not None else plain_name(name)] = buffer
+    return found
+
+
+def _flushed(path: Path, partial: Path) -> tuple[str, int, str]:
+    """Written through to the disk; (name, bytes, SHA-256)."""
+    _flush(path)
+    return str(path.relative_to(partial)), path.stat().st_size, checksum(path)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _finish(plan: Plan, folder: Path, trainer: Any, partial: Path, step: int, told: list[Any], origin: Origin) -> None:
+    """What all ranks wrote, put together; the folder's own model, tokenizer and plan beside it; checksums of all."""
+    for part in ("model", "tokenizer"):
+        if (folder / part).is_dir():
+            shutil.copytree(folder / part, partial / part)
+    (partial / "plan.json").write_text(plan_to_json(plan), encoding="utf-8")
+    manifest = _manifest(plan, trainer, step, told)
+    write_manifest(partial, replace(manifest, rows=origin.rows, data=dict(origin.data), finite=origin.finite))
+    rest = [path for part in ("model", "tokenizer") for path in (partial / part).rglob("*") if path.is_file()]
+    top = [partial / name for name in ("plan.json", RUN_FILE, MANIFEST)]
+    own = [_flushed(path, partial) for path in (*rest, *top)]
+    sums = {name: digest for name, _, digest in (*own, *(file for _, files in told for file in files))}
+    (partial / CHECKSUMS).write_text(checksums_text(sums), encoding="utf-8")
+    _flush(partial / CHECKSUMS)
+    _flush(partial)
+
+
+def _manifest(plan: Plan, trainer: Any, step: int, told: list[tuple[list[Written], Files]]) -> Manifest:
+    splits = parameter_splits(plan)
+    files: list[SavedFile] = []
+    tensors: dict[str, SavedTensor] = {}
+    shards: dict[str, dict[int, list[Fragment]]] = {}
+    for written, names in told:
+        first = len(files)
+        files += [SavedFile(name=name, size_bytes=size) for name, size, _ in names]
+        for shard, name, shape, _, states, number, start, numel in written:
+            split = splits.get(name) or _uncut(name, shape, trainer)
+            tensors[name] = SavedTensor(split=split, transposed=name in trainer.transposed, states=states, shards=())
+            found = shards.setdefault(name, {}).setdefault(shard, [])
+            found.append(Fragment(file=first + number, start=start, numel=numel))
+    for name, by_shard in shards.items():
+        tensors[name] = SavedTensor(
+            split=tensors[name].split,
+            transposed=tensors[name].transposed,
+            states=tensors[name].states,
+            shards=tuple(tuple(sorted(by_shard[s], key=lambda f: f.start)) for s in sorted(by_shard)),
+        )
+    scaler = getattr(trainer.engine.optimizer, "loss_scaler", None) if plan.training.precision == "fp16" else None
+    return Manifest(
+        version=MANIFEST_VERSION,
+        step=step,
+        optimizer_step=optimizer_step(trainer.engine),
+        loss_scale=None if scaler is None else {k: float(getattr(scaler, k)) for k in _SCALER if hasattr(scaler, k)},
+        tensors=tensors,
+        files=tuple(files),
+    )
+
+
+def load_checkpoint(plan: Plan, trainer: Any, checkpoint: Path) -> int:
+    """Collective. Of any layout. Returns the step that the checkpoint closed. Raises Refusal: SW6201."""
+    _fetch_missing(plan, checkpoint)
+    rank, engine = dist.get_rank(), trainer.engine
+    splits, at = parameter_splits(plan), plan.ranks[rank]
+    with CheckpointReader(checkpoint) as reader, torch.no_grad():
+        for f in live_fragments(engine, named_parameters(plan, engine.module)):
+            split = splits.get(f.name) or _uncut(f.name, f.shard_shape, trainer)
+            for state, values in f.states.items():
+                values.copy_(reader.fragment(f.name, state, split, at.tensor, f.start, values.numel()))
+        for name, buffer in named_buffers(engine.module).items():
+            buffer.copy_(reader.whole(name, "value"))
+        manifest = reader.manifest
+    set_optimizer_step(engine, manifest.optimizer_step)
+    use_masters(engine)
+    if plan.training.precision == "fp16" and (scaler := engine.optimizer.loss_scaler).dynamic:
+        for attribute, value in (manifest.loss_scale or {}).items():
+            setattr(scaler, attribute, type(getattr(scaler, attribute))(value))
+    engine.global_steps, engine.global_samples = manifest.step, manifest.step * plan.training.global_batch_size
+    if same_ranks(plan, read_plan(checkpoint)):
+        path = checkpoint / f"random-{rank:05d}.json"
+        try:
+            set_random_state(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:  # a stranger may have written it
+            raise reader.not_whole(f"{path.name} holds no random state ({error})") from None
+    else:
+        # The ranks of another layout hold other parts: new streams, none of which was drawn from before.
+        torch.manual_seed(torch.initial_seed() + (manifest.step + 1) * plan.strategy.world_size)
+    return manifest.step

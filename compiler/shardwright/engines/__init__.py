@@ -1,0 +1,1 @@
+"""What runs a plan. One folder an engine."""

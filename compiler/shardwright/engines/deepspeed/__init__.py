@@ -1,0 +1,1 @@
+"""DeepSpeed: its files, its rules and its trainers."""

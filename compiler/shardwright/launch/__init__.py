@@ -1,0 +1,1 @@
+"""Starting a run, from the host that one types `run` on, and looking after it there."""

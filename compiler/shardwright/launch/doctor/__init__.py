@@ -1,0 +1,1 @@
+"""`doctor`: what would stop a run on its hosts, found before it starts."""

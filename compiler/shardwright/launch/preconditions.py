@@ -1,0 +1,175 @@
+"""What must hold before a run may start on this machine. No torch here."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.ir.lora import missing_peft
+from shardwright.ir.recipe import FLASH
+from shardwright.plan.build import NEEDS_HOSTS
+from shardwright.plan.hosts import SAFE_UNQUOTED, read_hosts
+from shardwright.plan.plan import Plan
+from shardwright.safe_read import read_regular_text
+from shardwright.train.tracking import missing_trackers
+
+TESTED = {"deepspeed": ">=0.19.8,<0.20", "transformers": ">=5.20,<6", "torch": ">=2.10,<3"}
+
+
+def missing_flash_attention() -> Diagnostic | None:
+    """The optional package whose kernels `attention: flash_attention_2` runs."""
+    if importlib.util.find_spec("flash_attn") is not None:
+        return None
+    return Diagnostic(
+        code="SW6009",
+        message="the plan's attention is flash_attention_2, and flash-attn is not installed here",
+        help="pip install flash-attn --no-build-isolation, on every host; or compile with `attention: sdpa`.",
+        key=("model", "attention"),
+    )
+
+
+def check_versions(plan: Plan) -> list[str]:
+    """Warnings for versions that differ from the plan's inside the tested range; Refusal outside it."""
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import Version
+
+    warnings, errors = [], []
+    for name, tested in TESTED.items():
+        planned, installed = getattr(plan.versions, name), metadata.version(name)
+        if Version(installed).base_version == Version(planned).base_version:
+            continue
+        if SpecifierSet(tested).contains(Version(installed).base_version):
+            warnings.append(
+                f"warning[SW6002]: planned with {name} {planned}, running with {installed} (tested: {tested})"
+            )
+        else:
+            errors.append(
+                Diagnostic(
+                    code="SW6002",
+                    message=f"planned with {name} {planned}, but {installed} is installed (tested: {tested})",
+                    help=f"Install {name} {planned}, or compile the recipe again here.",
+                )
+            )
+    if errors:
+        raise Refusal(*errors)
+    return warnings
+
+
+def program_path() -> str:
+    """PATH with this environment's programs first: its `deepspeed`, whether it is activated or not."""
+    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+
+
+def own_command(*arguments: str) -> list[str]:
+    """`shardwright` with these arguments, in a process of its own. -P: a file of the current directory that has a
+    module's name is never imported."""
+    return [sys.executable, "-P", "-m", "shardwright", *arguments]
+
+
+def check_machine(plan: Plan, folder: Path, hostfile: Path | None) -> None:
+    """Raises Refusal with every obstacle at once."""
+    found = tuple(_obstacles(plan, folder, hostfile))
+    if found:
+        raise Refusal(*found)
+
+
+def _obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[Diagnostic]:
+    if plan.lora is not None and (absent := missing_peft()):
+        yield absent
+    if plan.model.attention == FLASH and (absent := missing_flash_attention()):
+        yield absent
+    if plan.is_cpu and plan.training.precision == "fp16":
+        yield Diagnostic(
+            code="SW6004",
+            message="fp16 does not run on a CPU: DeepSpeed refuses it",
+            help="Set training.precision to bf16 or fp32 and compile again; fp16 plans run on GPUs.",
+        )
+    if shutil.which("deepspeed", path=program_path()) is None:
+        yield Diagnostic(
+            code="SW6005",
+            message="there is no `deepspeed` command in this environment",
+            help="Install shardwright with its dependencies (pip install shardwright) and use its command.",
+        )
+    yield from missing_trackers(plan)
+    weights = plan.model.weights_path
+    # Pods have a volume of their own, which need not be mounted here.
+    if weights is not None and plan.launch.launcher != "kubernetes" and not Path(weights).is_dir():
+        yield Diagnostic(
+            code="SW6007",
+            message=f"the pretrained weights are gone: there is no folder {weights!r}",
+            help="Bring them back (the plan names their revision where they came from the hub), or compile again.",
+        )
+    if plan.launch.launcher == "no_ssh":
+        yield Diagnostic(
+            code="SW6005",
+            message="launch.launcher is no_ssh: nothing here can start the other nodes",
+            help=f"On each node: NODE_RANK=0...{plan.nodes - 1} MASTER_ADDR=<address of node 0> bash launch.sh",
+        )
+    yield from scheduler_obstacles(plan)
+    yield from host_obstacles(plan, folder, hostfile)
+
+
+_COMMANDS = {"pdsh": "pdsh", "openmpi": "mpirun", "slurm": "sbatch", "kubernetes": "kubectl"}
+
+
+def scheduler_obstacles(plan: Plan) -> Iterator[Diagnostic]:
+    launcher = plan.launch.launcher
+    program = _COMMANDS.get(launcher)
+    if program is not None and shutil.which(program, path=program_path()) is None:
+        yield Diagnostic(
+            code="SW6005",
+            message=f"launch.launcher is {launcher}, and there is no `{program}` command here",
+            help=f"Install it, start the run where there is one, or compile with another launcher than {launcher}.",
+        )
+    nodes = os.environ.get("SLURM_JOB_NUM_NODES")
+    if launcher == "slurm" and nodes is not None and nodes != str(plan.nodes):
+        yield Diagnostic(
+            code="SW6003",
+            message=f"the Slurm allocation has {nodes} nodes, the plan is for {plan.nodes}",
+            help=f"Ask for --nodes={plan.nodes}, leave the allocation (`run` then submits a job), or compile again.",
+        )
+
+
+def host_obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[Diagnostic]:
+    """The hosts of a hostfile against the plan's rank map."""
+    launcher, compiled = plan.launch.launcher, folder / "launch" / "hostfile"
+    if launcher not in NEEDS_HOSTS:
+        if hostfile is not None:
+            where = "the machine that `run` is started on" if launcher == "local" else f"given by {launcher}"
+            yield Diagnostic(
+                code="SW6003",
+                message=f"a hostfile has no use: where the ranks run is {where}",
+                help="Leave --hostfile out, or compile with `launcher: pdsh` or `openmpi`.",
+            )
+        return
+    if hostfile is None and not compiled.is_file():
+        yield Diagnostic(
+            code="SW6003",
+            message=f"the plan is for {plan.nodes} nodes and no hostfile says which",
+            help="Give `--hostfile FILE` with a line `name slots=N` for each node.",
+        )
+        return
+    path = hostfile or compiled
+    try:
+        read_hosts(str(path), read_regular_text(path), plan.nodes, plan.gpus_per_node)
+    except Refusal as refusal:
+        yield from refusal.diagnostics
+    except (OSError, UnicodeDecodeError) as error:
+        cause = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        yield Diagnostic(
+            code="SW6003",
+            message=f"the hostfile {str(path)!r} cannot be read: {cause}",
+            help="Lines `name slots=N`, one a node.",
+        )
+    if launcher == "pdsh" and not SAFE_UNQUOTED.fullmatch(str(folder.resolve())):
+        yield Diagnostic(
+            code="SW6005",
+            message=f"pdsh cannot pass the folder's path {str(folder.resolve())!r}: it does not quote",
+            help="Move the folder to a path of letters, digits and @%+=:,./-_ only, the same on every host.",
+        )

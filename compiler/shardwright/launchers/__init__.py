@@ -1,0 +1,1 @@
+"""How the ranks are started: the launch files of each target."""

@@ -1,0 +1,88 @@
+"""The loss of DESIGN: the sum over the predicted tokens of the global batch / their number, under every layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from deepspeed import comm as dist
+from deepspeed.sequence.cross_entropy import vocab_parallel_cross_entropy
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwright.hf.tail import Tail
+from shardwright.ir.loss_chunk import chunk_length
+from shardwright.modules.batches import IGNORED
+
+
+class CausalLoss:
+    """(logits (B, S, V or V/t), labels (B, S)) -> scaled sum of cross-entropies.
+
+    DeepSpeed averages over micro-batches and data ranks; `scale` = micro-batches * data ranks / predicted tokens of the
+    global batch turns that mean of sums into the loss wanted, for its value and its gradient. Set it before each step.
+    """
+
+    def __init__(self, vocabulary: int, tensor_group: dist.ProcessGroup | None, held: tuple[int, int] | None) -> None:
+        """held: [first, last) of the vocabulary whose logits this tensor rank holds; None where it holds all."""
+        self.vocabulary = vocabulary
+        self.tensor_group = tensor_group
+        self.held = held
+        self.scale = 1.0
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+        target = labels[0] if isinstance(labels, tuple) else labels
+        return self.total(logits[:, :-1], target[:, 1:]) * self.scale
+
+    def total(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """The sum over tokens whose label stands at their own place."""
+        logits = logits.float()
+        if self.held is None:
+            return F.cross_entropy(
+                logits.reshape(-1, logits.shape[-1]), target.reshape(-1), ignore_index=IGNORED, reduction="sum"
+            )
+        first, last = self.held
+        return vocab_parallel_cross_entropy(
+            logits,
+            target,
+            tp_group=self.tensor_group,
+            vocab_start_index=first,
+            vocab_end_index=last,
+            global_vocab_size=self.vocabulary,
+            ignore_index=IGNORED,
+            reduction="none",
+        ).sum()
+
+
+class ChunkedLoss(CausalLoss):
+    """(hidden states (B, S, H) behind the base model, labels (B, S)) -> the same loss, logits of one chunk at a time.
+
+    Each chunk's logits are made again in the backward pass (torch's non-reentrant checkpoint), which costs the head's
+    product once more. set `tail` before the first call.
+    """
+
+    tail: Tail
+
+    def __call__(self, hidden: torch.Tensor, labels: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+        target = labels[0] if isinstance(labels, tuple) else labels
+        length = chunk_length(*target.shape)
+        # The cuts before the checkpoints: each keeps a view, not a copy.
+        pairs = zip(hidden[:, :-1].split(length, dim=1), target[:, 1:].split(length, dim=1), strict=True)
+        # ZeRO-3 releases the head between forward and recomputation, so its shapes differ then: no metadata check.
+        totals = [checkpoint(self._chunk, *pair, use_reentrant=False, determinism_check="none") for pair in pairs]
+        return torch.stack(totals).sum() * self.scale
+
+    def _chunk(self, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.total(self.tail.logits(hidden), target)
+
+
+def compute_loss_inside(model: nn.Module, loss: ChunkedLoss) -> None:
+    """The model's forward takes `labels` too and returns the loss: ZeRO-3 gathers the head inside an engine's forward
+    only."""
+    tail = loss.tail = Tail(model)
+    inner = model.forward
+
+    def forward(labels: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        return loss(tail.hidden(lambda: inner(**inputs)), labels)
+
+    model.forward = forward

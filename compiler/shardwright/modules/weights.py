@@ -1,0 +1,109 @@
+"""The Hugging Face model and its first weights, and the one change of representation that every layout shares."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from deepspeed import comm as dist
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.pytorch_utils import Conv1D
+
+from shardwright.ir.names import pattern
+from shardwright.modules.materialize import DrawnByLayer, NoWeights, empty_model
+from shardwright.modules.model_config import load_config
+from shardwright.modules.weight_files import WeightFiles, Weights
+from shardwright.plan.plan import Plan
+
+EXACT_PARAMETERS = 10_000_000_000
+"""Up to here a random model is drawn as Hugging Face draws it; larger ones layer by layer, the same in every layout."""
+
+
+def open_model(plan: Plan, folder: Path, *, resumes: bool) -> tuple[nn.Module, Weights]:
+    """Collective. The model without storage, in training mode, and what fills it: nothing where a checkpoint will.
+
+    "random" is exactly what a plain process gets from `torch.manual_seed(seed)` and `from_config`, up to
+    EXACT_PARAMETERS. Raises Refusal: SW6211.
+    """
+    config = load_config(plan, folder)
+    model = empty_model(config, plan.model.attention)
+    # ZeRO's flat optimizer takes a missing gradient for zero, and would let weight decay shrink these.
+    for name, parameter in model.named_parameters():
+        if pattern(name) in plan.model.cut.untrained:
+            parameter.requires_grad_(False)
+    if resumes:
+        return model, NoWeights(model)
+    weights = (
+        _pretrained(plan, config, model) if plan.model.weights == "pretrained" else _random(plan, folder, config, model)
+    )
+    stored = set(weights.names())
+    for name, buffer in model.named_buffers():
+        if name in stored:
+            buffer.copy_(weights.read(name, None))
+    return model, weights
+
+
+def _pretrained(plan: Plan, config: PretrainedConfig, model: PreTrainedModel) -> Weights:
+    assert plan.model.weights_path is not None
+    files = WeightFiles(Path(plan.model.weights_path), model)
+    stored = set(files.names())
+    by_tensor: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_tensor.setdefault(id(parameter), []).append(name)
+        if name in stored:
+            files.check(name, tuple(parameter.shape))
+    missing = [names[0] for names in by_tensor.values() if not stored & set(names)]
+    if missing:
+        raise files.refusal(f"they hold no {missing[0]} (and {len(missing) - 1} more)")
+    return files
+
+
+def _random(plan: Plan, folder: Path, config: PretrainedConfig, model: PreTrainedModel) -> Weights:
+    """One process a host draws the whole model, as only the whole sequence of draws gives Hugging Face's numbers, and
+    the host's other ranks read their slices from its file."""
+    if plan.model.total_parameters > EXACT_PARAMETERS:
+        return DrawnByLayer(model, plan.model.cut.stack, plan.training.seed)
+    mine = plan.ranks[dist.get_rank()]
+    drawn = folder / "run" / "initial" / f"node-{mine.node}"
+    if mine.slot == 0:
+        shutil.rmtree(drawn, ignore_errors=True)
+        drawn.mkdir(parents=True)
+        torch.manual_seed(plan.training.seed)
+        whole = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=plan.model.attention, trust_remote_code=False
+        )
+        kept = remove_tied_weights_from_state_dict(dict(whole.state_dict()), whole)
+        save_file({name: tensor.contiguous() for name, tensor in kept.items()}, drawn / "model.safetensors")
+        del whole, kept
+    dist.barrier()
+    files = WeightFiles(drawn, None)
+    dist.barrier()
+    if mine.slot == 0:
+        shutil.rmtree(drawn)  # it is mapped by every rank that needs it
+    return files
+
+
+def conv1d_to_linear(model: nn.Module) -> frozenset[str]:
+    """Replaces GPT-2's Conv1D (weight: in x out) by Linear (out x in), so that one layout serves every engine.
+
+    DeepSpeed's tensor-parallel layers cut nn.Linear only. Returns the names of the weights that it turned round.
+    """
+    turned = transposed_weights(model)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Conv1D):
+            with torch.device("meta"):
+                linear = nn.Linear(module.weight.shape[0], module.weight.shape[1])
+            # Without its memory yet: materialize.Filler turns round what it reads.
+            linear.weight = nn.Parameter(module.weight.detach().t(), requires_grad=module.weight.requires_grad)
+            linear.bias = module.bias
+            model.set_submodule(name, linear)
+    return turned
+
+
+def transposed_weights(model: nn.Module) -> frozenset[str]:
+    """Names of the weights that conv1d_to_linear stores transposed."""
+    return frozenset(f"{name}.weight" for name, m in model.named_modules() if isinstance(m, Conv1D))

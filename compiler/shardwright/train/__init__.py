@@ -1,0 +1,1 @@
+"""A run on its ranks: the loop, the session under it, and what it records."""

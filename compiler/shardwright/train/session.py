@@ -1,0 +1,209 @@
+"""A compiled folder in training on this rank: the engine, the data, the schedule, the checkpoints, the records.
+
+`runtime.worker` is one loop over it; `open_session` gives it to loops of one's own (docs/python-api.md).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shardwright.checkpoint.lineage import Origin
+from shardwright.checkpoint.resume_notes import other_data, other_schedule
+from shardwright.checkpoint.write import load_checkpoint, prepare_root, save_checkpoint
+from shardwright.data.dataset import resolve
+from shardwright.data.prepare import LARGEST_UNPREPARED_BYTES, prepare
+from shardwright.engines.deepspeed.trainer import StepResult, build_trainer
+from shardwright.lease import Lease
+from shardwright.modules.batches import Batches, HeldOut, MicroBatch
+from shardwright.modules.dropout import seed_dropout
+from shardwright.modules.learning_rate import learning_rate
+from shardwright.plan.plan import Plan
+from shardwright.plan.serialize import load_plan
+from shardwright.train.agreement import check_same_data
+from shardwright.train.attempt import Attempt, begin_on_ranks
+from shardwright.train.confidential import forget_environment, load_environment
+from shardwright.train.divergence import Divergence
+from shardwright.train.live import live_record
+from shardwright.train.measured import Measured
+from shardwright.train.ownership import RANKS, lease_of, taken_over
+from shardwright.train.tracking import Tracking
+from shardwright.watch.journal import Evaluations, Metrics, write_json, write_status
+
+
+class Session:
+    """done: optimizer steps that are in the weights. engine: DeepSpeed's. Every rank makes the same calls.
+
+    plan: with the number of steps, also where the recipe counts epochs.
+    """
+
+    def __init__(self, plan: Plan, folder: Path, rank: int, attempt: Attempt, lease: Lease | None = None) -> None:
+        """Process groups exist. lease: rank 0's."""
+        from deepspeed import comm as dist
+
+        prepare_root(plan, folder, attempt.number, attempt.step)
+        if int(os.environ["LOCAL_RANK"]) == 0:
+            prepare(plan, folder, limit_bytes=LARGEST_UNPREPARED_BYTES)
+        dist.barrier()
+        self.plan, data = resolve(plan, folder)
+        digests = check_same_data(self.plan, folder)
+        self.folder, self.rank, self.attempt = folder, rank, attempt.number
+        self._lease, resume = lease, attempt.resume
+        self._batches = Batches(self.plan, data)
+        self._trainer = build_trainer(self.plan, folder, resumes=bool(resume))
+        write_json(folder / "run" / "ranks" / f"rank-{rank:05d}.json", live_record(self.engine.module, rank))
+        self.data_rank = self._trainer.grid.get_data_parallel_rank()
+        seed_dropout(self.plan, rank)
+        self.done = load_checkpoint(self.plan, self._trainer, Path(resume)) if resume else 0
+        self._origin = Origin(line=attempt.line, rows=data.parts, data=digests)
+        if resume and rank == 0:
+            notes = other_data(Path(resume), data.parts, digests)
+            for warning in (*notes, *other_schedule(self.plan, Path(resume), self.done)):
+                print(warning, flush=True)
+        self._saved = self.done
+        self._held_out = HeldOut(self.plan, data.validation, self.data_rank) if data.validation else None
+        self._measured = Measured(self.plan, self._trainer.device)
+        self._divergence = Divergence(self.plan)
+        first = rank == 0
+        self._metrics = Metrics(folder, self.attempt, self.done) if first else None
+        self._evaluations = Evaluations(folder, self.attempt, self.done) if first and self.plan.validation else None
+        self._tracking = Tracking(self.plan, folder, self.done) if first else None
+        # Rank 0 alone has the file, and each must know whether the step that is resumed from lacks its line.
+        told = [self._evaluations.step if self._evaluations else 0]
+        dist.broadcast_object_list(told, src=0)
+        self._evaluated = told[0]
+
+    @property
+    def engine(self) -> Any:
+        return self._trainer.engine
+
+    def steps(self) -> range:
+        """Those still to train, counted from 1."""
+        return range(self.done + 1, self.plan.training.steps + 1)
+
+    def learning_rate(self, step: int) -> float:
+        """The recipe's, for this update."""
+        return learning_rate(self.plan.optimizer, self.plan.scheduler, self.plan.training.steps, step)
+
+    def micro_batches(self, step: int) -> list[MicroBatch]:
+        """This data rank's share of the step's global batch."""
+        return self._batches.micro_batches(step, self.data_rank)
+
+    def train(self, step: int, micro_batches: list[MicroBatch] | None = None, rate: float | None = None) -> StepResult:
+        """One optimizer step, recorded in run/metrics.jsonl. micro_batches: as many and as large as the plan's.
+
+        Raises Refusal on every rank where the losses have not been finite for too long: SW6311.
+        """
+        self._check_lease()
+        began = time.perf_counter()
+        rate = self.learning_rate(step) if rate is None else rate
+        result = self._trainer.step(self.micro_batches(step) if micro_batches is None else micro_batches, rate)
+        seconds = time.perf_counter() - began
+        self.done = step
+        self._measured.step(result.loss, seconds)
+        training = self.plan.training
+        if self._metrics and self._tracking:
+            tokens = training.global_batch_size * training.sequence_length
+            self._metrics.write(step, result.loss, result.grad_norm, rate, tokens, seconds)
+            values = {"loss": result.loss, "grad_norm": result.grad_norm, "learning_rate": rate}
+            self._tracking.log(step, {**values, "tokens_per_second": tokens / seconds})
+        lines = self._divergence.step(step, result.loss, result.grad_norm)
+        if self._measured.is_due:
+            lines.append(self._measured.line())
+        for line in lines if self.rank == 0 else ():
+            print(line, flush=True)
+        return result
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the recipe wants the held-out data evaluated after the step that is done, and it is not yet: so too
+        where a run resumes from a checkpoint whose evaluation failed."""
+        validation = self.plan.validation
+        if validation is None or self._held_out is None or self.done in (0, self._evaluated):
+            return False
+        return self.done % validation.every_steps == 0 or self.done == self.plan.training.steps
+
+    def evaluate(self) -> float:
+        """Loss over the held-out data, recorded in run/evaluation.jsonl. There is some: the recipe has `validation`."""
+        assert self._held_out is not None, "the recipe has no validation"
+        began = time.perf_counter()
+        loss, predicted = self._trainer.evaluate(self._held_out)
+        if self._evaluations and self._tracking:
+            self._evaluations.write(self.done, loss, predicted, time.perf_counter() - began)
+            self._tracking.log(self.done, {"validation_loss": loss})
+        self._evaluated = self.done
+        return loss
+
+    @property
+    def saves(self) -> bool:
+        """Whether the recipe wants a checkpoint of the step that is done."""
+        every = self.plan.checkpoint.every_steps
+        return bool(every) and self.done % (every or 1) == 0
+
+    def save(self, *, last: bool = False) -> None:
+        """A checkpoint of the step that is done; nothing where it has one. last: nothing is trained after it, so that a
+        copy that fails (checkpoint.upload_to) is an error and not a warning."""
+        self._check_lease()
+        if self._saved != self.done:
+            last = last or self.done == self.plan.training.steps
+            origin = replace(self._origin, finite=self._divergence.finite)
+            save_checkpoint(self.plan, self.folder, self._trainer, self.done, last=last, origin=origin)
+            self._saved = self.done
+
+    def _check_lease(self) -> None:
+        """Raises Refusal where another run has taken this one's place."""
+        if self._lease is not None and self._lease.lost is not None:
+            raise taken_over(self._lease.lost, self.folder)
+
+    def finish(self, status: str = "done") -> None:
+        """Writes run/summary.json and run/status.json. status: done | preempted."""
+        from deepspeed import comm as dist
+
+        self._measured.write(self.folder, status, self.done, self.attempt)
+        if self._tracking:
+            self._tracking.close()
+        dist.barrier()
+        if self.rank == 0:
+            write_status(self.folder, status, self.attempt, step=self.done)
+        if self._lease is not None:
+            self._lease.release()
+
+
+@contextmanager
+def open_session(folder: str | os.PathLike[str], resume: str = "auto") -> Iterator[Session]:
+    """For a script of one's own, started by `deepspeed` (or torchrun) with the plan's number of ranks.
+
+    resume: auto (the newest valid checkpoint, else from the start), never, or a step folder. At the end a checkpoint
+    of the last step is written and the process groups are closed. Raises Refusal where the folder, the world or the
+    data are not the plan's.
+    """
+    load_environment()
+    path = Path(folder).resolve()
+    plan, rank = load_plan(path), int(os.environ["RANK"])
+    if plan.is_cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    from shardwright.engines.deepspeed.distributed import check_world, close_groups, open_groups
+    from shardwright.train.agreement import check_same_files
+
+    check_world(plan)
+    open_groups(plan)
+    forget_environment()
+    check_same_files(plan, path)
+    lease = lease_of(plan, path, RANKS) if rank == 0 else None
+    try:
+        attempt = begin_on_ranks(plan, path, rank, resume, lease)
+        if rank == 0:
+            write_status(path, "running", attempt.number)
+        session = Session(plan, path, rank, attempt, lease)
+        yield session
+        session.save(last=True)
+        session.finish("done" if session.done == session.plan.training.steps else "preempted")
+    finally:
+        if lease is not None:
+            lease.release()
+    close_groups()

@@ -1,0 +1,1 @@
+"""What the ranks of a run tell each other and whoever watches: lost ranks, stalls, events, the journal."""

@@ -1,0 +1,109 @@
+"""A checkpoint as a run leaves it, written by hand: for the readers' tests."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from shardwright.checkpoint.lineage import Line, write_line
+from shardwright.checkpoint.manifest import (
+    CHECKSUMS,
+    MANIFEST,
+    Fragment,
+    Manifest,
+    SavedFile,
+    SavedTensor,
+    checksum,
+    checksums_text,
+    write_manifest,
+)
+from shardwright.checkpoint.read import cut
+from shardwright.ir.partition import ParameterSplit
+
+WHOLE = ParameterSplit(name="w", shape=(6, 4), dimension=None, blocks=(), sizes=())
+
+
+def write_checkpoint(
+    folder: Path,
+    *,
+    step: int = 4,
+    split: ParameterSplit = WHOLE,
+    whole: torch.Tensor | None = None,
+    ranks: int = 1,
+    line: Line | None = None,
+    finite: bool = True,
+) -> Path:
+    """One parameter in the three states of training, `ranks` data ranks x the split's tensor ranks; the compiled
+    `folder`'s own plan beside it. line: None for a checkpoint from before runs had ids."""
+    path = folder / "checkpoints" / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    whole = torch.arange(24.0).view(6, 4) if whole is None else whole
+    shards, files = [], []
+    for shard in range(max(1, len(split.sizes) // split.copies)):
+        flat = cut(split, whole, shard * split.copies).reshape(-1)
+        fragments, start = [], 0
+        for part in flat.tensor_split(ranks):
+            name = f"rank-{len(files):05d}-000.safetensors"
+            save_file(
+                {f"{state}/w": part + i for i, state in enumerate(("fp32", "exp_avg", "exp_avg_sq"))}, path / name
+            )
+            fragments.append(Fragment(file=len(files), start=start, numel=part.numel()))
+            files.append(SavedFile(name=name, size_bytes=(path / name).stat().st_size))
+            start += part.numel()
+        shards.append(tuple(fragments))
+    saved = SavedTensor(split=split, transposed=False, states=("fp32", "exp_avg", "exp_avg_sq"), shards=tuple(shards))
+    manifest = Manifest(
+        version=1,
+        step=step,
+        optimizer_step=step,
+        loss_scale=None,
+        tensors={"w": saved},
+        files=tuple(files),
+        finite=finite,
+    )
+    write_manifest(path, manifest)
+    if line is not None:
+        write_line(path, line)
+    return _with_companions(folder, path)
+
+
+def write_model_checkpoint(folder: Path, state: dict[str, torch.Tensor], *, step: int = 4) -> Path:
+    """A whole model's, as one rank leaves it: fp32 masters, and moments of zero."""
+    path = folder / "checkpoints" / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    name, states = "rank-00000-000.safetensors", ("fp32", "exp_avg", "exp_avg_sq")
+    flat = {key: tensor.detach().float().reshape(-1) for key, tensor in state.items()}
+    save_file({f"{s}/{key}": t * (s == "fp32") for key, t in flat.items() for s in states}, path / name)
+    tensors = {
+        key: SavedTensor(
+            split=ParameterSplit(name=key, shape=tuple(tensor.shape), dimension=None, blocks=(), sizes=()),
+            transposed=False,
+            states=states,
+            shards=((Fragment(file=0, start=0, numel=tensor.numel()),),),
+        )
+        for key, tensor in state.items()
+    }
+    file = SavedFile(name=name, size_bytes=(path / name).stat().st_size)
+    manifest = Manifest(version=1, step=step, optimizer_step=step, loss_scale=None, tensors=tensors, files=(file,))
+    write_manifest(path, manifest)
+    return _with_companions(folder, path)
+
+
+def _with_companions(folder: Path, path: Path) -> Path:
+    if (folder / "plan.json").exists():
+        shutil.copyfile(folder / "plan.json", path / "plan.json")
+    for part in ("model", "tokenizer"):
+        if (folder / part).exists():
+            shutil.copytree(folder / part, path / part)
+    assert (path / MANIFEST).is_file()
+    sum_up(path)
+    return path
+
+
+def sum_up(path: Path) -> None:
+    """SHA256SUMS of what is there now."""
+    names = [str(p.relative_to(path)) for p in path.rglob("*") if p.is_file() and p.name != CHECKSUMS]
+    (path / CHECKSUMS).write_text(checksums_text({name: checksum(path / name) for name in names}))

@@ -1,0 +1,105 @@
+"""What a run hears of a checkpoint that another plan wrote: refused, warned of, or only told."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.checkpoint.index import check_fits, same_ranks
+from shardwright.diagnostics import Refusal
+from shardwright.plan.plan import Plan, PlanLora
+from shardwright.plan.serialize import plan_to_json, read_plan
+
+
+@pytest.fixture
+def plan(compiled: Path) -> Plan:
+    return read_plan(compiled)
+
+
+def notes(now: Plan, saved: Plan, compiled: Path, tmp_path: Path) -> tuple[str, ...]:
+    (tmp_path / "step-00000004").mkdir(exist_ok=True)
+    (tmp_path / "step-00000004" / "plan.json").write_text(plan_to_json(saved))
+    return check_fits(now, compiled, tmp_path / "step-00000004")
+
+
+def changed(plan: Plan, section: str, **values: Any) -> Plan:
+    return dataclasses.replace(plan, **{section: dataclasses.replace(getattr(plan, section), **values)})
+
+
+def test_the_same_plan_is_no_news(plan: Plan, compiled: Path, tmp_path: Path) -> None:
+    assert notes(plan, plan, compiled, tmp_path) == ()
+
+
+@pytest.mark.parametrize("key", ["global_batch_size", "sequence_length", "seed"])
+def test_other_samples_are_warned_of(key: str, plan: Plan, compiled: Path, tmp_path: Path) -> None:
+    """A step's number stands for the samples before it."""
+    (note,) = notes(changed(plan, "training", **{key: 1237}), plan, compiled, tmp_path)
+    assert note.startswith("warning[SW6207]") and f"training.{key} {getattr(plan.training, key)} -> 1237" in note
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("strategy", "tensor", 4),
+        ("strategy", "pipeline", 4),
+        ("strategy", "data", 2),
+        ("strategy", "zero_stage", 3),
+        ("strategy", "schedule", "dualpipev"),
+        ("training", "precision", "bf16"),
+    ],
+)
+def test_another_layout_is_told(
+    section: str, key: str, value: object, plan: Plan, compiled: Path, tmp_path: Path
+) -> None:
+    before = getattr(getattr(plan, section), key)
+    (note,) = notes(changed(plan, section, **{key: value}), plan, compiled, tmp_path)
+    assert note == f"step-00000004 was written under another layout: {key} {before} -> {value}"
+
+
+def test_who_has_the_same_layers_and_shards(plan: Plan, compiled: Path, tmp_path: Path) -> None:
+    assert same_ranks(plan, plan) and same_ranks(changed(plan, "strategy", zero_stage=3), plan)
+    for keys in ({"tensor": 4}, {"pipeline": 4}, {"data": 2}, {"schedule": "dualpipev"}):
+        assert not same_ranks(changed(plan, "strategy", **keys), plan)
+    first, second = plan.stages
+    stages = (
+        dataclasses.replace(first, layers=first.layers[:-1]),
+        dataclasses.replace(second, first_layer=second.first_layer - 1, layers=(first.layers[-1], *second.layers)),
+    )
+    moved = dataclasses.replace(plan, stages=stages)
+    assert not same_ranks(moved, plan)
+    assert "stage boundaries" in notes(moved, plan, compiled, tmp_path)[0]
+
+
+def test_other_adapters_are_refused(plan: Plan, compiled: Path, tmp_path: Path) -> None:
+    lora = PlanLora(rank=4, alpha=8.0, dropout=0.0, target_modules=("q_proj",))
+    adapted = dataclasses.replace(plan, lora=lora)
+    assert notes(adapted, adapted, compiled, tmp_path) == ()
+    others = (plan, dataclasses.replace(plan, lora=dataclasses.replace(lora, rank=8)))
+    for now, saved in (*((adapted, other) for other in others), (plan, adapted)):
+        with pytest.raises(Refusal) as refused:
+            notes(now, saved, compiled, tmp_path)
+        assert refused.value.diagnostics[0].code == "SW6254"
+
+
+def test_other_tokenizers_are_refused(plan: Plan, compiled: Path, tmp_path: Path) -> None:
+    """The byte tokenizer and one with files; files that only one side has."""
+    out, step = tmp_path / "out", tmp_path / "step-00000004"
+    shutil.copytree(compiled, out)
+    for folder in (out, step):
+        (folder / "tokenizer").mkdir(parents=True)
+        (folder / "tokenizer" / "tokenizer.json").write_text("{}")
+    files, byte = (changed(plan, "data", tokenizer=name) for name in ("tokenizer", "byte"))
+    assert notes(files, files, out, tmp_path) == () == notes(byte, byte, out, tmp_path)
+    for now, saved in ((files, byte), (byte, files)):
+        with pytest.raises(Refusal, match="another tokenizer"):
+            notes(now, saved, out, tmp_path)
+    for folder in (out, step):
+        (folder / "tokenizer" / "added_tokens.json").write_text("{}")
+        with pytest.raises(Refusal, match=r"added_tokens\.json differs") as refused:
+            notes(files, files, out, tmp_path)
+        assert refused.value.diagnostics[0].code == "SW6204"
+        (folder / "tokenizer" / "added_tokens.json").unlink()

@@ -1,0 +1,54 @@
+"""A shard of any layout out of a checkpoint of any other."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwright.checkpoint.read import CheckpointReader, cut
+from shardwright.diagnostics import Refusal
+from shardwright.ir.partition import ParameterSplit
+from tests.unit.checkpoint.saved import WHOLE, write_checkpoint
+
+
+def split(dimension: int, blocks: tuple[int, ...], sizes: tuple[int, ...], copies: int = 1) -> ParameterSplit:
+    return ParameterSplit(name="w", shape=(6, 4), dimension=dimension, blocks=blocks, sizes=sizes, copies=copies)
+
+
+SPLITS = {
+    "whole": WHOLE,
+    "rows": split(0, (6,), (3, 3)),
+    "uneven rows": split(0, (6,), (2, 2, 1, 1)),
+    "fused rows": split(0, (2, 4), (3, 3)),
+    "columns": split(1, (4,), (2, 2)),
+    "copied rows": split(0, (6,), (3, 3, 3, 3), copies=2),
+}
+
+
+@pytest.mark.parametrize(("writer", "reader"), list(itertools.product(SPLITS, SPLITS)))
+def test_every_cut_reads_every_other(writer: str, reader: str, tmp_path: Path) -> None:
+    whole = torch.randn(6, 4)
+    path = write_checkpoint(tmp_path, split=SPLITS[writer], whole=whole, ranks=3)
+    wanted = SPLITS[reader]
+    with CheckpointReader(path) as checkpoint:
+        assert torch.equal(checkpoint.whole("w", "fp32"), whole)
+        for rank in range(max(1, len(wanted.sizes))):
+            shard = cut(wanted, whole + 2, rank).reshape(-1)
+            for start, numel in ((0, shard.numel()), (1, 3), (shard.numel() - 2, 2)):
+                got = checkpoint.fragment("w", "exp_avg_sq", wanted, rank, start, numel)
+                assert torch.equal(got, shard[start : start + numel])
+
+
+def test_elements_that_are_not_there_are_not_made_up(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path)
+    with CheckpointReader(path) as checkpoint:
+        with pytest.raises(Refusal, match="no elements 24 to 25"):
+            checkpoint.fragment("w", "fp32", WHOLE, 0, 20, 5)
+        with pytest.raises(Refusal, match="holds no v"):
+            checkpoint.whole("v", "fp32")
+        other = ParameterSplit(name="w", shape=(6, 5), dimension=None, blocks=(), sizes=())
+        with pytest.raises(Refusal, match="shape"):
+            checkpoint.fragment("w", "fp32", other, 0, 0, 30)

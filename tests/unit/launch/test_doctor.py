@@ -1,0 +1,33 @@
+"""What `doctor` says of the facts that the hosts answer with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shardwright.compile import compile_recipe
+from shardwright.launch.doctor.doctor import Examined, _memory
+from shardwright.launch.doctor.remote import Probed
+from shardwright.plan.plan import Plan
+from shardwright.recipe.load import load_recipe
+
+
+@pytest.fixture
+def plan(write_recipe: Callable[..., Path]) -> Plan:
+    return compile_recipe(load_recipe(write_recipe())).plan
+
+
+@pytest.mark.parametrize(("offload", "element"), [("optimizer", 16), ("parameters", 18)])
+def test_offloaded_states_need_what_the_compiler_says(offload: str, element: int, plan: Plan, tmp_path: Path) -> None:
+    plan = dataclasses.replace(plan, strategy=dataclasses.replace(plan.strategy, offload=offload))
+    needed = element * plan.model.total_parameters / plan.nodes
+
+    def codes(memory_bytes: float) -> list[str]:
+        there = Probed(host="a", facts={"memory_bytes": int(memory_bytes)})
+        x = Examined(plan=plan, folder=tmp_path, shared=True, answers=(there,), digest=None)
+        return [problem.code for problem in _memory(x).problems]
+
+    assert codes(needed / 0.89) == [] and codes(needed / 0.91) == ["SW5310"]

@@ -1,0 +1,104 @@
+"""What `run` says about a run that did not finish, from what its launcher's output holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shardwright.compile import compile_recipe
+from shardwright.launch.failure import report_failure
+from shardwright.plan.plan import Plan
+from shardwright.recipe.load import load_recipe
+from shardwright.watch.events import EVENT
+
+
+@pytest.fixture
+def plan(write_recipe: Callable[..., Path]) -> Plan:
+    return compile_recipe(load_recipe(write_recipe())).plan
+
+
+def reported(plan: Plan, folder: Path, log: str) -> tuple[int, dict[str, object]]:
+    (folder / "run").mkdir()
+    (folder / "run" / "launcher.log").write_text(log)
+    code = report_failure(plan, folder, 1, 1)
+    return code, json.loads((folder / "run" / "status.json").read_text())
+
+
+LOST = EVENT + json.dumps({"kind": "lost", "rank": 2, "host": "b", "stage": 1, "pid": 7})
+KILLED = "b: [2026-01-01] ['train.py', '--local_rank=1'] exits with return code = -9"
+
+
+def test_the_signal_and_the_rank_come_from_two_witnesses(
+    plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DeepSpeed's launcher knows the signal and prints the last rank's command; the line to rank 0 knows the rank."""
+    code, status = reported(plan, tmp_path, f"a: {LOST}\n{KILLED}\n")
+    assert code == 3
+    assert (status["rank"], status["host"], status["stage"]) == (2, "b", 1)
+    assert "rank 2 (stage 1, host b): killed (signal 9)" in capsys.readouterr().err
+
+
+def test_a_host_that_was_switched_off(plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, status = reported(plan, tmp_path, f"a: {LOST}\npdsh@a: b: ssh exited with exit code 255\n")
+    assert "lost power or network" in str(status["cause"])
+    assert "rank 2 (stage 1, host b)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        ("b: ssh: connect to host b port 22: No route\npdsh@a: b: ssh exited with exit code 255\n", "host b: no ssh"),
+        (f"{KILLED}\npdsh@a: b: ssh exited with exit code 247\n", "a rank on host b was ended while the run came up"),
+        ("b: No module named shardwright\npdsh@a: b: ssh exited with exit code 1\n", "launcher on host b ended"),
+        ("RuntimeError: Using hostfile at /h but host=b was not reachable via ssh. If you\n", "host b: no ssh to it"),
+        ("nothing of use\n", "no rank said why"),
+    ],
+)
+def test_no_rank_could_speak(
+    log: str, words: str, plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, status = reported(plan, tmp_path, log)
+    assert (code, status["status"]) == (3, "failed")
+    error = capsys.readouterr().err
+    assert words in error and log.splitlines()[0] in error
+
+
+def test_out_of_memory_says_what_was_predicted_and_what_needs_less(
+    plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    event = {"kind": "failed", "rank": 1, "host": "a", "stage": 0, "code": "SW6301", "traceback": ""}
+    cause = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+    code, _ = reported(plan, tmp_path, EVENT + json.dumps({**event, "cause": cause}))
+    error = capsys.readouterr().err
+    assert code == 3
+    assert f"{plan.predicted.memory.peak_bytes / 2**30:.1f} of " in error
+    assert "--set parallelism.activation_checkpointing=full" in error
+
+
+def test_refused_input_is_no_broken_run(plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    event = {
+        "kind": "failed",
+        "rank": 0,
+        "host": "a",
+        "stage": 0,
+        "code": "SW6105",
+        "cause": "token id 300",
+        "help": "h",
+    }
+    code, _ = reported(plan, tmp_path, EVENT + json.dumps(event))
+    assert code == 1
+    assert "error[SW6105]: token id 300" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("code", ["SW6205", "SW6210", "SW6311"])
+def test_a_checkpoint_that_is_refused_ends_a_run_that_had_begun(
+    code: str, plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = {"kind": "failed", "rank": 1, "host": "a", "stage": 0, "code": code, "cause": "why", "help": "what now"}
+    exit_code, status = reported(plan, tmp_path, EVENT + json.dumps(refused))
+    assert (exit_code, status["status"], status["code"], status["cause"]) == (3, "failed", code, "why")
+    assert status["help"] == "what now"
+    assert capsys.readouterr().err == f"error[{code}]: why\n  what now\n"

@@ -1,0 +1,101 @@
+"""LoRA's refusals, a merge, and adapters beside parameters that get their values later."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoConfig
+
+from shardwright.checkpoint.index import check_fits
+from shardwright.diagnostics import Refusal
+from shardwright.launch.preconditions import check_machine
+from shardwright.modules.lora import add_adapters, merged, plain_name
+from shardwright.modules.materialize import DrawnByLayer, Filler, empty_model
+from shardwright.modules.weights import conv1d_to_linear
+from shardwright.plan.plan import Plan, PlanLora
+from shardwright.plan.serialize import plan_to_json, read_plan
+from shardwright.train.live import live_record
+from tests.zoo.configs import tiny_config
+
+CASE = Path(__file__).parents[2] / "cases" / "qwen2-tp2-zero3" / "expected"
+LORA = PlanLora(rank=4, alpha=8, dropout=0.0, target_modules=("q_proj", "v_proj"))
+
+
+def plan(lora: PlanLora | None) -> Plan:
+    return dataclasses.replace(read_plan(CASE), lora=lora)
+
+
+def codes(refused: pytest.ExceptionInfo[Refusal]) -> list[str]:
+    return [d.code for d in refused.value.diagnostics]
+
+
+def test_without_peft_a_run_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "peft" else found(name, *a))
+    with pytest.raises(Refusal) as refused:
+        check_machine(plan(LORA), tmp_path, None)
+    (absent,) = [d for d in refused.value.diagnostics if d.code == "SW6251"]
+    assert "pip install" in absent.help
+    try:
+        check_machine(plan(None), tmp_path, None)
+    except Refusal as other:
+        assert all(d.code != "SW6251" for d in other.diagnostics)
+
+
+@pytest.mark.parametrize("here", [None, dataclasses.replace(LORA, alpha=16), dataclasses.replace(LORA, rank=8)])
+def test_a_checkpoint_of_other_adapters(here: PlanLora | None, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(plan_to_json(plan(LORA)))
+    assert check_fits(plan(LORA), tmp_path, tmp_path) == ()
+    with pytest.raises(Refusal) as refused:
+        check_fits(plan(here), tmp_path, tmp_path)
+    assert codes(refused) == ["SW6254"]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_merge(turned: bool) -> None:
+    weight, a, b, x = torch.randn(6, 5), torch.randn(4, 5), torch.randn(6, 4), torch.randn(3, 5)
+    wanted = x @ weight.t() + 2.0 * (x @ a.t()) @ b.t()
+    whole = merged(weight.t() if turned else weight, a, b, LORA, turned=turned)
+    assert torch.allclose(x @ (whole if turned else whole.t()), wanted, atol=1e-5)
+
+
+STACKS = {"llama": "model.layers", "gpt2": "transformer.h"}
+
+
+def drawn(model_type: str, lora: PlanLora | None) -> tuple[dict[str, torch.Tensor], nn.Module]:
+    """Filled after the adapters were put in, from weights that are drawn only then; parameters by plain name."""
+    model = empty_model(AutoConfig.for_model(**tiny_config(model_type)), "eager")
+    weights = DrawnByLayer(model, STACKS[model_type], 3)
+    turned = conv1d_to_linear(model)
+    filler = Filler(model, weights, {}, turned, 0)
+    base = plan(lora)
+    cut = dataclasses.replace(base.model.cut, stack=STACKS[model_type])
+    add_adapters(model, dataclasses.replace(base, model=dataclasses.replace(base.model, cut=cut)))
+    filler.fill([""])
+    return {plain_name(name): p for name, p in model.named_parameters()}, model
+
+
+@pytest.mark.parametrize(
+    ("model_type", "modules"), [("llama", ("q_proj", "down_proj")), ("gpt2", ("c_attn", "c_fc", "c_proj"))]
+)
+def test_adapters_beside_parameters_that_are_filled_later(model_type: str, modules: tuple[str, ...]) -> None:
+    lora = dataclasses.replace(LORA, target_modules=modules)
+    without, plain = drawn(model_type, None)
+    found, model = drawn(model_type, lora)
+    assert without.keys() == {name for name in found if "lora_" not in name}
+    assert all(torch.equal(found[name], p) for name, p in without.items())
+    assert {name for name, p in found.items() if p.requires_grad} == {name for name in found if "lora_" in name}
+    assert set(live_record(model, 0)["shapes"]) == set(found)  # type: ignore[arg-type]
+
+    torch.manual_seed(plan(lora).training.seed)
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(modules), task_type="CAUSAL_LM")
+    peft = dict(get_peft_model(plain, config).named_parameters())  # type: ignore[arg-type]
+    adapters = {name: p for name, p in found.items() if "lora_" in name}
+    assert len(adapters) == sum("lora_" in name for name in peft)
+    assert all(torch.equal(peft[f"base_model.model.{name}"], p) for name, p in adapters.items())
