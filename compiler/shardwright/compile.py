@@ -13,13 +13,13 @@ from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.engines.deepspeed.autotp import AUTOTP_FILE, autotp_config
 from shardwright.engines.deepspeed.extra import check_extra
 from shardwright.ir.cluster import Cluster
-from shardwright.ir.estimate import Estimate, PredictionError
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.own_code import OwnCode
 from shardwright.ir.partition import StagePartition, TensorParallelMap
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.weights import Weights
 from shardwright.launchers.lower import check_launch, unseen_paths
+from shardwright.layout.estimate import Estimate, PredictionError
 from shardwright.lower.inputs import copied_inputs, model_companions
 from shardwright.lower.lower import json_bytes, lower, sealed
 from shardwright.model.build import build_model_graph

@@ -13,10 +13,10 @@ from shardwright.cluster.resolve import resolve_cluster
 from shardwright.cost.constants import Constants
 from shardwright.cost.estimate import price
 from shardwright.ir.cluster import Cluster
-from shardwright.ir.estimate import Estimate
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
-from shardwright.ir.strategy import Strategy
+from shardwright.layout.estimate import Estimate
+from shardwright.layout.strategy import Strategy
 from shardwright.model.build import build_model_graph
 from shardwright.recipe.load import load_recipe
 from shardwright.search.space import candidates

@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from shardwright.cluster.resolve import resolve_cluster
-from shardwright.ir.estimate import Estimate
+from shardwright.layout.estimate import Estimate
 from shardwright.model.build import build_model_graph
 from shardwright.recipe.load import load_recipe
 from shardwright.resources import recipes_dir

@@ -13,7 +13,7 @@ from shardwright.diagnostics import Diagnostic
 from shardwright.diagnostics.codes import CODES
 from shardwright.ir.lora import LoraSection
 from shardwright.ir.recipe import DataSection, Recipe
-from shardwright.ir.strategy import Strategy
+from shardwright.layout.strategy import Strategy
 from shardwright.model.build import build_model_graph
 from shardwright.rules.layout import Subject
 from shardwright.rules.registry import DEEPSPEED_RULES, GENERAL_RULES, Rule

@@ -25,7 +25,7 @@ from shardwright.engines.deepspeed import trainer as engine
 from shardwright.engines.deepspeed.ds_config import ds_config
 from shardwright.engines.deepspeed.trainer import Trainer, build_trainer
 from shardwright.ir.apart import series_apart, tensor_apart, worst
-from shardwright.ir.hpz import HPZ
+from shardwright.layout.hpz import HPZ
 from shardwright.modules.batches import HeldOut
 from shardwright.plan.plan import Plan
 from tests.parity.cases_worker import begin, compiled, difference, train

@@ -14,6 +14,7 @@ MODEL = ("hf", "ir", "model")
 DATA = ("data", "modules/batches.py")
 ENGINE = (
     *MODEL,
+    "layout",
     "engines/deepspeed/ds_config.py",
     "partition",
     "plan",
@@ -56,7 +57,7 @@ RUN = (
     "train/worker.py",
 )
 LAUNCH = ("checkpoint", "engines", "launch", "launchers", "lower", "modules", "train", "watch")
-COST = ("cluster", "cost", "ir", "model/popular", "partition", "rules", "schedule", "search")
+COST = ("cluster", "cost", "ir", "layout", "model/popular", "partition", "rules", "schedule", "search")
 READ = ("diagnostics", "engines/deepspeed/schema", "lint", "recipe")
 
 
@@ -81,7 +82,9 @@ PIECES: dict[str, Piece] = {
         areas=("fuzz",),
     ),
     "ds-config": Piece(
-        tests=("tests/cases/test_random_plans.py",), speaks_of=("ir", "lower", "plan", "rules"), areas=("ds-config",)
+        tests=("tests/cases/test_random_plans.py",),
+        speaks_of=("ir", "layout", "lower", "plan", "rules"),
+        areas=("ds-config",),
     ),
     "recipes": Piece(tests=("tests/recipes/test_recipes.py",), speaks_of=(*COST, "lower", "plan"), areas=("recipes",)),
     "why-not": Piece(tests=("tests/unit/answers/test_why_not.py",), speaks_of=COST, areas=("why-not",)),

@@ -12,8 +12,8 @@ from typing import Any
 
 from shardwright.cli.estimate import model_and_cluster
 from shardwright.cli.plan import page_lines, ranked_rows
-from shardwright.ir.estimate import Estimate
 from shardwright.ir.recipe import Recipe
+from shardwright.layout.estimate import Estimate
 from shardwright.recipe.load import load_recipe
 from shardwright.search.search import pinned_estimate, search
 

@@ -20,7 +20,7 @@ from shardwright.cost.layout import Layout
 from shardwright.cost.passes import passes
 from shardwright.cost.placement import make_layout
 from shardwright.ir.model_graph import ModelGraph
-from shardwright.ir.strategy import Strategy
+from shardwright.layout.strategy import Strategy
 from shardwright.model.build import build_model_graph
 from shardwright.schedule.step import step_seconds
 from tests.unit.model.factory import model_section, recipe_of

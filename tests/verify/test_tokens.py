@@ -14,7 +14,7 @@ import torch
 from shardwright.data.megatron import open_megatron
 from shardwright.data.rows import StreamRows
 from shardwright.ir.recipe import DataSection, Recipe, ValidationSection
-from shardwright.ir.strategy import Strategy
+from shardwright.layout.strategy import Strategy
 from shardwright.verify import tiny
 from shardwright.verify.tokens import packs, random_tokens
 from tests.unit.cost.test_estimate import BASE

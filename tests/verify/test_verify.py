@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shardwright.hf.shrink import VOCABULARY
-from shardwright.ir.strategy import Strategy
+from shardwright.layout.strategy import Strategy
 from shardwright.verify.tiny import ODD_VOCABULARY, tiny_config, tiny_strategy
 from shardwright.verify.verdict import Check
 from tests.parity.harness import shardwright

@@ -17,8 +17,8 @@ from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
     from shardwright.cli.subject import Subject
-    from shardwright.ir.estimate import Estimate
     from shardwright.ir.json_value import JsonObject, JsonValue
+    from shardwright.layout.estimate import Estimate
     from shardwright.plan.resume import Resumable, Resume, Tokenizer
 
 GIB = 2**30

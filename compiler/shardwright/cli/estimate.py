@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
     from shardwright.diagnostics import Diagnostic
     from shardwright.ir.cluster import Cluster
-    from shardwright.ir.estimate import Estimate, Training
     from shardwright.ir.json_value import JsonValue
     from shardwright.ir.model_graph import ModelGraph
     from shardwright.ir.recipe import Recipe
+    from shardwright.layout.estimate import Estimate, Training
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

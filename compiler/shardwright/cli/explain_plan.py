@@ -19,9 +19,9 @@ from shardwright.search.sensitivity import MORE, Sensitivity
 
 if TYPE_CHECKING:
     from shardwright.cli.subject import Subject
-    from shardwright.ir.estimate import Estimate
     from shardwright.ir.json_value import JsonObject, JsonValue
     from shardwright.ir.recipe import Recipe, TrainingSection
+    from shardwright.layout.estimate import Estimate
 
 # `StepParts`' fields in words.
 STEP_WORDS = {

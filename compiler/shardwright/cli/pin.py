@@ -11,7 +11,7 @@ from shardwright.atomic import write_atomically
 
 if TYPE_CHECKING:
     from shardwright.ir.recipe import Recipe
-    from shardwright.ir.strategy import Strategy
+    from shardwright.layout.strategy import Strategy
 
 WIDE = 4096  # columns: ruamel.yaml would fold the user's long lines
 

@@ -25,10 +25,10 @@ from shardwright.strict_json import strict_json
 if TYPE_CHECKING:
     from shardwright.cli.plan_table import Row
     from shardwright.ir.cluster import Cluster
-    from shardwright.ir.estimate import Estimate
     from shardwright.ir.json_value import JsonValue
     from shardwright.ir.model_graph import ModelGraph
     from shardwright.ir.recipe import Recipe
+    from shardwright.layout.estimate import Estimate
     from shardwright.search.deadline import OtherBatch, Sizing
     from shardwright.search.search import SearchResult
 

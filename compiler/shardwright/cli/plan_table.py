@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardwright.cli.tables import table_lines
 from shardwright.cost.measured import bench, source, unmeasured
 from shardwright.figures import device, number
-from shardwright.ir.estimate import Estimate
+from shardwright.layout.estimate import Estimate
 
 GIB = 2**30
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shardwright.ir.cluster import Cluster
-    from shardwright.ir.estimate import Estimate
     from shardwright.ir.model_graph import ModelGraph
     from shardwright.ir.recipe import DataSection, Recipe
+    from shardwright.layout.estimate import Estimate
     from shardwright.plan.plan import Plan, PlanData
 
 PREDICTION_NOISE = 1e-6  # of the step time: what another machine's floating point may differ by

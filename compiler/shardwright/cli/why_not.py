@@ -17,9 +17,9 @@ from shardwright.strict_json import strict_json
 if TYPE_CHECKING:
     from shardwright.cli.subject import Subject
     from shardwright.diagnostics import Diagnostic
-    from shardwright.ir.estimate import Estimate
     from shardwright.ir.json_value import JsonObject
     from shardwright.ir.recipe import Recipe
+    from shardwright.layout.estimate import Estimate
 
 CROSS_CHECKS = "SW12"
 """What stage 1 says of values that are each legal and do not go together: an answer, not a mistyped question."""

@@ -12,7 +12,7 @@ from shardwright.cost.memory import RankBytes, framework_bytes
 from shardwright.cost.offload import host_transfer_seconds
 from shardwright.cost.passes import passes
 from shardwright.cost.timing import StageSeconds, optimizer_seconds, schedule_seconds, stage_seconds
-from shardwright.ir.estimate import Estimate, StageMemory
+from shardwright.layout.estimate import Estimate, StageMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from shardwright.cost.shapes import LayerShape, dropped_products, model_shapes
 from shardwright.ir.cluster import Gpu
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
-from shardwright.ir.strategy import Strategy
+from shardwright.layout.strategy import Strategy
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 # A product has two in its backward pass, each of its own size: the inputs' gradient and the weights'.

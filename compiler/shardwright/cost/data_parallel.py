@@ -10,7 +10,7 @@ from shardwright.cost.collectives import Group, gather_seconds, group_of, ring_s
 from shardwright.cost.compute import ELEMENT_BYTES
 from shardwright.cost.layout import Layout
 from shardwright.cost.passes import FORWARD_SHARE
-from shardwright.ir.buckets import BUCKET_NUMEL, PREFETCH_NUMEL
+from shardwright.layout.buckets import BUCKET_NUMEL, PREFETCH_NUMEL
 
 # The other published runs at ZeRO-3 (`assume.kernels` hf and compiled) are PyTorch's FSDP.
 DEEPSPEED_KERNELS = ("auto", "megatron")

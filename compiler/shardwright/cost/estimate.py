@@ -13,10 +13,10 @@ from shardwright.cost.placement import make_layout
 from shardwright.cost.timing import estimate_time
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.cluster import Cluster
-from shardwright.ir.estimate import Estimate, Memory, Time, Training
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
-from shardwright.ir.strategy import Strategy
+from shardwright.layout.estimate import Estimate, Memory, Time, Training
+from shardwright.layout.strategy import Strategy
 from shardwright.model.chunked import proved_chunked
 from shardwright.rules.registry import check_layout, is_countable
 

@@ -10,7 +10,7 @@ from shardwright.cost.data_parallel import data_comm_seconds
 from shardwright.cost.layout import Layout
 from shardwright.cost.passes import passes
 from shardwright.cost.timing import stage_seconds
-from shardwright.ir.hpz import asks_for_none
+from shardwright.layout.hpz import asks_for_none
 
 
 def with_hpz(layout: Layout) -> Layout | None:

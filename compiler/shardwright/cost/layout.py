@@ -10,10 +10,10 @@ from shardwright.cost.compute import runs_megatron
 from shardwright.cost.constants import Constants
 from shardwright.cost.shapes import ModelShapes
 from shardwright.ir.cluster import Cluster
-from shardwright.ir.loss_chunk import chunk_length
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
-from shardwright.ir.strategy import Strategy
+from shardwright.layout.loss_chunk import chunk_length
+from shardwright.layout.strategy import Strategy
 
 
 class Block(NamedTuple):  # a search makes tens of thousands; a frozen dataclass takes four times as long

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from importlib import resources
 
 from shardwright.ir.cluster import Cluster
-from shardwright.ir.estimate import PredictionError
-from shardwright.ir.experts import experts_of
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
-from shardwright.ir.strategy import Strategy
+from shardwright.layout.estimate import PredictionError
+from shardwright.layout.experts import experts_of
+from shardwright.layout.strategy import Strategy
 
 ENGINES = {"deepspeed": "DeepSpeed", "megatron": "Megatron-LM", "fsdp": "PyTorch's FSDP"}
 

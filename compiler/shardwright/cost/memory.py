@@ -9,8 +9,8 @@ from __future__ import annotations
 from shardwright.cost.activations import Share, own_modules
 from shardwright.cost.compute import ELEMENT_BYTES
 from shardwright.cost.layout import Block, Layout
-from shardwright.ir.buckets import BUCKET_NUMEL, LIVE_NUMEL
-from shardwright.ir.estimate import Memory, StageMemory
+from shardwright.layout.buckets import BUCKET_NUMEL, LIVE_NUMEL
+from shardwright.layout.estimate import Memory, StageMemory
 
 # Links of a GPU, one direction, over which NCCL lays all the channels that it ever does: an A100's.
 ALL_CHANNELS_BYTES_PER_SECOND = 300e9

@@ -27,7 +27,7 @@ from shardwright.ir.lora import adapters, target_modules
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.partition import StagePartition
 from shardwright.ir.recipe import Recipe
-from shardwright.ir.strategy import Strategy
+from shardwright.layout.strategy import Strategy
 from shardwright.partition.cuts import Row, fastest_cut, fastest_cut_that
 from shardwright.partition.stages import least_slowest_cut, most_stages, too_few_layers
 from shardwright.plan.build import accumulation_dtype

@@ -16,8 +16,8 @@ from shardwright.cost.layout import Layout
 from shardwright.cost.offload import host_transfer_seconds, host_update_seconds
 from shardwright.cost.passes import FORWARD_SHARE, Passes, passes
 from shardwright.cost.shapes import ModelShapes, dropped_products, model_shapes
-from shardwright.ir.estimate import Time
-from shardwright.ir.strategy import Strategy
+from shardwright.layout.estimate import Time
+from shardwright.layout.strategy import Strategy
 from shardwright.schedule.step import step_seconds
 
 # Forward + backward FLOPs, in forwards; recomputation adds its share on top.

@@ -17,11 +17,11 @@ from shardwright.cost.constants import default_constants
 from shardwright.cost.memory import estimate_memory
 from shardwright.cost.placement import make_layout
 from shardwright.engines.deepspeed.schema.check import misfits
-from shardwright.ir.estimate import Memory
-from shardwright.ir.hpz import HPZ
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
-from shardwright.ir.strategy import Strategy
+from shardwright.layout.estimate import Memory
+from shardwright.layout.hpz import HPZ
+from shardwright.layout.strategy import Strategy
 from shardwright.lint.rules.batch import MICRO, STEPS, TRAIN
 from shardwright.lint.rules.precision import dtype, precision
 from shardwright.lint.subject import Found, Subject

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.hf.tail import Tail
-from shardwright.ir.loss_chunk import chunk_length
+from shardwright.layout.loss_chunk import chunk_length
 from shardwright.modules.batches import IGNORED
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from shardwright.diagnostics import Diagnostic
 from shardwright.ir.cut import Cut
 from shardwright.ir.model_graph import ModelGraph
-from shardwright.ir.strategy import Strategy
+from shardwright.layout.strategy import Strategy
 
 
 def layer_costs(graph: ModelGraph, sequence_length: int) -> tuple[int, ...]:

@@ -10,14 +10,14 @@ import shardwright
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.engines.deepspeed.zero import zero_section
 from shardwright.ir.cluster import Cluster
-from shardwright.ir.estimate import Estimate
 from shardwright.ir.lora import target_modules
 from shardwright.ir.model_graph import Layer, ModelGraph
 from shardwright.ir.own_code import OwnCode
 from shardwright.ir.partition import StagePartition, TensorParallelMap
 from shardwright.ir.recipe import TOKENIZED_KINDS, DataSection, LaunchSection, Recipe, SlurmSection, TrainingSection
-from shardwright.ir.strategy import Strategy
 from shardwright.ir.weights import Weights
+from shardwright.layout.estimate import Estimate
+from shardwright.layout.strategy import Strategy
 from shardwright.plan.graph_file import GRAPH_FILE
 from shardwright.plan.plan import (
     PLAN_VERSION,

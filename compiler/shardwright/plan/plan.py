@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardwright.ir.cut import Cut
-from shardwright.ir.estimate import Memory, Time, Training
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.own_code import OwnCode
 from shardwright.ir.partition import ModuleSplit
 from shardwright.ir.recipe import KubernetesSection, SlurmSection, TrackingSection
-from shardwright.ir.strategy import Strategy
+from shardwright.layout.estimate import Memory, Time, Training
+from shardwright.layout.strategy import Strategy
 
 PLAN_VERSION = 1
 

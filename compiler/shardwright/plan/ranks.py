@@ -7,7 +7,7 @@ from shardwright.ir.lora import adapters, target_modules
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.partition import StagePartition, TensorParallelMap
 from shardwright.ir.recipe import Recipe
-from shardwright.ir.strategy import Strategy
+from shardwright.layout.strategy import Strategy
 from shardwright.plan.plan import PlanRank
 
 BYTES_PER_ELEMENT: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from shardwright.ir.hpz import HPZ
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.recipe import Recipe
-from shardwright.ir.strategy import Strategy
+from shardwright.layout.hpz import HPZ
+from shardwright.layout.strategy import Strategy
 from shardwright.plan.plan import PlanLora, Versions
 
 BIT_FOR_BIT, SAME_RANKS, CONVERTED, NO = "bit for bit", "same ranks", "converted", "no"

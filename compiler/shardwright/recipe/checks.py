@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import cast
 
 from shardwright.diagnostics import Diagnostic, KeyPath
-from shardwright.ir.divisors import nearest_divisors
 from shardwright.ir.json_value import JsonObject, JsonValue
+from shardwright.layout.divisors import nearest_divisors
 from shardwright.recipe.describe import words_for
 from shardwright.recipe.pod_patch import check_pod_patch
 from shardwright.recipe.slurm import check_extra

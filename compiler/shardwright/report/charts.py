@@ -22,7 +22,7 @@ from bokeh.models import (
 )
 from bokeh.plotting import figure
 
-from shardwright.ir.estimate import Memory
+from shardwright.layout.estimate import Memory
 from shardwright.report.palette import BARS, CHOSEN, MEMORY, ORANGE, STEP, VERDICTS
 from shardwright.report.run import Evaluation, Measured
 from shardwright.report.space import VERDICTS as VERDICT_NAMES

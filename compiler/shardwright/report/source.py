@@ -15,9 +15,9 @@ from shardwright.cluster.resolve import resolve_cluster
 from shardwright.cost.estimate import price_layout, weigh
 from shardwright.cost.layout import Layout
 from shardwright.diagnostics import Diagnostic, Refusal
-from shardwright.ir.estimate import Estimate
 from shardwright.ir.model_graph import ModelGraph, hash_of_config
 from shardwright.ir.recipe import Recipe
+from shardwright.layout.estimate import Estimate
 from shardwright.plan.build import canonical_hash
 from shardwright.plan.graph_file import read_graph
 from shardwright.plan.plan import Plan

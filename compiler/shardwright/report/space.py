@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields
 
 from shardwright.cost.estimate import is_roomy, price
 from shardwright.ir.cluster import Cluster
-from shardwright.ir.estimate import Estimate
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
-from shardwright.ir.strategy import Strategy
+from shardwright.layout.estimate import Estimate
+from shardwright.layout.strategy import Strategy
 from shardwright.rules.registry import check_layout
 from shardwright.search.compare import LostRegion, binding_constraint, lost_regions, pareto_front
 from shardwright.search.plainer import Plainer, plainer

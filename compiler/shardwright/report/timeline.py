@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from shardwright.cost.layout import Layout
 from shardwright.cost.passes import passes
 from shardwright.cost.timing import is_simulated, stage_passes
-from shardwright.ir.estimate import Time
 from shardwright.ir.json_value import JsonObject, JsonValue
+from shardwright.layout.estimate import Time
 from shardwright.schedule.events import Timeline, simulate
 from shardwright.schedule.streams import FORWARD
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from shardwright.diagnostics import Diagnostic, KeyPath, Severity
 from shardwright.ir.cluster import Cluster
-from shardwright.ir.divisors import nearest_divisors
-from shardwright.ir.experts import experts_of
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
-from shardwright.ir.strategy import UNPRICED_AXES, Strategy
+from shardwright.layout.divisors import nearest_divisors
+from shardwright.layout.experts import experts_of
+from shardwright.layout.strategy import UNPRICED_AXES, Strategy
 from shardwright.model.chunked import proved_chunked
 from shardwright.partition.stages import most_stages, too_few_layers
 from shardwright.partition.tensor import indivisible

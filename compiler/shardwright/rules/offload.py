@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwright.diagnostics import Diagnostic
-from shardwright.ir.offload import has_room, offloaded_bytes
+from shardwright.layout.offload import has_room, offloaded_bytes
 from shardwright.rules.layout import Subject, found
 
 

@@ -9,7 +9,7 @@ from shardwright.diagnostics import Diagnostic
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
-from shardwright.ir.strategy import UNPRICED_AXES, Strategy
+from shardwright.layout.strategy import UNPRICED_AXES, Strategy
 from shardwright.rules import attention, extra, layout, lora, offload
 from shardwright.rules.layout import Subject
 

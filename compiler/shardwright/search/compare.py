@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwright.cost.estimate import is_roomy
-from shardwright.ir.estimate import Estimate, Time
 from shardwright.ir.recipe import Recipe
-from shardwright.ir.strategy import Strategy
+from shardwright.layout.estimate import Estimate, Time
+from shardwright.layout.strategy import Strategy
 
 # The parts of a step, as `Time` names them, in words.
 PARTS = {

@@ -13,9 +13,9 @@ from shardwright.cost.shapes import model_shapes
 from shardwright.cost.timing import FORWARDS_PER_STEP, forward_flops_per_token
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.cluster import Cluster
-from shardwright.ir.divisors import divisors
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
+from shardwright.layout.divisors import divisors
 from shardwright.search.search import search
 
 MOST_GPUS = 65_536  # as many as a plan.json lists: beyond it no answer could be compiled

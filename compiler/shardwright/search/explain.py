@@ -10,10 +10,10 @@ from shardwright.cost.hpz import with_hpz, without_hpz
 from shardwright.cost.layout import Layout
 from shardwright.cost.memory import estimate_memory
 from shardwright.ir.cluster import Cluster
-from shardwright.ir.estimate import Estimate
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
-from shardwright.ir.strategy import Strategy
+from shardwright.layout.estimate import Estimate
+from shardwright.layout.strategy import Strategy
 from shardwright.search.compare import because, binding_constraint
 from shardwright.search.plainer import Plainer, plainer
 from shardwright.search.search import SearchResult, search

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from shardwright.cost.estimate import is_roomy
 from shardwright.cost.measured import bench
-from shardwright.ir.estimate import Estimate
 from shardwright.ir.recipe import Recipe
-from shardwright.ir.strategy import Strategy
+from shardwright.layout.estimate import Estimate
+from shardwright.layout.strategy import Strategy
 from shardwright.search.compare import layout_words
 
 FOR_SCRIPTS = "accelerate/ (its settings for the Hugging Face Trainer and Accelerate)"

@@ -9,10 +9,10 @@ from shardwright.cost.estimate import does_not_fit, estimate_strategy, is_roomy,
 from shardwright.cost.layout import Layout
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.cluster import Cluster
-from shardwright.ir.estimate import Estimate, Memory
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
-from shardwright.ir.strategy import Strategy
+from shardwright.layout.estimate import Estimate, Memory
+from shardwright.layout.strategy import Strategy
 from shardwright.rules.registry import UNCOUNTABLE_CODES, check_layout
 from shardwright.search.space import as_today, candidates, nearest
 from shardwright.search.walk import RejectedRegion, Rejections, legal_layouts

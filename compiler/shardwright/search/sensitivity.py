@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from shardwright.cost.estimate import estimate_strategy
 from shardwright.ir.cluster import Cluster, Gpu
-from shardwright.ir.estimate import Estimate
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
+from shardwright.layout.estimate import Estimate
 from shardwright.search.search import search
 
 MORE = 1.2

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from shardwright.ir.cluster import Cluster
-from shardwright.ir.divisors import divisors
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
-from shardwright.ir.strategy import Strategy
+from shardwright.layout.divisors import divisors
+from shardwright.layout.strategy import Strategy
 
 ZERO_STAGES = (0, 1, 2, 3)
 CHECKPOINTING = ("none", "selective", "full")

@@ -11,7 +11,7 @@ from shardwright.diagnostics import Diagnostic
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
-from shardwright.ir.strategy import Strategy
+from shardwright.layout.strategy import Strategy
 from shardwright.rules.layout import Subject
 from shardwright.rules.registry import Rule, in_order, rules_for
 from shardwright.search.space import Placement, Value, placements, strategy_of

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from shardwright.cost.estimate import is_roomy
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.cluster import Cluster
-from shardwright.ir.estimate import Estimate
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
+from shardwright.layout.estimate import Estimate
 from shardwright.search.compare import because
 from shardwright.search.search import pinned_estimate, rank_key
 

@@ -7,7 +7,7 @@ import dataclasses
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.ir.lora import LoraSection
 from shardwright.ir.recipe import Recipe
-from shardwright.ir.strategy import Strategy
+from shardwright.layout.strategy import Strategy
 
 STEPS, EVERY, LENGTH, SEED, WARMUP = 6, 3, 32, 11, 2
 LR, BETAS, EPS, DECAY, CLIPPING = 1e-3, (0.9, 0.95), 1e-3, 0.1, 0.5

@@ -23,8 +23,8 @@ from shardwright.ir.apart import series_apart, weights_apart
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
-from shardwright.ir.strategy import Strategy
 from shardwright.launch.preconditions import own_command
+from shardwright.layout.strategy import Strategy
 from shardwright.lower.folder import write_folder
 from shardwright.model.build import build_model_graph
 from shardwright.plan.plan import Plan

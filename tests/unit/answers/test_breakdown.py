@@ -11,7 +11,7 @@ from shardwright.cost.breakdown import break_down
 from shardwright.cost.estimate import estimate_strategy, weigh
 from shardwright.cost.placement import partition_stages
 from shardwright.ir.cluster import Cluster
-from shardwright.ir.strategy import Strategy
+from shardwright.layout.strategy import Strategy
 from shardwright.rules.registry import check_layout
 from shardwright.search.space import candidates
 from tests.unit.answers.cases import MODELS, cluster_of, recipe_for

@@ -15,10 +15,10 @@ from shardwright.cost.estimate import estimate_strategy, training_of
 from shardwright.cost.memory import live_bytes
 from shardwright.cost.placement import make_layout
 from shardwright.diagnostics import Refusal
-from shardwright.ir.estimate import Estimate
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.recipe import Recipe
-from shardwright.ir.strategy import Strategy
+from shardwright.layout.estimate import Estimate
+from shardwright.layout.strategy import Strategy
 from shardwright.rules.registry import check_layout
 from tests.unit.model.factory import LLAMA_8B, SMALL_GPT2, SMALL_LLAMA, graph_of, recipe_of
 

@@ -14,9 +14,9 @@ from shardwright.cost.estimate import estimate_strategy, price_layout, weigh
 from shardwright.cost.hpz import with_hpz, without_hpz
 from shardwright.cost.memory import estimate_memory, framework_bytes, states_bytes
 from shardwright.ir.cluster import Cluster
-from shardwright.ir.estimate import Estimate
 from shardwright.ir.recipe import LoraSection, Recipe
-from shardwright.ir.strategy import Strategy
+from shardwright.layout.estimate import Estimate
+from shardwright.layout.strategy import Strategy
 from tests.unit.cost.test_estimate import change
 from tests.unit.model.factory import LLAMA_8B, graph_of, recipe_of
 

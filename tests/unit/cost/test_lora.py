@@ -8,8 +8,8 @@ import pytest
 
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.cost.estimate import estimate_strategy
-from shardwright.ir.estimate import Estimate
 from shardwright.ir.lora import LoraSection, adapters, target_modules
+from shardwright.layout.estimate import Estimate
 from tests.unit.cost.test_estimate import change
 from tests.unit.model.factory import LLAMA_8B, graph_of, recipe_of
 

@@ -11,10 +11,10 @@ import pytest
 
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.cost.measured import error_words, prediction_error
-from shardwright.ir.estimate import PredictionError
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.lora import LoraSection
-from shardwright.ir.strategy import Strategy
+from shardwright.layout.estimate import PredictionError
+from shardwright.layout.strategy import Strategy
 from tests.calibration import score
 from tests.calibration.bench import packaged
 from tests.calibration.cases import ROWS

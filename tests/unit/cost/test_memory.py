@@ -11,9 +11,9 @@ from shardwright.cost.constants import default_constants
 from shardwright.cost.layout import Layout
 from shardwright.cost.memory import estimate_memory, live_bytes
 from shardwright.cost.placement import make_layout
-from shardwright.ir.buckets import BUCKET_NUMEL
 from shardwright.ir.recipe import Recipe
-from shardwright.ir.strategy import Strategy
+from shardwright.layout.buckets import BUCKET_NUMEL
+from shardwright.layout.strategy import Strategy
 from tests.unit.cost.test_estimate import BASE, change
 from tests.unit.model.factory import LLAMA_8B, graph_of, recipe_of
 

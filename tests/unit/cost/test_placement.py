@@ -17,7 +17,7 @@ from shardwright.cost.placement import make_layout, partition_stages
 from shardwright.diagnostics import Refusal
 from shardwright.ir.model_graph import Layer, ModelGraph
 from shardwright.ir.recipe import Recipe
-from shardwright.ir.strategy import Strategy
+from shardwright.layout.strategy import Strategy
 from shardwright.schedule.step import step_seconds
 from tests.unit.model.factory import LLAMA_8B, LLAMA_70B, SMALL_LLAMA, graph_of, recipe_of
 

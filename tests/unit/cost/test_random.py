@@ -13,11 +13,11 @@ from shardwright.cluster.resolve import catalogue, resolve_cluster
 from shardwright.cost.estimate import estimate_strategy
 from shardwright.diagnostics import Refusal
 from shardwright.ir.cluster import Cluster
-from shardwright.ir.estimate import Estimate
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
-from shardwright.ir.strategy import Strategy
+from shardwright.layout.estimate import Estimate
+from shardwright.layout.strategy import Strategy
 from shardwright.rules.registry import check_layout
 from tests.unit.model.factory import LLAMA_8B, LLAMA_70B, SMALL_GPT2, SMALL_LLAMA, graph_of, recipe_of
 

@@ -9,12 +9,12 @@ import pytest
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.diagnostics import KeyPath
 from shardwright.diagnostics.codes import CODES
-from shardwright.ir.experts import experts_of
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.lora import LoraSection
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import DataSection, Recipe
-from shardwright.ir.strategy import Strategy
+from shardwright.layout.experts import experts_of
+from shardwright.layout.strategy import Strategy
 from shardwright.model.tensor_styles import proved
 from shardwright.rules.registry import DEEPSPEED_RULES, GENERAL_RULES, check_layout, is_countable
 from tests.unit.model.factory import LLAMA_8B, SMALL_GPT2, SMALL_LLAMA, graph_of, recipe_of

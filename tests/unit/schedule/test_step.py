@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.cost.timing import bubble_divisor
-from shardwright.ir.strategy import Strategy
+from shardwright.layout.strategy import Strategy
 from shardwright.schedule.events import Timeline, simulate
 from shardwright.schedule.levels import makespans
 from shardwright.schedule.step import step_seconds

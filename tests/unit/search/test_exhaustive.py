@@ -11,9 +11,9 @@ import pytest
 
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.cost.estimate import estimate_strategy, is_roomy, price
-from shardwright.ir.estimate import Estimate
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.recipe import Recipe
+from shardwright.layout.estimate import Estimate
 from shardwright.rules.layout import Subject
 from shardwright.rules.registry import DEEPSPEED_RULES, GENERAL_RULES, check_layout
 from shardwright.search.compare import lost_regions, pareto_front

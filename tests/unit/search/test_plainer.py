@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from shardwright.cluster.resolve import resolve_cluster
-from shardwright.ir.estimate import Estimate
 from shardwright.ir.recipe import Recipe
+from shardwright.layout.estimate import Estimate
 from shardwright.search.plainer import FOR_SCRIPTS, plainer, plainer_words
 from shardwright.search.search import search
 from tests.unit.model.factory import SMALL_LLAMA, graph_of, recipe_of

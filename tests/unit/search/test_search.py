@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.diagnostics import Diagnostic, Refusal
-from shardwright.ir.estimate import Estimate
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.recipe import Recipe
+from shardwright.layout.estimate import Estimate
 from shardwright.model.tensor_styles import proved
 from shardwright.rules.registry import check_layout
 from shardwright.search.search import SearchResult, baselines, choose, pinned_estimate, search

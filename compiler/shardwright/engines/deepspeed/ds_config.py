@@ -7,8 +7,8 @@ from dataclasses import replace
 from shardwright.engines.deepspeed.extra import merged
 from shardwright.engines.deepspeed.schema.check import misfits
 from shardwright.engines.deepspeed.schema.read import snapshot
-from shardwright.ir.hpz import HPZ
 from shardwright.ir.json_value import JsonObject, JsonValue
+from shardwright.layout.hpz import HPZ
 from shardwright.plan.plan import Plan
 
 NEVER = 1_000_000_000

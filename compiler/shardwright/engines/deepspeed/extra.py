@@ -9,9 +9,9 @@ from typing import cast
 from shardwright.diagnostics import Diagnostic, KeyPath
 from shardwright.engines.deepspeed.schema.check import Misfit, misfits
 from shardwright.engines.deepspeed.schema.read import snapshot
-from shardwright.ir.hpz import HPZ, asks_for_none
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.ir.recipe import Recipe
+from shardwright.layout.hpz import HPZ, asks_for_none
 
 ALLOWED: tuple[str, ...] = (
     # what a run tells

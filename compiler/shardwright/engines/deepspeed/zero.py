@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from shardwright.ir.buckets import BUCKET_NUMEL, LIVE_NUMEL, PREFETCH_NUMEL
-from shardwright.ir.hpz import HPZ
 from shardwright.ir.json_value import JsonObject, JsonValue
-from shardwright.ir.strategy import Strategy
+from shardwright.layout.buckets import BUCKET_NUMEL, LIVE_NUMEL, PREFETCH_NUMEL
+from shardwright.layout.hpz import HPZ
+from shardwright.layout.strategy import Strategy
 
 
 def zero_section(strategy: Strategy, *, numel: int, is_cpu: bool) -> JsonObject:

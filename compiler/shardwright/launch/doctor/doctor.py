@@ -14,12 +14,12 @@ from pathlib import Path
 from shardwright.checkpoint.index import checkpoint_root
 from shardwright.diagnostics import Refusal
 from shardwright.ir.json_value import JsonValue
-from shardwright.ir.offload import has_room, offloaded_bytes
 from shardwright.ir.recipe import FLASH
 from shardwright.launch.doctor.meeting import Assumed, Check, meet, red
 from shardwright.launch.doctor.probe import digest
 from shardwright.launch.doctor.remote import LIMIT_SECONDS, Probe, Probed
 from shardwright.launch.preconditions import TESTED
+from shardwright.layout.offload import has_room, offloaded_bytes
 from shardwright.plan.plan import Plan
 
 FACTS_SECONDS = 10.0

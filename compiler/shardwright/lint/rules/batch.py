@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwright.ir.hpz import HPZ
+from shardwright.layout.hpz import HPZ
 from shardwright.lint.subject import Found, Subject
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Literal
 
 from shardwright.engines.deepspeed.schema.check import properties
-from shardwright.ir.hpz import HPZ
 from shardwright.ir.json_value import JsonObject
+from shardwright.layout.hpz import HPZ
 from shardwright.lint.rules.precision import dtype, precision
 from shardwright.lint.subject import Edit, Found, Subject
 

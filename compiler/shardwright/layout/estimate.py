@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwright.diagnostics import Diagnostic
-from shardwright.ir.strategy import Strategy
+from shardwright.layout.strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""A layout: the axes that split a run, a strategy along them, and what one is predicted to cost."""
