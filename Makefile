@@ -47,9 +47,9 @@ LIGHT_TESTS := tests/unit/recipe tests/unit/cli/test_render.py tests/unit/cluste
 test-light: $(LIGHT)/.installed ## the tests that need no torch, under another Python: make test-light PYTHON=python3.12
 	$(LIGHT)/bin/python -m pytest -n 2 --dist loadfile -p no:cacheprovider $(LIGHT_TESTS)
 
-$(LIGHT)/.installed: pyproject.toml constraints.txt tests/light.py
+$(LIGHT)/.installed: pyproject.toml constraints.txt tools/light.py
 	test -x $(LIGHT)/bin/python || $(PYTHON) -m venv $(LIGHT)
-	$(LIGHT)/bin/python -m tests.light > $(LIGHT)/requirements.txt
+	$(LIGHT)/bin/python -m tools.light > $(LIGHT)/requirements.txt
 	$(LIGHT)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt -r $(LIGHT)/requirements.txt
 	$(LIGHT)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt --no-deps -e .
 	touch $@
@@ -59,23 +59,23 @@ test-hosts: setup ## hosts and schedulers that are not there, on this machine; n
 	$(BIN)/python -m pytest -m 'hosts and not prove' tests/launch
 
 prove: setup ## the full counts in pieces; those whose result in benchmarks/ is of this code are left out (PIECES="parity lora" runs only these, AGAIN=1 runs them anyway)
-	$(BIN)/python -m tests.prove $(PIECES) $(if $(AGAIN),--again)
+	$(BIN)/python -m tools.prove $(PIECES) $(if $(AGAIN),--again)
 
 prove-list: setup ## the pieces of make prove: how old each result is and how long it took
-	$(BIN)/python -m tests.prove --list
+	$(BIN)/python -m tools.prove --list
 
 proof: setup ## docs/proof.md and the support matrix, from benchmarks/
-	$(BIN)/python -m tests.proof
-	$(BIN)/python -m tests.zoo.matrix
+	$(BIN)/python -m tools.proof
+	$(BIN)/python -m tools.support_matrix
 
 calibrate: setup ## fit the cost model's constants to the published rows; writes cost/constants.json
-	$(BIN)/python -m tests.calibration.calibrate
+	$(BIN)/python -m tools.fit_cost
 
 bench-cost: setup ## the cost model against published runs, left out of the fit; writes benchmarks/cost.json
-	$(BIN)/python -m tests.calibration.bench
+	$(BIN)/python -m tools.fit_cost.bench
 
 bench-schedule: setup ## DeepSpeed's pipeline engines with sleeping stages against the simulation; writes benchmarks/schedule.json
-	$(BIN)/python -m tests.schedule.bench
+	$(BIN)/python -m tools.bench_schedule
 
 lint: setup ## ruff, mypy --strict, import directions
 	$(BIN)/ruff check .
@@ -87,25 +87,25 @@ golden: setup ## write tests/cases/*/expected anew; read the difference before y
 	$(BIN)/python -m pytest tests/cases --update-golden
 
 graphs: setup ## trace the models that come with the package anew
-	$(BIN)/python -m tests.unit.model.write_graphs
+	$(BIN)/python -m tools.write_graphs
 
 config-keys: setup ## what the installed transformers takes in a model's configuration, for `check`
-	$(BIN)/python -m tests.unit.model.write_config_keys
+	$(BIN)/python -m tools.write_config_keys
 
 snapshot: setup ## what the installed DeepSpeed takes in ds_config.json, for `lint`
-	$(BIN)/python -m tests.lint.write_snapshot
+	$(BIN)/python -m tools.write_snapshot
 
 lint-docs: setup ## the table of rules in docs/lint.md
-	$(BIN)/python -m tests.lint.write_docs
+	$(BIN)/python -m tools.write_lint_docs
 
 recipes: setup ## plans every ready recipe: the table of recipes/README.md, and tests/recipes/expected
-	$(BIN)/python -m tests.recipes.plans
+	$(BIN)/python -m tools.plan_recipes
 
 docs: setup ## docs/recipe.md, docs/rules.md and the tables of docs/cost-model.md
-	$(BIN)/python -m tests.pages.write
+	$(BIN)/python -m tools.pages.write
 
 readme: setup ## the outputs of commands that README.md and the other pages show
-	$(BIN)/python -m tests.pages.readme
+	$(BIN)/python -m tools.pages.readme
 
 build: setup ## sdist and wheel in dist/
 	$(BIN)/python -m build --no-isolation

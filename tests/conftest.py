@@ -12,7 +12,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-pytest_plugins = ["tests.prove.plugin"]
+pytest_plugins = ["tools.prove.plugin"]
 
 # Two workers on two cores, tiny tensors: threads would only wait for each other. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

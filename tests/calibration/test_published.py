@@ -9,10 +9,10 @@ import pytest
 
 from shardwright.cost.constants import Constants, constant_entries, default_constants
 from shardwright.ir.apart import series_apart
-from tests.calibration import score
-from tests.calibration.bench import scored
-from tests.calibration.cases import HARDWARE, ROWS, Case, case_of, estimate, hardware_of, load_cases
-from tests.calibration.fit import fit, priors
+from tools.fit_cost import score
+from tools.fit_cost.bench import scored
+from tools.fit_cost.cases import HARDWARE, ROWS, Case, case_of, estimate, hardware_of, load_cases
+from tools.fit_cost.fit import fit, priors
 
 
 def test_every_constant_says_what_it_is() -> None:
@@ -49,7 +49,7 @@ def test_the_fit_finds_constants_again(sample: list[Case], monkeypatch: pytest.M
     """Measured times replaced by the model's own at other constants: the fit moves from the priors to those."""
     truth = dataclasses.replace(priors(), gemm_efficiency=0.7, memory_efficiency=0.65, fused_attention_efficiency=0.6)
     seconds = {case.row["id"]: estimate(case, truth).time.step_seconds for case in sample}
-    monkeypatch.setattr("tests.calibration.fit.time_target", lambda case: seconds[case.row["id"]])
+    monkeypatch.setattr("tools.fit_cost.fit.time_target", lambda case: seconds[case.row["id"]])
     found = fit(sample, priors())
 
     def error(c: Constants) -> float:

@@ -13,8 +13,8 @@ import pytest
 
 from shardwright.train.tracking import missing_trackers
 from tests.figures import same
-from tests.pages.blocks import blocks
 from tests.parity.harness import must, shardwright
+from tools.pages.blocks import blocks
 
 pytestmark = pytest.mark.launch
 CHANGES = {

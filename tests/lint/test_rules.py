@@ -17,7 +17,7 @@ from shardwright.lint.document import read_document
 from shardwright.lint.lint import diagnostic, lint, subject_of
 from shardwright.lint.registry import RULES
 from shardwright.lint.subject import Audience
-from tests.lint.write_docs import PAGE, written
+from tools.write_lint_docs import PAGE, written
 
 HERE = Path(__file__).parent
 CASES = HERE.parent / "cases"

@@ -21,7 +21,7 @@ from shardwright.engines.deepspeed.schema.read import NEWEST, snapshot
 from shardwright.lint.document import read_document
 from shardwright.lint.fix import fixed
 from shardwright.lint.lint import diagnostic, lint, subject_of
-from tests.lint import loose
+from tools import loose_sections as loose
 
 SITE = Path(deepspeed.__file__).parent
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_snapshot_is_of_the_installed_version() -> None:
     """`make snapshot` writes it anew."""
-    program = "import sys; from tests.lint.write_snapshot import text; sys.stdout.write('=====' + text())"
+    program = "import sys; from tools.write_snapshot import text; sys.stdout.write('=====' + text())"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=os.environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     path = ROOT / f"compiler/shardwright/engines/deepspeed/schema/snapshot/{NEWEST}.json"

@@ -20,7 +20,7 @@ from shardwright.recipe.load import load_recipe
 from shardwright.train.divergence import Divergence
 from shardwright.watch.events import EVENT
 from shardwright.watch.stall import Stack, culprits, describe
-from tests.pages.blocks import ROOT
+from tools.pages.blocks import ROOT
 
 RECIPE = ROOT / "recipes/tiny-llama-cpu.yaml"
 

@@ -13,10 +13,10 @@ from ruamel.yaml import YAML
 
 from shardwright.cli.main import COMMANDS
 from shardwright.recipe.load import load_recipe
-from tests.pages.blocks import ROOT, Block, blocks, commands, inline_commands, pages
-from tests.pages.exceptions import EXCEPTIONS, part_of
 from tests.pages.samples import ELSEWHERE, SAMPLES
-from tests.pages.session import Session, exit_code, parse, same
+from tools.pages.blocks import ROOT, Block, blocks, commands, inline_commands, pages
+from tools.pages.exceptions import EXCEPTIONS, part_of
+from tools.pages.session import Session, exit_code, parse, same
 
 LANGUAGES = ("sh", "console", "python", "yaml", "text")
 BLOCKS = [block for page in pages() for block in blocks(page)]

@@ -10,9 +10,9 @@ import pytest
 from shardwright.cli.main import COMMANDS
 from shardwright.recipe.schema import recipe_schema
 from shardwright.rules.registry import DEEPSPEED_RULES, GENERAL_RULES
-from tests.pages.rules import examples
 from tests.pages.threads import THREADS, Thread
-from tests.pages.write import DOCS, PAGES
+from tools.pages.rules import examples
+from tools.pages.write import DOCS, PAGES
 
 ROOT = DOCS.parent
 WRITTEN_BY_HAND = ("cost-model.md", "extending.md")
@@ -49,7 +49,7 @@ def test_every_rule_says_something() -> None:
 @pytest.mark.parametrize("name", WRITTEN_BY_HAND)
 def test_what_a_page_names_is_there(name: str) -> None:
     text = (DOCS / name).read_text(encoding="utf-8")
-    paths = re.findall(r"`((?:compiler|tests|benchmarks|templates|recipes|docs)/[\w./*-]+)`", text)
+    paths = re.findall(r"`((?:compiler|tests|tools|benchmarks|templates|recipes|docs)/[\w./*-]+)`", text)
     assert paths
     for path in paths:
         assert list(ROOT.glob(path.rstrip("/"))), f"{name} names {path}"

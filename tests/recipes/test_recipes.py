@@ -10,7 +10,7 @@ import pytest
 from shardwright.cli.main import main
 from shardwright.compile import compile_recipe
 from shardwright.recipe.load import load_recipe
-from tests.recipes.plans import EXPECTED, INDEX, NAMES, RECIPES, index, planned, priced, published
+from tools.plan_recipes import EXPECTED, INDEX, NAMES, RECIPES, index, planned, priced, published
 
 FEWEST = 25
 ESTIMATED_ONLY = {"deepseek-v3-256x8h800"}

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from shardwright.ir.apart import worst
-from tests.schedule import bench
 from tests.schedule.engine import MODELS, case, errors, fitted_per_call_seconds, layout_of, measured, partitions
+from tools import bench_schedule as bench
 
 
 @pytest.mark.launch

@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from shardwright.diagnostics.codes import CODES
 from shardwright.model import support
-from tests.zoo import matrix
+from tools import support_matrix as matrix
 
 
 def test_support_json_is_what_the_benchmarks_compose_to() -> None:

@@ -1,5 +1,5 @@
 """What Kubernetes knows of a pod template: the fields of each of its types (pod_fields.json, written by
-tests/unit/launchers/write_pod_fields.py from the published API)."""
+tools/write_pod_fields.py from the published API)."""
 
 from __future__ import annotations
 

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.unit.recipe.test_bad_input import GOOD
 
 from shardwright.cli import main as cli
 from shardwright.cli.console import use_color
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.recipe.schema import schema_text
+from tests.unit.recipe.test_bad_input import GOOD
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from shardwright.ir.json_value import JsonValue
 from shardwright.ir.lora import LoraSection
 from shardwright.layout.estimate import PredictionError
 from shardwright.layout.strategy import Strategy
-from tests.calibration import score
-from tests.calibration.bench import packaged
-from tests.calibration.cases import ROWS
 from tests.unit.model.factory import SMALL_LLAMA, graph_of, recipe_of
+from tools.fit_cost import score
+from tools.fit_cost.bench import packaged
+from tools.fit_cost.cases import ROWS
 
 MIXTURE: dict[str, JsonValue] = {**SMALL_LLAMA, "model_type": "mixtral", "num_local_experts": 4}
 PLAIN = Strategy(

@@ -22,8 +22,8 @@ from shardwright.launch.run import run_folder
 from shardwright.launchers.lower import kubernetes_name, unseen_paths
 from shardwright.lower.folder import write_folder
 from shardwright.recipe.load import load_recipe
-from tests.unit.launchers import write_pod_fields
 from tests.unit.launchers.shims import install, start
+from tools import write_pod_fields
 
 TWO_NODES: dict[str, Any] = {
     "cluster": {"nodes": 2, "gpus_per_node": 2, "gpu": "a100-sxm4-80gb"},
@@ -354,9 +354,7 @@ def test_a_pod_patch_is_one(
 
 
 def test_the_fields_of_a_pod_are_the_published_ones() -> None:
-    assert pod_fields.TABLE_FILE.read_text() == write_pod_fields.text(), (
-        "python -m tests.unit.launchers.write_pod_fields"
-    )
+    assert pod_fields.TABLE_FILE.read_text() == write_pod_fields.text(), "python -m tools.write_pod_fields"
 
 
 @pytest.mark.parametrize("kind", ["job", "jobset"])

@@ -17,9 +17,9 @@ from shardwright.model.config import resolve_config
 from shardwright.model.config_keys import config_errors, is_of_installed, type_keys, vocabulary_size
 from shardwright.model.popular.shipped import shipped_config, shipped_ids
 from tests.conftest import SMALL_RECIPE
-from tests.unit.model.write_config_keys import SAMPLES, builds
 from tests.zoo.configs import RUNNABLE, TYPES, tiny_config
 from tests.zoo.overrides import IMPOSSIBLE
+from tools.write_config_keys import SAMPLES, builds
 
 LLAMA: dict[str, Any] = SMALL_RECIPE["model"]["config"]
 KEY = ("model", "config")

@@ -13,7 +13,7 @@ from shardwright.model import build, cache
 from shardwright.model.popular import graphs
 from shardwright.model.popular.shipped import shipped_config, shipped_ids
 from tests.unit.model.factory import model_section
-from tests.unit.model.write_graphs import PATH, config_text, trace
+from tools.write_graphs import PATH, config_text, trace
 
 OF_EACH_TYPE = list(
     {str((shipped_config(model_id) or {})["model_type"]): model_id for model_id in shipped_ids()}.values()

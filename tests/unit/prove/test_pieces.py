@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests import proof
-from tests.prove import digest, ledger
-from tests.prove.ledger import Ledger, digest_of
-from tests.prove.pieces import BENCHES, PIECES
+from tools import proof
+from tools.prove import digest, ledger
+from tools.prove.ledger import Ledger, digest_of
+from tools.prove.pieces import BENCHES, PIECES
 
 ROOT = digest.ROOT
 MARK = "mark.prove"
@@ -59,8 +59,12 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "package").mkdir()
     (tmp_path / "tests").mkdir()
     (tmp_path / "package" / "loss.py").write_text("def loss(x):\n    return x + 1\n")
-    (tmp_path / "tests" / "test_loss.py").write_text('from tests.helper import f\nWORKER = "worker.py"\n')
+    (tmp_path / "tests" / "test_loss.py").write_text(
+        'from tests.helper import f\nfrom tools.bench import h\nWORKER = "worker.py"\n'
+    )
     (tmp_path / "tests" / "helper.py").write_text("f = 1\n")
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "bench.py").write_text("h = 1\n")
     (tmp_path / "tests" / "worker.py").write_text("g = 1\n")
     return tmp_path
 
@@ -79,6 +83,7 @@ def digest_there() -> str:
         ("package/other.py", "x = 1\n", False),
         ("tests/helper.py", "f = 2\n", True),
         ("tests/worker.py", "g = 2\n", True),
+        ("tools/bench.py", "h = 2\n", True),
     ],
 )
 def test_a_digest_is_of_what_the_code_does(package: Path, file: str, text: str, changes: bool) -> None:

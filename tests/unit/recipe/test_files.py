@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.unit.recipe.test_bad_input import GOOD
-from tests.unit.recipe.test_load import load
 
 from shardwright.diagnostics import Diagnostic
 from shardwright.diagnostics.render import locate
 from shardwright.recipe.files import check_files
+from tests.unit.recipe.test_bad_input import GOOD
+from tests.unit.recipe.test_load import load
 
 
 @pytest.fixture

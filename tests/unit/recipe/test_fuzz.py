@@ -8,12 +8,12 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.unit.recipe.test_bad_input import GOOD, JSON
-from tests.unit.recipe.test_load import FULL
 
 from shardwright.diagnostics import Refusal
 from shardwright.diagnostics.render import render, to_json
 from shardwright.recipe.load import load_recipe
+from tests.unit.recipe.test_bad_input import GOOD, JSON
+from tests.unit.recipe.test_load import FULL
 
 FAST = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 PIECES = st.sampled_from(

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from jsonschema import Draft202012Validator
-from tests.unit.recipe.test_bad_input import GOOD, JSON
 
 from shardwright.diagnostics import Refusal, Source
 from shardwright.diagnostics.render import locate
@@ -16,6 +15,7 @@ from shardwright.ir.recipe import InlineGpu, Recipe
 from shardwright.recipe.load import load_recipe
 from shardwright.recipe.scalar import resolve
 from shardwright.recipe.schema import properties, recipe_schema
+from tests.unit.recipe.test_bad_input import GOOD, JSON
 
 FULL = (
     GOOD.replace("steps: 20", "tokens: 1e12\n  optimizer: {lr: 2e-5}\n  scheduler: {name: wsd, decay_steps: 3}")

@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import (
 
 from tests.zoo.overrides import IMPOSSIBLE
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 SUPPORT = ROOT / "compiler" / "shardwright" / "model" / "support.json"
 

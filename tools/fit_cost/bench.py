@@ -12,8 +12,8 @@ from typing import Any
 import shardwright.cost
 from shardwright.cost.constants import Constants, default_constants
 from shardwright.cost.measured import engine_of
-from tests.calibration import score
-from tests.calibration.cases import (
+from tools.fit_cost import score
+from tools.fit_cost.cases import (
     HARDWARE,
     ROWS,
     Case,
@@ -25,8 +25,8 @@ from tests.calibration.cases import (
     load_cases,
     project_of,
 )
-from tests.calibration.fit import fit, priors
-from tests.prove.ledger import stamp
+from tools.fit_cost.fit import fit, priors
+from tools.prove.ledger import stamp
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "cost.json"
 # What `plan` prints beside its figures.

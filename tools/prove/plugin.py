@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.prove.ledger import Ledger
+from tools.prove.ledger import Ledger
 
 LEDGER = pytest.StashKey[Ledger]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--prove-piece", help="a piece of tests/prove/pieces.py whose results are kept")
+    parser.addoption("--prove-piece", help="a piece of tools/prove/pieces.py whose results are kept")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from tests.pages.blocks import ROOT, Block, blocks, commands, pages
-from tests.pages.exceptions import EXCEPTIONS, part_of
-from tests.pages.session import Session, same
+from tools.pages.blocks import ROOT, Block, blocks, commands, pages
+from tools.pages.exceptions import EXCEPTIONS, part_of
+from tools.pages.session import Session, same
 
 
 def written(page: str, folder: Path) -> str:

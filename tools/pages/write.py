@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.pages import cost, recipe, rules
+from tools.pages import cost, recipe, rules
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES: dict[str, Callable[[], str]] = {

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from shardwright.cli.main import COMMANDS
 from shardwright.cli.main import main as shardwright
-from tests.pages.blocks import ROOT, Block
+from tools.pages.blocks import ROOT, Block
 
-LINKED = ("Makefile", "pyproject.toml", "constraints.txt", "compiler", "templates", "tests", "benchmarks")
+LINKED = ("Makefile", "pyproject.toml", "constraints.txt", "compiler", "templates", "tests", "tools", "benchmarks")
 IN_A_PROCESS = ("run", "stop", "verify", "doctor")
 # The hosts of the pages exist nowhere, with or without an ssh client and a name server here.
 SSH = """#!/bin/sh

@@ -10,7 +10,7 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("docs", "recipes", "compiler", "templates", "tests", "benchmarks")
+FOLDERS = ("docs", "recipes", "compiler", "templates", "tests", "tools", "benchmarks")
 _HEREDOC = re.compile(r"<<'?(\w+)'?")
 _COMMENT = re.compile(r"\s+# .*")
 

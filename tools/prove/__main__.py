@@ -10,9 +10,9 @@ import subprocess
 import sys
 import time
 
-from tests.prove.digest import ROOT
-from tests.prove.ledger import Ledger, digest_of, summary
-from tests.prove.pieces import PIECES
+from tools.prove.digest import ROOT
+from tools.prove.ledger import Ledger, digest_of, summary
+from tools.prove.pieces import PIECES
 
 HOST_COMMANDS = ("ip", "pdsh", "sshd")
 

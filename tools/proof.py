@@ -7,9 +7,9 @@ import json
 from typing import Any
 
 from tests.figures import worst_of_cases
-from tests.prove.digest import ROOT
-from tests.prove.ledger import BENCHMARKS, state
-from tests.prove.pieces import BENCHES, PIECES
+from tools.prove.digest import ROOT
+from tools.prove.ledger import BENCHMARKS, state
+from tools.prove.pieces import BENCHES, PIECES
 
 PAGE = ROOT / "docs" / "proof.md"
 BEGIN, END = "<!-- made by `make proof` from benchmarks/ -->", "<!-- end -->"

@@ -17,9 +17,9 @@ from shardwright.layout.estimate import Estimate
 from shardwright.recipe.load import load_recipe
 from shardwright.search.search import pinned_estimate, search
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "recipes"
-EXPECTED = Path(__file__).parent / "expected"
+EXPECTED = ROOT / "tests/recipes/expected"
 INDEX = RECIPES / "README.md"
 BEGIN, END = "<!-- made by `make recipes` -->", "<!-- end -->"
 TOP = 3

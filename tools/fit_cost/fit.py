@@ -15,8 +15,8 @@ import numpy as np
 from shardwright.cost.constants import Constants, constant_entries
 from shardwright.cost.memory import live_bytes
 from shardwright.cost.placement import make_layout
-from tests.calibration import score
-from tests.calibration.cases import Case, estimate, is_megatron
+from tools.fit_cost import score
+from tools.fit_cost.cases import Case, estimate, is_megatron
 
 # A published figure scatters this much between runs (its logarithm); larger errors count less and less (Cauchy).
 NOISE = 0.04

@@ -20,7 +20,7 @@ from shardwright.layout.strategy import Strategy
 from shardwright.model.build import build_model_graph
 from shardwright.recipe.load import load_recipe
 from shardwright.search.space import candidates
-from tests.calibration import score
+from tools.fit_cost import score
 
 ROWS = Path(__file__).with_name("rows.json")
 # A row's project, from the start of its `source`.

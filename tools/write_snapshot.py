@@ -1,6 +1,6 @@
 """Writes engines/deepspeed/schema/snapshot/VERSION.json from the installed DeepSpeed: `make snapshot`.
 
-Its pydantic models and constructors are read; what it reads key by key comes from loose.py.
+Its pydantic models and constructors are read; what it reads key by key comes from loose_sections.py.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from tests.lint import loose
+from tools import loose_sections as loose
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "compiler/shardwright/engines/deepspeed/schema/snapshot"
 
 MODELS: dict[str, type[BaseModel]] = {

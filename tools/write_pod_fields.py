@@ -1,4 +1,4 @@
-"""Writes ir/pod_fields.json from Kubernetes' published schema: python -m tests.unit.launchers.write_pod_fields"""
+"""Writes ir/pod_fields.json from Kubernetes' published schema: python -m tools.write_pod_fields"""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ def name(requirement: str) -> str:
 
 
 def requirements() -> list[str]:
-    project = tomllib.loads((Path(__file__).resolve().parent.parent / "pyproject.toml").read_text("utf-8"))["project"]
+    project = tomllib.loads((Path(__file__).resolve().parents[1] / "pyproject.toml").read_text("utf-8"))["project"]
     tools = [r for r in project["optional-dependencies"]["test"] if name(r) in TOOLS]
     return [r for r in project["dependencies"] if name(r) not in HEAVY] + tools
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.figures import as_json
-from tests.prove.digest import ROOT, code_digest
-from tests.prove.pieces import PIECES, speaks_of, tests_of
+from tools.prove.digest import ROOT, code_digest
+from tools.prove.pieces import PIECES, speaks_of, tests_of
 
 BENCHMARKS = ROOT / "benchmarks"
 SUMMARY = BENCHMARKS / "prove.json"

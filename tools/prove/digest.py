@@ -43,7 +43,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _with_imports(path: Path) -> set[Path]:
-    """A test module, what it imports of tests/, and the workers beside it that it starts by their file names."""
+    """A test module, what it imports of tests/ and tools/, and the workers beside it that it starts by their names."""
     found: set[Path] = set()
     left = [path]
     while left:
@@ -58,7 +58,7 @@ def _with_imports(path: Path) -> set[Path]:
 def _imports(file: Path) -> list[Path]:
     found: list[Path] = []
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "tests":
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ("tests", "tools"):
             place = ROOT.joinpath(*node.module.split("."))
             found += [
                 f for f in (place.with_suffix(".py"), *(place / f"{a.name}.py" for a in node.names)) if f.exists()

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.ir.apart import worst
-from tests.prove.ledger import stamp
 from tests.schedule.engine import (
     MODELS,
     ROOT,
@@ -27,6 +26,7 @@ from tests.schedule.engine import (
     partitions,
     simulated,
 )
+from tools.prove.ledger import stamp
 
 FILE = ROOT / "benchmarks" / "schedule.json"
 REPEATS = 3

@@ -14,8 +14,8 @@ import numpy as np
 
 import shardwright.cost
 from shardwright.cost.constants import Constants, constant_entries, default_constants
-from tests.calibration.cases import Case, estimate, load_cases
-from tests.calibration.fit import fit, fitted_names, memory_target, priors, time_target
+from tools.fit_cost.cases import Case, estimate, load_cases
+from tools.fit_cost.fit import fit, fitted_names, memory_target, priors, time_target
 
 FILE = Path(shardwright.cost.__file__).with_name("constants.json")
 DIGITS = 4

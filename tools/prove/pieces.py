@@ -195,4 +195,4 @@ def tests_of(area: str) -> tuple[str, ...]:
     for piece in PIECES.values():
         if area in piece.areas:
             return piece.tests
-    return {"cost": ("tests/calibration/bench.py",), "schedule": ("tests/schedule/bench.py",)}[area]
+    return {"cost": ("tools/fit_cost/bench.py",), "schedule": ("tools/bench_schedule.py",)}[area]
