@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := build/demo
 
-.PHONY: help setup demo test test-light test-hosts prove prove-list proof lint golden graphs config-keys snapshot lint-docs recipes docs readme build calibrate bench-cost bench-schedule
+.PHONY: help setup demo test test-light test-hosts prove prove-list proof lint golden graphs config-keys snapshot lint-docs recipes docs readme build fit-cost bench-cost bench-schedule
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -68,7 +68,7 @@ proof: setup ## docs/proof.md and the support matrix, from benchmarks/
 	$(BIN)/python -m tools.proof
 	$(BIN)/python -m tools.support_matrix
 
-calibrate: setup ## fit the cost model's constants to the published rows; writes cost/constants.json
+fit-cost: setup ## fit the cost model's constants to the published rows; writes cost/constants.json
 	$(BIN)/python -m tools.fit_cost
 
 bench-cost: setup ## the cost model against published runs, left out of the fit; writes benchmarks/cost.json

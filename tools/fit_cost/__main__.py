@@ -1,4 +1,4 @@
-"""`make calibrate`: fits the constants to the published rows and writes compiler/shardwright/cost/constants.json.
+"""`make fit-cost`: fits the constants to the published rows and writes compiler/shardwright/cost/constants.json.
 
 From the priors, so that the same rows give the same file.
 """
@@ -42,7 +42,7 @@ def document(cases: list[Case], c: Constants) -> dict[str, object]:
     timed = [case for case in cases if time_target(case) is not None]
     weighed = [case for case in cases if memory_target(case) is not None]
     return {
-        "written_by": "make calibrate",
+        "written_by": "make fit-cost",
         "time_rows": dict(Counter(case.project for case in timed)),
         "memory_rows": dict(Counter(case.project for case in weighed)),
         "constants": constants,

@@ -1,6 +1,6 @@
 """The cost model's numbers that no data sheet gives, read once from constants.json.
 
-Each stands there with its unit, its meaning, its source or prior, and whether `make calibrate` fits it. They are shared
+Each stands there with its unit, its meaning, its source or prior, and whether `make fit-cost` fits it. They are shared
 by all GPUs and models. Nothing else in cost/ holds a bare constant.
 """
 
