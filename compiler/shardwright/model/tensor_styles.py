@@ -30,7 +30,7 @@ LOWERED = frozenset(
         *("local_heads", "local_params"),
     }
 )
-"""What a plan may ask for (runtime/tensor/wrappers.py); a module with another style stays whole."""
+"""What a plan may ask for (modules/tensor/wrappers.py); a module with another style stays whole."""
 
 Proved = str | dict[str, str]
 """sharded | fallback | {"refused": reason}"""

@@ -1,6 +1,6 @@
 """A compiled folder in training on this rank: the engine, the data, the schedule, the checkpoints, the records.
 
-`runtime.worker` is one loop over it; `open_session` gives it to loops of one's own (docs/python-api.md).
+`train.worker` is one loop over it; `open_session` gives it to loops of one's own (docs/python-api.md).
 """
 
 from __future__ import annotations

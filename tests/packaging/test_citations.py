@@ -1,0 +1,82 @@
+"""Pages, comments and docstrings cite no file and no room that is not there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import deepspeed
+import pytest
+
+import shardwright
+
+PACKAGE = Path(shardwright.__file__).parent
+ROOT = PACKAGE.parents[1]
+GONE = {"runtime"}
+"""Its modules are names for folders that earlier versions compiled; nothing is to be looked for there."""
+PATHS = re.compile(r"(?<![\w/.{}*<-])((?:\w+/)+\w+\.py)\b(?!\.)")
+FOLDERS = re.compile(r"`(?:shardwright/)?([a-z_]+(?:/[a-z_]+)*)/`")
+NO_ROOMS = {"accelerate", "checkpoints", "expected", "run", "src", "tokenizer"}
+"""Folders that a compile or a run writes, and one that was decided against."""
+DEEPSPEED = Path(deepspeed.__file__).parent
+BASES = (ROOT, ROOT / "compiler", PACKAGE, DEEPSPEED.parent, DEEPSPEED, DEEPSPEED / "runtime")
+MADE_UP = {
+    "tests/packaging/test_citations.py",
+    "tests/unit/prove/test_pieces.py",
+    "tests/unit/model/test_cache.py",
+    "compiler/shardwright/data/megatron.py",  # Megatron-LM's file
+}
+"""Names files that are not of this repository."""
+
+
+def prose() -> list[Path]:
+    """What cites files: pages, comments and docstrings."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "recipes").rglob("*.md")]
+    code = [path for folder in ("compiler", "tests", "tools") for path in (ROOT / folder).rglob("*")]
+    kinds = (".py", ".md", ".toml")
+    left_out = [ROOT / "CHANGELOG.md", *(ROOT / name for name in MADE_UP)]
+    return [
+        path
+        for path in [*pages, *code]
+        if path.suffix in kinds and path not in left_out and not path.is_relative_to(ROOT / "tests/launch/old_folder")
+    ]
+
+
+def there(path: str, beside: Path) -> bool:
+    first = path.split("/")[0]
+    bases = [DEEPSPEED] if first in GONE else [*BASES, beside.parent]
+    return any((base / path).exists() for base in bases)
+
+
+def cited(path: Path) -> list[str]:
+    """The Python files, and of the package's own pages the rooms, that a text names and that are not there."""
+    text = path.read_text(encoding="utf-8")
+    missing = [name for name in PATHS.findall(text) if not there(name, path)]
+    if path.suffix == ".md" and path.is_relative_to(ROOT / "compiler"):
+        named = {name: name.split("/")[0] for name in FOLDERS.findall(text)}
+        missing += [
+            f"{name}/" for name, first in named.items() if first in GONE or not (first in NO_ROOMS or there(name, path))
+        ]
+    return missing
+
+
+def test_no_file_or_room_is_cited_that_is_not_there() -> None:
+    assert {str(path.relative_to(ROOT)): names for path in prose() if (names := cited(path))} == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "missing"),
+    [
+        ("compiler/README.md", "`cost/` and cost/shapes.py", []),
+        ("compiler/README.md", "`runtime/` and runtime/launcher.py", ["runtime/launcher.py", "runtime/"]),
+        ("docs/x.md", "DeepSpeed's runtime/pipe/engine.py and pipe/engine.py", []),
+        ("docs/x.md", "tests/nothing/test_here.py", ["tests/nothing/test_here.py"]),
+    ],
+)
+def test_the_search_finds_what_is_gone(
+    name: str, text: str, missing: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).write_text(text)
+    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
+    assert cited(tmp_path / name) == missing
