@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
@@ -30,6 +30,7 @@ from shardwright.checkpoint.saved_model import (
 from shardwright.checkpoint.tensor_files import save_readable
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.hf.byte_tokenizer import write_byte_tokenizer
+from shardwright.hf.task import CAUSAL_LM
 from shardwright.ir.own_code import OwnCode
 from shardwright.modules.lora import ADAPTER_WEIGHTS, is_adapter, saved_name, write_config
 from shardwright.modules.model_config import load_config
@@ -58,7 +59,7 @@ def export_checkpoint(
             )
         )
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(load_config(plan, checkpoint), trust_remote_code=False)
+        model = CAUSAL_LM.auto_class.from_config(load_config(plan, checkpoint), trust_remote_code=False)
     dtype = DTYPES[precision or plan.training.precision]
     alone = plan.lora is not None and not merge
     if alone and plan.model.weights_path is None:
@@ -182,7 +183,7 @@ def _write_tokenizer(plan: Plan, checkpoint: Path, folder: Path) -> None:
 
 def _bring_own_code(code: OwnCode, model: PreTrainedModel, folder: Path, output: Path) -> None:
     """Loads with trust_remote_code=True, as the model did that training started from."""
-    model.config.auto_map = {"AutoConfig": code.config_class, "AutoModelForCausalLM": code.model_class}
+    model.config.auto_map = {"AutoConfig": code.config_class, CAUSAL_LM.auto_class.__name__: code.model_class}
     for name, _ in code.files:
         (output / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(folder / name, output / name)

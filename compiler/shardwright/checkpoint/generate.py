@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from shardwright.checkpoint.export import DTYPES
@@ -27,6 +27,7 @@ from shardwright.checkpoint.trust import require_trust
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.hf.byte_tokenizer import byte_tokenizer
 from shardwright.hf.own_code import needs_own_code, own_code_in, register
+from shardwright.hf.task import CAUSAL_LM
 from shardwright.modules.materialize import Filler, empty_model
 from shardwright.modules.model_config import load_config
 from shardwright.modules.weight_files import Range
@@ -175,7 +176,7 @@ def _of_folder(folder: Path, device: torch.device, trust_code: str | None) -> tu
         register(folder, code)
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    model = AutoModelForCausalLM.from_pretrained(
+    model = CAUSAL_LM.auto_class.from_pretrained(
         folder,
         config=config,
         dtype=torch.float32 if device.type == "cpu" else "auto",
@@ -200,6 +201,6 @@ def _unusable(folder: Path, why: str, help: str = "") -> Refusal:
         Diagnostic(
             code="SW6402",
             message=f"no text can be generated from {str(folder)!r}: {why}",
-            help=help or "It must load with transformers' AutoModelForCausalLM and AutoTokenizer.",
+            help=help or f"It must load with transformers' {CAUSAL_LM.auto_class.__name__} and AutoTokenizer.",
         )
     )

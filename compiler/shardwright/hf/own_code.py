@@ -19,10 +19,11 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from shardwright.hf.task import CAUSAL_LM
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.own_code import OwnCode
 
@@ -39,9 +40,10 @@ def own_code_in(folder: Path, config: JsonObject) -> OwnCode:
     """As `describe`, of the classes that config.json names. Raises NoClasses too."""
     auto_map = config.get("auto_map")
     classes = auto_map if isinstance(auto_map, dict) else {}
-    references = [classes.get("AutoConfig"), classes.get("AutoModelForCausalLM")]
+    references = [classes.get("AutoConfig"), classes.get(CAUSAL_LM.auto_class.__name__)]
     if not all(isinstance(r, str) and r.count(".") == 1 and "--" not in r for r in references):
-        raise NoClasses("auto_map in its config.json names no AutoConfig and AutoModelForCausalLM in files beside it")
+        wanted = CAUSAL_LM.auto_class.__name__
+        raise NoClasses(f"auto_map in its config.json names no AutoConfig and {wanted} in files beside it")
     return describe(folder, str(references[0]), str(references[1]))
 
 
@@ -70,7 +72,7 @@ def register(folder: Path, code: OwnCode) -> None:
     config_class = _class(package, code.config_class, PretrainedConfig)
     model_class = _class(package, code.model_class, PreTrainedModel)
     AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
-    AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
+    CAUSAL_LM.auto_class.register(config_class, model_class, exist_ok=True)
 
 
 class _Sources(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):

@@ -12,10 +12,10 @@ from typing import cast
 
 from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from shardwright.diagnostics import Diagnostic, KeyPath, Refusal
 from shardwright.hf.floats import tagged, untagged
+from shardwright.hf.task import CAUSAL_LM
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.model.config_values import size_problem
 from shardwright.model.own_code import FINGERPRINT
@@ -34,12 +34,12 @@ def check_model_type(config: JsonObject, key: KeyPath, inline: bool) -> str:
     model_type = config.get("model_type")
     where = (*key, "model_type") if inline and model_type is not None else key
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        raise Refusal(unknown_type(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, where))
+        raise Refusal(unknown_type(model_type, CAUSAL_LM.types, where))
     if support().others.get(model_type) == "encoder-decoder":
         raise Refusal(encoder_decoder(model_type, where, decoder_alone=False))
-    own = FINGERPRINT in config and CONFIG_MAPPING[model_type] in MODEL_FOR_CAUSAL_LM_MAPPING
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not own:
-        raise Refusal(no_causal_lm(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, where))
+    own = FINGERPRINT in config and CAUSAL_LM.is_registered(model_type)
+    if not CAUSAL_LM.has_type(model_type) and not own:
+        raise Refusal(no_causal_lm(model_type, CAUSAL_LM.types, where))
     return model_type
 
 

@@ -10,12 +10,13 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from shardwright.diagnostics import Diagnostic, KeyPath, Refusal
 from shardwright.hf.flash import flash_stand_in
 from shardwright.hf.probe import Probed
 from shardwright.hf.sizes import size_of
+from shardwright.hf.task import CAUSAL_LM
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.model_graph import ModelGraph, Parameter, hash_of_config
 from shardwright.ir.recipe import FLASH
@@ -70,9 +71,7 @@ def _on_meta(hf_config: PretrainedConfig, attention: str | None, key: KeyPath) -
     try:
         with torch.device("meta"):
             # float32: the size of an element is the cost model's business, and half types need no support here.
-            return AutoModelForCausalLM.from_config(
-                hf_config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
-            )
+            return CAUSAL_LM.build(hf_config, attention)
     except Exception as error:
         raise Refusal(contradiction(error, key)) from None
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
@@ -18,11 +18,11 @@ from shardwright.hf.adapters import adapt
 from shardwright.hf.packing import why_not_packed
 from shardwright.hf.probe import NotCuttable, Probed, find_cut, find_together, probe
 from shardwright.hf.shrink import VOCABULARY, shrink
+from shardwright.hf.task import CAUSAL_LM
 from shardwright.ir.apart import share_apart
 from shardwright.ir.cut import Cut, Range
 from shardwright.ir.recipe import FLASH
 
-TOKENS = (2, 24)
 """Batch and sequence of the probe."""
 
 MOST_PARAMETERS = 250_000_000
@@ -77,7 +77,7 @@ def _probe(model_type: str, text: str, attention: str | None, *, most_parameters
                     count = sum(p.numel() for p in _build(model_type, text, attention).parameters())
                 if count > most_parameters:
                     return _DoesNotRun("it is too large to run as it is")
-            model, tokens = _random_model(model_type, text, attention), _tokens()
+            model, tokens = _random_model(model_type, text, attention), CAUSAL_LM.example(VOCABULARY)
             probed = probe(model, tokens)
             return dataclasses.replace(probed, packing=_why_not_packed(model, probed.cut, tokens))
         except NotCuttable as reason:
@@ -101,7 +101,7 @@ def flash_error(config: PretrainedConfig) -> float:
     out what they do not have, without a word: attention sinks, biases."""
     text = _text(shrink(config.to_dict()))
     with _aside():
-        tokens, model = _tokens(), _random_model(config.model_type, text, FLASH)
+        tokens, model = CAUSAL_LM.example(VOCABULARY), _random_model(config.model_type, text, FLASH)
         plain = _build(config.model_type, text, "eager")
         plain.load_state_dict(model.state_dict())
         adapt(plain.train())
@@ -114,17 +114,14 @@ def _together(model_type: str, text: str, attention: str | None) -> tuple[Range,
     """`Cut.together` of a narrow copy as deep as the model, or the reason why there is none."""
     with _aside():
         try:
-            model, tokens = _random_model(model_type, text, attention), _tokens()
+            model, tokens = _random_model(model_type, text, attention), CAUSAL_LM.example(VOCABULARY)
             return find_together(model, find_cut(model, tokens), tokens)
         except Exception as error:
             return f"its layers share state, and a narrow copy does not run at its depth ({type(error).__name__})"
 
 
 def _build(model_type: str, text: str, attention: str | None) -> PreTrainedModel:
-    config = CONFIG_MAPPING[model_type].from_dict(json.loads(text))
-    return AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
-    )
+    return CAUSAL_LM.build(CONFIG_MAPPING[model_type].from_dict(json.loads(text)), attention)
 
 
 def _random_model(model_type: str, text: str, attention: str | None) -> PreTrainedModel:
@@ -136,10 +133,6 @@ def _random_model(model_type: str, text: str, attention: str | None) -> PreTrain
         for parameter in model.parameters():  # no bias all zero, no norm weight all one
             parameter.add_(torch.randn_like(parameter) * 0.05)
     return model
-
-
-def _tokens() -> torch.Tensor:
-    return torch.randint(3, VOCABULARY - 10, TOKENS)
 
 
 @contextlib.contextmanager

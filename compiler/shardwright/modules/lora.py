@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.hf.task import CAUSAL_LM
 from shardwright.ir.lora import missing_peft
 from shardwright.plan.plan import Plan, PlanLora
 
@@ -66,7 +67,7 @@ def write_config(lora: PlanLora, base: str, folder: Path, *, fan_in_fan_out: boo
     config = _config(
         lora,
         target_modules=list(lora.target_modules),
-        task_type="CAUSAL_LM",
+        task_type=CAUSAL_LM.peft_type,
         base_model_name_or_path=base,
         fan_in_fan_out=fan_in_fan_out,
         inference_mode=True,

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
+from shardwright.hf.task import CAUSAL_LM
 from shardwright.ir.partition import ParameterSplit
 from shardwright.modules.weight_files import Weights
 
@@ -46,9 +47,7 @@ def empty_model(config: PretrainedConfig, attention: str | None) -> PreTrainedMo
     attention: None takes what transformers picks for the type.
     """
     with _parameters_without_storage():
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
-        )
+        model = CAUSAL_LM.build(config, attention)
     stubs: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -59,7 +58,7 @@ def empty_model(config: PretrainedConfig, attention: str | None) -> PreTrainedMo
                 stubs[id(parameter)] = nn.Parameter(zero, requires_grad=parameter.requires_grad)
             module._parameters[name] = stubs[id(parameter)]
     model.train()
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 class Filler:

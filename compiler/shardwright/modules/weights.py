@@ -9,10 +9,11 @@ import torch
 from deepspeed import comm as dist
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.pytorch_utils import Conv1D
 
+from shardwright.hf.task import CAUSAL_LM
 from shardwright.ir.names import pattern
 from shardwright.modules.materialize import DrawnByLayer, NoWeights, empty_model
 from shardwright.modules.model_config import load_config
@@ -73,9 +74,7 @@ def _random(plan: Plan, folder: Path, config: PretrainedConfig, model: PreTraine
         shutil.rmtree(drawn, ignore_errors=True)
         drawn.mkdir(parents=True)
         torch.manual_seed(plan.training.seed)
-        whole = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=plan.model.attention, trust_remote_code=False
-        )
+        whole = CAUSAL_LM.build(config, plan.model.attention)
         kept = remove_tied_weights_from_state_dict(dict(whole.state_dict()), whole)
         save_file({name: tensor.contiguous() for name, tensor in kept.items()}, drawn / "model.safetensors")
         del whole, kept

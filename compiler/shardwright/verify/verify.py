@@ -107,11 +107,12 @@ def _prepare(
 ) -> tuple[Reference, Plan]:
     """The tiny model's weights and tokens, its compiled folder `out`, and what one process makes of them."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.utils import logging
 
     from shardwright.hf.floats import untagged
     from shardwright.hf.reference import train
+    from shardwright.hf.task import CAUSAL_LM
 
     logging.set_verbosity_error()  # of a tiny configuration, transformers has much to say
     logging.disable_progress_bar()
@@ -121,7 +122,7 @@ def _prepare(
         document = untagged(tiny.tiny_config(graph.config, strategy))
         config = AutoConfig.for_model(document.pop("model_type"), **document)
         torch.manual_seed(tiny.SEED)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        model = CAUSAL_LM.build(config)
         with torch.no_grad():
             for parameter in model.parameters():  # no bias is zero and no norm one: each of them has to count
                 parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -150,7 +151,7 @@ def _prepare(
         raise Refusal(_no_copy(graph, f"{first.code}: {first.message}")) from None
     write_folder(folder / "out", compiled.files)
     plan = compiled.plan
-    plain = AutoModelForCausalLM.from_pretrained(
+    plain = CAUSAL_LM.auto_class.from_pretrained(
         folder / tiny.MODEL,
         dtype=torch.float32,
         attn_implementation=plan.model.attention,
@@ -267,9 +268,9 @@ def _exported(plan: Plan, out: Path, target: Path) -> dict[str, torch.Tensor]:
     """The trained parameters: the model's, or the adapters."""
     import torch
     from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM
 
     from shardwright.checkpoint.export import export_checkpoint
+    from shardwright.hf.task import CAUSAL_LM
     from shardwright.modules.lora import ADAPTER_WEIGHTS
 
     newest = max((out / "checkpoints").glob("step-*"))
@@ -278,7 +279,7 @@ def _exported(plan: Plan, out: Path, target: Path) -> dict[str, torch.Tensor]:
         export_checkpoint(newest, target)
         if plan.lora is not None:
             return load_file(target / ADAPTER_WEIGHTS)
-        model = AutoModelForCausalLM.from_pretrained(
+        model = CAUSAL_LM.auto_class.from_pretrained(
             target, dtype=torch.float32, local_files_only=True, trust_remote_code=False
         )
     return {name: parameter.detach() for name, parameter in model.named_parameters()}

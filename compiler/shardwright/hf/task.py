@@ -1,0 +1,56 @@
+"""What a model is trained for: the class of transformers that builds it, what it is shown to be taken apart, and the
+name that peft has for it. Everything that builds, loads or registers a model asks its task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """auto_class: of transformers. types: model_type -> the class's name, of those that transformers itself has.
+    registered: configuration class -> model class, with those that came with a model (hf/own_code.py).
+    example_shape: rows x tokens that a tiny copy is shown. peft_type: peft's name of the task."""
+
+    name: str
+    auto_class: Any
+    types: Mapping[str, str]
+    registered: Mapping[type[PretrainedConfig], type]
+    example_shape: tuple[int, int]
+    peft_type: str
+
+    def has_type(self, model_type: str) -> bool:
+        """Whether transformers' own mapping has it."""
+        return model_type in self.types
+
+    def is_registered(self, model_type: str) -> bool:
+        """Whether a model's own code has registered its class for the task."""
+        return model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] in self.registered
+
+    def build(self, config: PretrainedConfig, attention: str | None = None) -> PreTrainedModel:
+        """The whole model in fp32, its weights drawn. attention: None takes what transformers picks for the type."""
+        model: PreTrainedModel = self.auto_class.from_config(
+            config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
+        )
+        return model
+
+    def example(self, vocabulary: int) -> torch.Tensor:
+        """Token ids (rows, tokens) for a tiny copy; the special ids at both ends of the vocabulary are left out."""
+        return torch.randint(3, vocabulary - 10, self.example_shape)
+
+
+CAUSAL_LM = Task(
+    name="causal-lm",
+    auto_class=AutoModelForCausalLM,
+    types=MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    registered=MODEL_FOR_CAUSAL_LM_MAPPING,
+    example_shape=(2, 24),
+    peft_type="CAUSAL_LM",
+)
