@@ -18,6 +18,8 @@ from shardwright.cost.kernels import (
     traffic_seconds,
 )
 from shardwright.cost.shapes import LayerShape, dropped_products, model_shapes
+from shardwright.engines.kernels import KERNELS
+from shardwright.engines.table import traits_of
 from shardwright.ir.cluster import Gpu
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
@@ -29,35 +31,6 @@ BACKWARD_OVER_FORWARD = 2.0
 # Fused attention computes its scores again in backward: five products against two (arXiv 2205.14135), and the
 # exponentials once more.
 FUSED_BACKWARD_OVER_FORWARD = 2.5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Passes:
-    """Elements that the kernels which are no products read and write in a forward pass, counted in their code.
-
-    Per element of the hidden size: norm (LayerNorm: read, write), composed_norm (RMSNorm in Python: cast, square, mean,
-    scale, cast, weight, some of it in float32), residual (two read, one written), dropout (with its mask of a byte).
-    rotary: per element of queries and keys. feed_forward: per kept element of it (plain: the activation's input and
-    output; gated: gate, up, activated gate, product).
-    """
-
-    norm: float
-    composed_norm: float
-    residual: float
-    dropout: float
-    rotary: float
-    feed_forward: float
-
-
-PASSES = {
-    "auto": Passes(norm=2, composed_norm=14, residual=3, dropout=2.5, rotary=9, feed_forward=1.25),
-    # As published runs do it: no dropout (see cost.activations).
-    "hf": Passes(norm=2, composed_norm=14, residual=3, dropout=0, rotary=9, feed_forward=1.25),
-    # Bias, dropout and residual in one kernel, bias and activation in another (arXiv 2104.04473, section 4.2).
-    "megatron": Passes(norm=2, composed_norm=2, residual=3, dropout=0.5, rotary=2, feed_forward=1.0),
-    # Each chain of elementwise operators is one kernel, the norm with the residual before it.
-    "compiled": Passes(norm=2, composed_norm=2, residual=2, dropout=0, rotary=2, feed_forward=0.75),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +51,6 @@ def peak_flops(gpu: Gpu, precision: str) -> float:
     return gpu.peak_flops.get(precision) or gpu.peak_flops.get("fp32") or min(gpu.peak_flops.values())
 
 
-def runs_megatron(recipe: Recipe, s: Strategy) -> bool:
-    """Megatron-LM itself. So are its kernels without ZeRO on one data rank, whatever `target` says: nothing that
-    DeepSpeed would be there for is left."""
-    alone = recipe.assume.kernels == "megatron" and s.zero_stage == 0 and s.data == 1
-    return recipe.target == "megatron" or alone
-
-
 def stops_early(graph: ModelGraph, kernels: str) -> bool:
     """Whether recomputation ends before the last product of what it repeats, because no backward pass reads that
     result: torch's non-reentrant checkpoint (torch.utils.checkpoint.set_checkpoint_early_stop; this project's runtime
@@ -99,7 +65,7 @@ def layer_seconds(recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Strategy, c: C
         graph.attention,
         (gpu.name, gpu.hbm_bytes_per_second, peak_flops(gpu, recipe.training.precision)),
         (recipe.training.precision, recipe.training.sequence_length, recipe.assume.kernels),
-        (recipe.assume.mfu, runs_megatron(recipe, s), recipe.lora is not None),
+        (recipe.assume.mfu, traits_of(recipe.target, recipe.assume.kernels, s), recipe.lora is not None),
         (s.tensor, s.micro_batch_size, s.sequence_parallel, s.activation_checkpointing, s.loss),
         c,
     )
@@ -133,7 +99,8 @@ class _Micro:
     def __init__(self, recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Strategy, c: Constants) -> None:
         precision = recipe.training.precision
         self.graph, self.s, self.c = graph, s, c
-        self.kernels, self.mfu, self.is_megatron = recipe.assume.kernels, recipe.assume.mfu, runs_megatron(recipe, s)
+        self.kernels, self.mfu = recipe.assume.kernels, recipe.assume.mfu
+        self.traits = traits_of(recipe.target, self.kernels, s)
         self.frozen = recipe.lora is not None  # no gradient of a weight; the adapters' own products are a few percent
         self.length = recipe.training.sequence_length
         self.tokens = s.micro_batch_size * self.length
@@ -153,8 +120,7 @@ class _Micro:
         if self.mfu is not None:
             scores = self._at_mfu(kind.attention_flops * self.length, self.shapes.attention_degree)
             forward = self._at_mfu(kind.matmul_flops, self.s.tensor) + scores
-            # Megatron's "selective" recomputes the products over S x S only (arXiv 2205.05198), not the projections.
-            again = 0 if self.is_megatron else kind.attention_module_flops
+            again = kind.attention_module_flops if self.traits.selective_repeats_projections else 0
             inside = self._at_mfu(again, self.s.tensor) + scores
             back = self._backward_at_mfu(forward)
             return forward, back, {"none": 0.0, "selective": inside, "full": forward}[mode]
@@ -166,7 +132,7 @@ class _Micro:
             outside[1] + projections[1] + scores_backward + BACKWARD_OVER_FORWARD * (moved_inside + moved_outside)
         )
         unread_inside, unread = self._unread(kind, in_attention=True), self._unread(kind, in_attention=False)
-        if self.is_megatron:
+        if not self.traits.selective_repeats_projections:
             selective = scores
         elif keeps_products(self.graph, self.kernels):
             selective = self._dropped_products(kind) + moved_inside + moved_outside
@@ -190,8 +156,8 @@ class _Micro:
         if self.mfu is not None:
             forward = self._at_mfu(self.graph.layers[-1].matmul_flops_per_token, self.s.tensor)
             return forward, self._backward_at_mfu(forward), forward if self.s.loss == "chunked" else 0.0
-        if self.kernels == "megatron":
-            width = -(-width // 128) * 128  # Megatron pads the vocabulary to a multiple of 128 x t
+        multiple = KERNELS[self.kernels].vocabulary_multiple
+        width = -(-width // multiple) * multiple
         forward, backward = self._product(self.tokens, width, self.graph.hidden_size, 1)
         logits = self.tokens * width * self.c.logit_traffic_bytes(self.kernels)
         loss = traffic_seconds(self.device, self.c, logits)
@@ -275,7 +241,7 @@ class _Micro:
 
     def _moved(self, kind: LayerShape) -> tuple[float, float]:
         """Forward seconds of the kernels that are no products, inside and outside the attention module."""
-        passes, hidden, graph = PASSES[self.kernels], self.graph.hidden_size, self.graph
+        passes, hidden, graph = KERNELS[self.kernels], self.graph.hidden_size, self.graph
         dropout = passes.dropout if graph.max_dropout > 0 else 0.0
         whole = kind.fused_norms * passes.norm + kind.composed_norms * passes.composed_norm
         whole = (whole + 2 * (passes.residual + dropout)) * hidden

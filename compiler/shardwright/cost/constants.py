@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import TypedDict
 
+from shardwright.engines.kernels import KERNELS
+
 
 class ConstantEntry(TypedDict):
     """prior_spread: of the logarithm, how far the fit may move it; 0 = not fitted."""
@@ -76,36 +78,20 @@ class Constants:
     memory_headroom: float
 
     def score_passes(self, kernels: str) -> float:
-        return {
-            "auto": self.score_passes_hf,
-            "hf": self.score_passes_hf,
-            "megatron": self.score_passes_megatron,
-            "compiled": self.score_passes_compiled,
-        }[kernels]
+        return self._of(KERNELS[kernels].constants, "score_passes")
 
     def logit_traffic_bytes(self, kernels: str) -> float:
-        return {
-            "auto": self.logit_traffic_bytes_hf,
-            "hf": self.logit_traffic_bytes_hf,
-            "megatron": self.logit_traffic_bytes_megatron,
-            "compiled": self.logit_traffic_bytes_compiled,
-        }[kernels]
+        return self._of(KERNELS[kernels].constants, "logit_traffic_bytes")
 
     def kernels_per_layer(self, kernels: str) -> float:
-        return {
-            "auto": self.kernels_per_layer_hf,
-            "hf": self.kernels_per_layer_hf,
-            "megatron": self.kernels_per_layer_megatron,
-            "compiled": self.kernels_per_layer_compiled,
-        }[kernels]
+        return self._of(KERNELS[kernels].constants, "kernels_per_layer")
 
     def logit_bytes(self, kernels: str) -> float:
-        return {
-            "auto": self.logit_bytes_auto,
-            "hf": self.logit_bytes_hf,
-            "megatron": self.logit_bytes_megatron,
-            "compiled": self.logit_bytes_compiled,
-        }[kernels]
+        return self._of(kernels, "logit_bytes")
+
+    def _of(self, kernels: str, name: str) -> float:
+        value: float = getattr(self, f"{name}_{kernels}")
+        return value
 
 
 @functools.cache

@@ -10,10 +10,8 @@ from shardwright.cost.collectives import Group, gather_seconds, group_of, ring_s
 from shardwright.cost.compute import ELEMENT_BYTES
 from shardwright.cost.layout import Layout
 from shardwright.cost.passes import FORWARD_SHARE
+from shardwright.engines.kernels import KERNELS
 from shardwright.layout.buckets import BUCKET_NUMEL, PREFETCH_NUMEL
-
-# The other published runs at ZeRO-3 (`assume.kernels` hf and compiled) are PyTorch's FSDP.
-DEEPSPEED_KERNELS = ("auto", "megatron")
 
 
 def data_comm_seconds(layout: Layout, rank: int, compute_seconds: float) -> float:
@@ -33,7 +31,7 @@ def data_comm_seconds(layout: Layout, rank: int, compute_seconds: float) -> floa
     behind = 1 - FORWARD_SHARE if s.pipeline == 1 else 0.0
     if s.zero_stage == 0:
         return tied + _exposed(layout, 2 * reduce, behind * compute_seconds)
-    if not layout.is_megatron and not cluster.gpu.is_cpu:
+    if layout.traits.bucketed_zero and not cluster.gpu.is_cpu:
         reduce, gather = reduce / c.zero_reduction_efficiency, gather / c.zero_reduction_efficiency
     reductions = s.gradient_accumulation_steps if s.zero_stage == 2 else 1
     return tied + reductions * _exposed(layout, reduce, behind * compute_seconds) + gather
@@ -50,7 +48,7 @@ def _zero_3_seconds(layout: Layout, rank: int, compute_seconds: float) -> float:
     layers = sum(block.stop - block.start for block in layout.ranks[rank])
     efficiency, gathers_a_pass, reductions = 1.0, float(layers), float(layers)
     assume = layout.recipe.assume
-    if not cluster.gpu.is_cpu and assume.kernels in DEEPSPEED_KERNELS and assume.mfu is None:
+    if not cluster.gpu.is_cpu and KERNELS[assume.kernels].zero_3 is None and assume.mfu is None:
         # An assumed rate is a whole run's: it has the engine's own delays in it.
         efficiency, reductions = c.zero_reduction_efficiency, _buckets(numel)
         gathers_a_pass = max(gathers_a_pass, min(held / PREFETCH_NUMEL, layout.shapes.matrices))

@@ -12,6 +12,7 @@ from shardwright.cost.memory import estimate_memory, logits_are_peak
 from shardwright.cost.placement import make_layout
 from shardwright.cost.timing import estimate_time
 from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.engines.table import ENGINES
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
@@ -77,7 +78,7 @@ def _settle_hpz(layout: Layout, memory: Memory) -> tuple[Layout, Memory]:
 
 def _may_chunk(recipe: Recipe, graph: ModelGraph, strategy: Strategy, memory: Memory) -> bool:
     """`loss: auto` makes the head's product once more only for memory that is asked for or needed (decision 018)."""
-    own = recipe.target == "deepspeed" and recipe.assume.kernels == "auto"
+    own = ENGINES[recipe.target].traits.chunked_loss and recipe.assume.kernels == "auto"
     unsettled = recipe.model.loss == "auto" and strategy.loss == "full"
     wanted = recipe.objective == "memory" or not memory.fits
     return own and unsettled and wanted and proved_chunked(graph.model_type)

@@ -10,6 +10,7 @@ from shardwright.cost.data_parallel import data_comm_seconds
 from shardwright.cost.layout import Layout
 from shardwright.cost.passes import passes
 from shardwright.cost.timing import stage_seconds
+from shardwright.engines.table import ENGINES
 from shardwright.layout.hpz import asks_for_none
 
 
@@ -18,7 +19,7 @@ def with_hpz(layout: Layout) -> Layout | None:
     each of several nodes, and where DeepSpeed cannot: below ZeRO-3, and under offload (the loss freezes,
     DeepSpeed#6926)."""
     s, recipe = layout.strategy, layout.recipe
-    own = recipe.target == "deepspeed" and recipe.assume.kernels == "auto" and not asks_for_none(recipe.extra)
+    own = ENGINES[recipe.target].traits.hpz and recipe.assume.kernels == "auto" and not asks_for_none(recipe.extra)
     if not own or s.zero_stage != 3 or s.pipeline > 1 or s.offload != "none":
         return None
     group = group_of(layout.cluster, s.data, s.tensor)

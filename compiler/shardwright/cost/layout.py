@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardwright.cost.activations import Activations
-from shardwright.cost.compute import runs_megatron
 from shardwright.cost.constants import Constants
 from shardwright.cost.shapes import ModelShapes
+from shardwright.engines.engine import Traits
+from shardwright.engines.table import traits_of
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
@@ -39,8 +40,8 @@ class Layout:
     adapters: tuple[int, ...] = ()  # LoRA's elements, prefix sums over graph.layers; () where all is trained
 
     @property
-    def is_megatron(self) -> bool:
-        return runs_megatron(self.recipe, self.strategy)
+    def traits(self) -> Traits:
+        return traits_of(self.recipe.target, self.recipe.assume.kernels, self.strategy)
 
     @property
     def tokens(self) -> int:

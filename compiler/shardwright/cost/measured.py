@@ -8,6 +8,8 @@ import json
 from dataclasses import dataclass
 from importlib import resources
 
+from shardwright.engines.kernels import KERNELS
+from shardwright.engines.table import title_of
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
@@ -15,12 +17,10 @@ from shardwright.layout.estimate import PredictionError
 from shardwright.layout.experts import experts_of
 from shardwright.layout.strategy import Strategy
 
-ENGINES = {"deepspeed": "DeepSpeed", "megatron": "Megatron-LM", "fsdp": "PyTorch's FSDP"}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Zero:
-    """Runs of one ZeRO stage, inside a node or over several, most_nodes at most. engine: a key of ENGINES."""
+    """Runs of one ZeRO stage, inside a node or over several, most_nodes at most. engine: as title_of takes it."""
 
     stage: int
     several_nodes: bool
@@ -80,7 +80,7 @@ def prediction_error(recipe: Recipe, graph: ModelGraph, cluster: Cluster, strate
 
 def engine_of(target: str, kernels: str, zero_stage: int) -> str:
     """Whose collectives are predicted (decision 020). kernels: as `assume` says."""
-    return "fsdp" if zero_stage == 3 and kernels in ("hf", "compiled") else target
+    return (KERNELS[kernels].zero_3 if zero_stage == 3 else None) or target
 
 
 def _unmeasured(recipe: Recipe, graph: ModelGraph, cluster: Cluster, s: Strategy, runs: Measured) -> str:
@@ -118,7 +118,7 @@ def _unmeasured_zero(recipe: Recipe, cluster: Cluster, s: Strategy, runs: Measur
     if not several:
         return f"ZeRO-{s.zero_stage} inside one node"
     where = f"over more than {most} nodes" if most else "over several nodes"
-    return f"{ENGINES.get(engine, engine)}'s ZeRO-{s.zero_stage} {where}"
+    return f"{title_of(engine)}'s ZeRO-{s.zero_stage} {where}"
 
 
 def error_words(error: PredictionError) -> str:

@@ -188,9 +188,9 @@ def _kept_output_bytes(layout: Layout) -> float:
     """Under 1F1B DeepSpeed's last stage does not clear a micro-batch's output after its backward pass, and has two
     buffers for them (pipe/engine.py, _exec_backward_pass; pipe/schedule.py, TrainSchedule.num_pipe_buffers)."""
     s = layout.strategy
-    if s.pipeline == 1 or s.schedule == "dualpipev" or layout.is_megatron:
+    if s.pipeline == 1 or s.schedule == "dualpipev":
         return 0.0
-    return min(2, s.gradient_accumulation_steps) * _output_bytes(layout)
+    return min(layout.traits.kept_outputs, s.gradient_accumulation_steps) * _output_bytes(layout)
 
 
 def _bucket_bytes(layout: Layout, numel: int) -> float:

@@ -43,7 +43,7 @@ def passes(layout: Layout) -> Passes:
         (cluster.gpus_per_node, cluster.intra_node_bytes_per_second, cluster.inter_node_bytes_per_second),
         (layout.graph.config_hash, r.training.sequence_length, layout.element_bytes, layout.accumulation_dtype),
         (
-            layout.is_megatron,
+            layout.traits,
             r.assume.kernels,
             layout.adapters,
             r.assume.mfu is None,
@@ -92,11 +92,9 @@ def _sums(values: list[float]) -> tuple[float, ...]:
 
 
 def _accumulation_seconds(layout: Layout) -> list[float]:
-    """Each micro-batch's gradient is read and added to the accumulated one, in its own type.
-
-    Megatron's product adds it itself (gradient_accumulation_fusion)."""
+    """Each micro-batch's gradient is read and added to the accumulated one, in its own type."""
     numel = _each(layout.adapters or layout.shapes.numel)
-    if layout.is_megatron:
+    if layout.traits.fuses_accumulation:
         return [0.0] * len(numel)
     if not layout.adapters and (layout.strategy.pipeline == 1 or layout.strategy.schedule == "dualpipev"):
         numel[-1] -= layout.shapes.shared_numel  # the embedding is on the head's rank, and a tied tensor there is one
@@ -115,13 +113,14 @@ def _tensor_comm_seconds(layout: Layout) -> tuple[list[float], list[float]]:
     if s.tensor == 1:
         return [0.0] * layers, [0.0] * layers
     group, message = group_of(cluster, s.tensor, 1), layout.tokens * layout.element_bytes
-    host = 0.0 if layout.is_megatron or cluster.gpu.is_cpu else c.collective_host_seconds
+    shown = layout.traits.drains_launches and not cluster.gpu.is_cpu
+    host = c.collective_host_seconds if shown else 0.0
     reduce = all_reduce_seconds(cluster, c, group, message * layout.graph.hidden_size) + host
     attention, feed_forward = shapes.attention_degree > 1, shapes.feed_forward_degree > 1
     again_attention, again_feed_forward = {"none": (0, 0), "selective": (1, 0), "full": (1, 1)}[
         s.activation_checkpointing
     ]
-    if s.activation_checkpointing == "selective" and layout.is_megatron:
+    if s.activation_checkpointing == "selective" and not layout.traits.selective_repeats_projections:
         again_attention = 0
     elif stops_early(layout.graph, layout.recipe.assume.kernels):  # the last product's reduction is left out with it
         again_attention, again_feed_forward = {"none": (0, 0), "selective": (0, 0), "full": (1, 0)}[
@@ -153,4 +152,4 @@ def _message_seconds(layout: Layout) -> float:
     seconds = send_seconds(cluster, c, s.tensor * s.data, message / share)
     if share > 1 and not s.sequence_parallel:
         seconds += gather_seconds(cluster, c, group_of(cluster, s.tensor, 1), message)
-    return seconds / 2 if layout.is_megatron and s.virtual_stages == 1 else seconds
+    return seconds / 2 if layout.traits.duplex_sends and s.virtual_stages == 1 else seconds

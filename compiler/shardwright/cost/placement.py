@@ -21,6 +21,7 @@ from shardwright.cost.passes import FORWARD_SHARE, passes
 from shardwright.cost.shapes import model_shapes
 from shardwright.cost.timing import MOST_SIMULATED_RANKS, once_a_step_seconds
 from shardwright.diagnostics import Refusal
+from shardwright.engines.kernels import KERNELS
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.cut import boundaries_of_blocks
 from shardwright.ir.lora import adapters, target_modules
@@ -81,8 +82,7 @@ def _boundaries(layout: Layout) -> tuple[int, ...]:
     graph, s = layout.graph, layout.strategy
     if most_stages(graph) < s.stages:
         return _thin(len(graph.layers), s.stages)
-    if layout.recipe.assume.kernels == "megatron" and graph.decoder_layers % s.stages == 0:
-        # Megatron gives each stage as many decoder layers (arXiv 2104.04473), whatever its ends hold.
+    if KERNELS[layout.recipe.assume.kernels].even_stages and graph.decoder_layers % s.stages == 0:
         each = graph.decoder_layers // s.stages
         return (0, *(1 + each * stage for stage in range(1, s.stages)), len(graph.layers))
     blocks = graph.cut.blocks(graph.decoder_layers)

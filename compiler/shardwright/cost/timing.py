@@ -146,7 +146,7 @@ def _recomputed_in_layers(layout: Layout) -> int:
     match layout.strategy.activation_checkpointing:
         case "full":
             return products + scores
-        case "selective" if layout.is_megatron:
+        case "selective" if not layout.traits.selective_repeats_projections:
             return scores
         case "selective" if keeps_products(layout.graph, layout.recipe.assume.kernels):
             whole = model_shapes(layout.graph, 1)
@@ -182,7 +182,7 @@ def once_a_step_seconds(layout: Layout) -> float:
     gradient = ELEMENT_BYTES[layout.accumulation_dtype]
     moved = 2 * gradient if s.zero_stage == 0 else gradient + layout.element_bytes
     seconds = gather_seconds(cluster, c, group_of(cluster, s.data, s.tensor), moved, 0)
-    if s.zero_stage > 0 and layout.recipe.target == "deepspeed" and not cluster.gpu.is_cpu:
+    if s.zero_stage > 0 and layout.traits.bucketed_zero and not cluster.gpu.is_cpu:
         seconds /= c.zero_reduction_efficiency
     return seconds + _update_seconds(layout, 1)
 

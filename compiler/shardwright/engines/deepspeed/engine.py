@@ -1,0 +1,20 @@
+"""DeepSpeed's row of the table."""
+
+from __future__ import annotations
+
+from shardwright.engines.engine import Engine, Traits
+
+DEEPSPEED = Engine(
+    name="deepspeed",
+    title="DeepSpeed",
+    traits=Traits(
+        selective_repeats_projections=True,
+        fuses_accumulation=False,
+        drains_launches=True,
+        duplex_sends=False,
+        kept_outputs=2,  # pipe/engine.py, _exec_backward_pass; pipe/schedule.py, TrainSchedule.num_pipe_buffers
+        bucketed_zero=True,
+        chunked_loss=True,
+        hpz=True,
+    ),
+)

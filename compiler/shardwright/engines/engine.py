@@ -1,0 +1,38 @@
+"""What an engine is to the compile. A row of the table (engines/table.py) is all that the compile knows of one: nothing
+here imports what it runs on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What sets the engine's steps and memory apart; the cost model reads it instead of a name.
+
+    selective_repeats_projections: "selective" recomputes the attention module's products, not the S x S ones alone.
+    fuses_accumulation: a product adds its gradient to the accumulated one itself.
+    drains_launches: a tensor-parallel collective waits for the host, whose next launches show.
+    duplex_sends: an activation and a gradient cross a boundary between stages at once.
+    kept_outputs: micro-batches whose output the last stage of 1F1B keeps after their backward pass, at most.
+    bucketed_zero: ZeRO-1 and 2 copy in and out of buckets, and reach a share of the links' rate.
+    chunked_loss, hpz: whether it can be asked for them.
+    """
+
+    selective_repeats_projections: bool
+    fuses_accumulation: bool
+    drains_launches: bool
+    duplex_sends: bool
+    kept_outputs: int
+    bucketed_zero: bool
+    chunked_loss: bool
+    hpz: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """title: as a sentence names it."""
+
+    name: str
+    title: str
+    traits: Traits

@@ -1,0 +1,1 @@
+"""Megatron-LM: its runs are estimated, not started."""

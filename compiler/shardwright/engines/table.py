@@ -1,0 +1,26 @@
+"""The engines, a row each: `target` in a recipe and in plan.json."""
+
+from __future__ import annotations
+
+from shardwright.engines.deepspeed.engine import DEEPSPEED
+from shardwright.engines.engine import Engine, Traits
+from shardwright.engines.kernels import FSDP, KERNELS
+from shardwright.engines.megatron.engine import MEGATRON
+from shardwright.layout.strategy import Strategy
+
+ENGINES: dict[str, Engine] = {engine.name: engine for engine in (DEEPSPEED, MEGATRON)}
+DEFAULT = DEEPSPEED.name
+
+_PUBLISHED = {FSDP: "PyTorch's FSDP"}
+
+
+def traits_of(target: str, kernels: str, s: Strategy) -> Traits:
+    """kernels: as `assume` says. An engine's own, without ZeRO on one data rank, are that engine whatever `target`
+    says: nothing that another would be there for is left."""
+    alone = KERNELS[kernels].engine if s.zero_stage == 0 and s.data == 1 else None
+    return ENGINES[alone or target].traits
+
+
+def title_of(name: str) -> str:
+    """Of an engine, or of what else published runs were made with."""
+    return ENGINES[name].title if name in ENGINES else _PUBLISHED.get(name, name)
