@@ -16,6 +16,7 @@ from shardwright.compile import Compiled, compile_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.engines.deepspeed.schema.check import misfits
 from shardwright.engines.deepspeed.schema.read import snapshot
+from shardwright.layout.problem import Problem
 from shardwright.recipe.load import load_recipe
 from shardwright.rules.registry import check_layout
 from shardwright.search.space import candidates
@@ -63,7 +64,9 @@ def random_plans(count: int, seed: int, folder: Path) -> Iterator[Compiled]:
         recipe = load_recipe(path)
         graph, cluster = graph_of(document["model"]["config"]), resolve_cluster(recipe.cluster)
         strategy = draw.choice(list(candidates(recipe, graph, cluster)))
-        if any(d.severity == "error" for d in check_layout(recipe, graph, cluster, strategy)):
+        if any(
+            d.severity == "error" for d in check_layout(Problem(recipe=recipe, graph=graph, cluster=cluster), strategy)
+        ):
             continue
         pins = dataclasses.asdict(strategy)
         del (

@@ -17,6 +17,7 @@ from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import Estimate, Memory, Time, Training
+from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.model.chunked import proved_chunked
 from shardwright.rules.registry import check_layout, is_countable
@@ -30,7 +31,7 @@ def estimate_strategy(recipe: Recipe, graph: ModelGraph, cluster: Cluster, strat
     Raises Refusal (SW3101, SW3102, SW3115 and every other broken rule) where they do not, and for axes that the cost
     model does not know: there is nothing to count.
     """
-    diagnostics = check_layout(recipe, graph, cluster, strategy)
+    diagnostics = check_layout(Problem(recipe=recipe, graph=graph, cluster=cluster), strategy)
     if not is_countable(strategy, diagnostics):
         raise Refusal(*diagnostics)
     return price(recipe, graph, cluster, strategy, diagnostics)

@@ -18,6 +18,7 @@ from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.model_graph import ModelGraph, hash_of_config
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import Estimate
+from shardwright.layout.problem import Problem
 from shardwright.plan.build import canonical_hash
 from shardwright.plan.graph_file import read_graph
 from shardwright.plan.plan import Plan
@@ -58,7 +59,7 @@ def read_subject(folder: Path) -> Subject:
     recipe = _recipe(folder, plan)
     graph = _graph(folder, plan)
     cluster = resolve_cluster(recipe.cluster)
-    diagnostics = check_layout(recipe, graph, cluster, plan.strategy)
+    diagnostics = check_layout(Problem(recipe=recipe, graph=graph, cluster=cluster), plan.strategy)
     layout, memory = weigh(recipe, graph, cluster, plan.strategy)
     return Subject(
         folder=folder,

@@ -9,6 +9,7 @@ from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import Estimate
+from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.rules.registry import check_layout
 from shardwright.search.compare import LostRegion, binding_constraint, lost_regions, pareto_front
@@ -67,7 +68,7 @@ def whole_space(recipe: Recipe, graph: ModelGraph, cluster: Cluster, chosen: Est
     forbidden: list[tuple[Strategy, str, str]] = []
     within: list[Estimate] = []
     for strategy in candidates(free, graph, cluster):
-        found = check_layout(free, graph, cluster, strategy)
+        found = check_layout(Problem(recipe=free, graph=graph, cluster=cluster), strategy)
         error = next((d for d in found if d.severity == "error"), None)
         if error is not None:
             forbidden.append((strategy, error.code, error.message))

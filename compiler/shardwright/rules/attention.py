@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from shardwright.diagnostics import Diagnostic
 from shardwright.ir.recipe import DOCUMENT_KINDS, FLASH
-from shardwright.rules.layout import Subject, found
+from shardwright.rules.layout import Candidate, found
 
 FLASH_HEAD_SIZE = 256
 
 
-def selective_attention(x: Subject) -> Diagnostic | None:
+def selective_attention(x: Candidate) -> Diagnostic | None:
     """Selective checkpointing recomputes the attention module: there must be one."""
     if x.strategy.activation_checkpointing != "selective" or x.graph.attention_module:
         return None
@@ -21,7 +21,7 @@ def selective_attention(x: Subject) -> Diagnostic | None:
     )
 
 
-def packed_documents(x: Subject) -> Diagnostic | None:
+def packed_documents(x: Candidate) -> Diagnostic | None:
     """Packing keeps documents apart by their positions; whether a model's masks follow them is proved by running a tiny
     copy of it (hf/packing.py)."""
     packed = [key for key, part in x.recipe.data_parts() if part.kind in DOCUMENT_KINDS and part.packing]
@@ -36,7 +36,7 @@ def packed_documents(x: Subject) -> Diagnostic | None:
     )
 
 
-def flash_attention(x: Subject) -> Diagnostic | None:
+def flash_attention(x: Candidate) -> Diagnostic | None:
     """flash-attn 2 (README, "NVIDIA CUDA Support"): fp16 and bf16, Ampere or newer, head sizes up to 256."""
     gpu, precision = x.cluster.gpu, x.recipe.training.precision
     if x.graph.attention != FLASH:

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 from shardwright.diagnostics import Diagnostic
 from shardwright.ir.json_value import JsonValue
-from shardwright.rules.layout import Subject, found
+from shardwright.rules.layout import Candidate, found
 
 _TIMERS = "DeepSpeed's pipeline engine starts the timers of the backward pass twice, and fails"
 IN_A_PIPELINE = {"wall_clock_breakdown": _TIMERS, "flops_profiler": _TIMERS}
 """Key -> why a pipeline does not run with it."""
 
 
-def no_pipeline(x: Subject) -> Diagnostic | None:
+def no_pipeline(x: Candidate) -> Diagnostic | None:
     """Measured: DeepSpeed ends in the first backward pass (runtime/pipe/engine.py, _exec_backward_pass, and the hook of
     runtime/engine.py behind it start the same timer)."""
     if x.strategy.pipeline == 1:

@@ -8,11 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwright.diagnostics import Diagnostic, KeyPath, Severity
-from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph
-from shardwright.ir.recipe import Recipe
 from shardwright.layout.divisors import nearest_divisors
 from shardwright.layout.experts import experts_of
+from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import UNPRICED_AXES, Strategy
 from shardwright.model.chunked import proved_chunked
 from shardwright.partition.stages import most_stages, too_few_layers
@@ -23,12 +22,9 @@ SLOW_LINK_BYTES_PER_SECOND = 200e9 / 8  # rule 36: ZeRO-3 across links under 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """What a rule looks at."""
+class Candidate(Problem):
+    """What a rule looks at: a strategy for a problem."""
 
-    recipe: Recipe
-    graph: ModelGraph
-    cluster: Cluster
     strategy: Strategy
 
 
@@ -46,7 +42,7 @@ def found(
     )
 
 
-def world_size(x: Subject) -> Diagnostic | None:
+def world_size(x: Candidate) -> Diagnostic | None:
     """Rules 1, 2: dp = world / (tp pp) (pipe/module.py:174)."""
     s, world = x.strategy, x.cluster.world_size
     if s.world_size == world:
@@ -64,7 +60,7 @@ def world_size(x: Subject) -> Diagnostic | None:
     )
 
 
-def batch(x: Subject) -> Diagnostic | None:
+def batch(x: Candidate) -> Diagnostic | None:
     """Rule 1: train_batch = micro x accumulation x dp (runtime/config.py:925)."""
     s, size = x.strategy, x.recipe.training.global_batch_size
     if s.micro_batch_size * s.gradient_accumulation_steps * s.data == size:
@@ -80,37 +76,37 @@ def batch(x: Subject) -> Diagnostic | None:
     )
 
 
-def heads(x: Subject) -> Diagnostic | None:
+def heads(x: Candidate) -> Diagnostic | None:
     """Rule 13."""
     return _indivisible(x, "SW3103")
 
 
-def key_value_heads(x: Subject) -> Diagnostic | None:
+def key_value_heads(x: Candidate) -> Diagnostic | None:
     """Rule 13: a degree beyond the key/value heads must be a multiple of them."""
     return _indivisible(x, "SW3104")
 
 
-def feed_forward(x: Subject) -> Diagnostic | None:
+def feed_forward(x: Candidate) -> Diagnostic | None:
     """Shards of a feed-forward matrix are equal (rule 13's counterpart)."""
     return _indivisible(x, "SW3105")
 
 
-def experts(x: Subject) -> Diagnostic | None:
+def experts(x: Candidate) -> Diagnostic | None:
     return _indivisible(x, "SW3126")
 
 
-def _indivisible(x: Subject, code: str) -> Diagnostic | None:
+def _indivisible(x: Candidate, code: str) -> Diagnostic | None:
     return next((d for d in indivisible(x.graph, x.strategy.tensor) if d.code == code), None)
 
 
-def layers(x: Subject) -> Diagnostic | None:
+def layers(x: Candidate) -> Diagnostic | None:
     """A stage holds at least one layer; embedding and head count as one each, layers that share something as one."""
     if most_stages(x.graph) >= x.strategy.stages:
         return None
     return too_few_layers(x.graph, x.strategy)
 
 
-def pipeline_zero_0(x: Subject) -> Diagnostic | None:
+def pipeline_zero_0(x: Candidate) -> Diagnostic | None:
     """Measured: ZeRO-0 under a pipeline clips by a wrong norm in fp32 and cannot accumulate bf16 in fp32
     (rule 9). ZeRO-1 does both, and costs nothing at data 1."""
     if x.strategy.pipeline == 1 or x.strategy.zero_stage != 0:
@@ -124,7 +120,7 @@ def pipeline_zero_0(x: Subject) -> Diagnostic | None:
     )
 
 
-def pipeline_zero_23(x: Subject) -> Diagnostic | None:
+def pipeline_zero_23(x: Candidate) -> Diagnostic | None:
     """Rule 3 (pipe/engine.py:76)."""
     if x.strategy.pipeline == 1 or x.strategy.zero_stage < 2:
         return None
@@ -138,7 +134,7 @@ def pipeline_zero_23(x: Subject) -> Diagnostic | None:
     )
 
 
-def dualpipev_micro_batches(x: Subject) -> Diagnostic | None:
+def dualpipev_micro_batches(x: Candidate) -> Diagnostic | None:
     """Rule 12 (pipe/schedule.py:353)."""
     s = x.strategy
     if s.schedule != "dualpipev" or s.pipeline == 1 or s.gradient_accumulation_steps >= 2 * s.pipeline:
@@ -152,7 +148,7 @@ def dualpipev_micro_batches(x: Subject) -> Diagnostic | None:
     )
 
 
-def dualpipev_alone(x: Subject) -> Diagnostic | None:
+def dualpipev_alone(x: Candidate) -> Diagnostic | None:
     if x.strategy.schedule != "dualpipev" or x.strategy.pipeline > 1:
         return None
     return found(
@@ -163,7 +159,7 @@ def dualpipev_alone(x: Subject) -> Diagnostic | None:
     )
 
 
-def tensor_in_node(x: Subject) -> Diagnostic | None:
+def tensor_in_node(x: Candidate) -> Diagnostic | None:
     """Rule 18, as an error: ranks are placed so that a tensor group fills part of one node."""
     t, slots = x.strategy.tensor, x.cluster.gpus_per_node
     if slots % t == 0:
@@ -177,7 +173,7 @@ def tensor_in_node(x: Subject) -> Diagnostic | None:
     )
 
 
-def tensor_styles(x: Subject) -> Diagnostic | None:
+def tensor_styles(x: Candidate) -> Diagnostic | None:
     """Rule 15: what is not proved against a plain process (model/tensor_proved.json) is not offered."""
     if x.strategy.tensor == 1 or x.graph.tensor_kind:
         return None
@@ -191,7 +187,7 @@ def tensor_styles(x: Subject) -> Diagnostic | None:
     )
 
 
-def chunked_loss(x: Subject) -> Diagnostic | None:
+def chunked_loss(x: Candidate) -> Diagnostic | None:
     """Whether a type's head can be run for some tokens alone is proved per type (model/chunked_proved.json)."""
     if x.recipe.model.loss != "chunked" or proved_chunked(x.graph.model_type):
         return None
@@ -204,7 +200,7 @@ def chunked_loss(x: Subject) -> Diagnostic | None:
     )
 
 
-def layer_drop(x: Subject) -> Diagnostic | None:
+def layer_drop(x: Candidate) -> Diagnostic | None:
     """Skipping layers at random: a stage cannot skip what another one sends, and ZeRO-3 hangs where data ranks, each
     with its own numbers, gather different layers. Ordinary dropout runs under every layout (modules/dropout.py)."""
     s = x.strategy
@@ -219,7 +215,7 @@ def layer_drop(x: Subject) -> Diagnostic | None:
     )
 
 
-def zero_0_half_precision(x: Subject) -> Diagnostic | None:
+def zero_0_half_precision(x: Candidate) -> Diagnostic | None:
     """Without ZeRO DeepSpeed cannot accumulate bf16 in fp32 (rule 9; engine.py, _do_optimizer_sanity_check), and its
     unfused half-precision optimizer (fp16/unfused_optimizer.py) drifts: measured on a tiny GPT-2 in bf16, the gradient
     norm was 7 % off the plain run after eight steps. ZeRO-1 does both right, and costs nothing at data 1."""
@@ -235,7 +231,7 @@ def zero_0_half_precision(x: Subject) -> Diagnostic | None:
     )
 
 
-def half_precision_accumulation(x: Subject) -> Diagnostic | None:
+def half_precision_accumulation(x: Candidate) -> Diagnostic | None:
     """Rule 10: bf16 has eight bits of precision, so a long sum of micro-batches loses the small ones."""
     training = x.recipe.training
     if training.precision != "bf16" or training.gradient_accumulation_dtype in (None, "fp32"):
@@ -251,7 +247,7 @@ def half_precision_accumulation(x: Subject) -> Diagnostic | None:
     )
 
 
-def not_yet(x: Subject) -> Diagnostic | None:
+def not_yet(x: Candidate) -> Diagnostic | None:
     """Keys that no engine here runs. The cost model knows two of them, virtual_stages and sequence_parallel; of a
     layout with expert or context ranks it says nothing: neither time nor memory."""
     s, p = x.strategy, x.recipe.parallelism
@@ -271,7 +267,7 @@ def not_yet(x: Subject) -> Diagnostic | None:
     )
 
 
-def no_expert_parallelism(x: Subject) -> Diagnostic | None:
+def no_expert_parallelism(x: Candidate) -> Diagnostic | None:
     """A mixture of experts without expert parallelism, which no engine here runs."""
     experts = experts_of(x.graph)
     if experts < 2:
@@ -286,7 +282,7 @@ def no_expert_parallelism(x: Subject) -> Diagnostic | None:
     )
 
 
-def learned_positions(x: Subject) -> Diagnostic | None:
+def learned_positions(x: Candidate) -> Diagnostic | None:
     """A learned table has no row for a later position. It stands in the embedding layer, beside the tokens' table."""
     length, most = x.recipe.training.sequence_length, x.graph.max_positions
     if most is None or length <= most or not _has_position_table(x.graph):
@@ -300,7 +296,7 @@ def learned_positions(x: Subject) -> Diagnostic | None:
     )
 
 
-def rotary_positions(x: Subject) -> Diagnostic | None:
+def rotary_positions(x: Candidate) -> Diagnostic | None:
     """Rotary positions go on beyond what the model was trained for, at some loss of quality."""
     length, most = x.recipe.training.sequence_length, x.graph.max_positions
     if most is None or length <= most or _has_position_table(x.graph):
@@ -319,16 +315,16 @@ def _has_position_table(graph: ModelGraph) -> bool:
     return any(p.shape[0] == graph.max_positions for p in graph.layers[0].parameters[1:])
 
 
-def precision(x: Subject) -> Diagnostic | None:
+def precision(x: Candidate) -> Diagnostic | None:
     return no_peak(x.recipe.training.precision, x.cluster)
 
 
-def fp16_on_cpu(x: Subject) -> Diagnostic | None:
+def fp16_on_cpu(x: Candidate) -> Diagnostic | None:
     """Measured: DeepSpeed's CPU accelerator refuses fp16 at start."""
     return half_on_cpu(x.recipe.training.precision, x.cluster)
 
 
-def zero_3_slow_links(x: Subject) -> Diagnostic | None:
+def zero_3_slow_links(x: Candidate) -> Diagnostic | None:
     """Rule 36 (DeepSpeed#6889, #7019, #2928): parameters cross the links three times a micro-batch."""
     s, rate = x.strategy, x.cluster.inter_node_bytes_per_second
     if s.zero_stage < 3 or x.cluster.nodes == 1 or rate >= SLOW_LINK_BYTES_PER_SECOND:
@@ -342,7 +338,7 @@ def zero_3_slow_links(x: Subject) -> Diagnostic | None:
     )
 
 
-def not_causal(x: Subject) -> Diagnostic | None:
+def not_causal(x: Candidate) -> Diagnostic | None:
     """Found by the probe. A plain Hugging Face run trains it the same way, so it is no error."""
     if x.graph.cut.causal:
         return None
@@ -355,7 +351,7 @@ def not_causal(x: Subject) -> Diagnostic | None:
     )
 
 
-def own_loss(x: Subject) -> Diagnostic | None:
+def own_loss(x: Candidate) -> Diagnostic | None:
     """Found by the probe: label smoothing, codebooks, image tokens, an auxiliary loss of the router."""
     if x.graph.cut.loss != "other":
         return None

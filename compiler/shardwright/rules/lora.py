@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from shardwright.diagnostics import Diagnostic
 from shardwright.ir.lora import known_modules, target_modules
-from shardwright.rules.layout import Subject, found
+from shardwright.rules.layout import Candidate, found
 
 
-def no_pipeline(x: Subject) -> Diagnostic | None:
+def no_pipeline(x: Candidate) -> Diagnostic | None:
     """A stage of frozen layers has no gradient to send back before its first adapter, and DeepSpeed's pipeline engine
     waits for one."""
     if x.recipe.lora is None or x.strategy.pipeline == 1:
@@ -21,7 +21,7 @@ def no_pipeline(x: Subject) -> Diagnostic | None:
     )
 
 
-def no_tensor(x: Subject) -> Diagnostic | None:
+def no_tensor(x: Candidate) -> Diagnostic | None:
     """An adapter on a cut linear would have to be cut with it."""
     if x.recipe.lora is None or x.strategy.tensor == 1:
         return None
@@ -34,7 +34,7 @@ def no_tensor(x: Subject) -> Diagnostic | None:
     )
 
 
-def modules(x: Subject) -> Diagnostic | None:
+def modules(x: Candidate) -> Diagnostic | None:
     lora = x.recipe.lora
     if lora is None:
         return None

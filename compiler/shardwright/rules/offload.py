@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from shardwright.diagnostics import Diagnostic
 from shardwright.layout.offload import has_room, offloaded_bytes
-from shardwright.rules.layout import Subject, found
+from shardwright.rules.layout import Candidate, found
 
 
-def ignored(x: Subject) -> Diagnostic | None:
+def ignored(x: Candidate) -> Diagnostic | None:
     """Rules 23, 24, found by a probe: at a stage that has nothing to offload DeepSpeed accepts it and says nothing.
     Rule 11 (the optimizer's states in a pipeline, DeepSpeed#3866) no longer holds: tests/parity proves them."""
     s = x.strategy
@@ -23,7 +23,7 @@ def ignored(x: Subject) -> Diagnostic | None:
     )
 
 
-def host_memory(x: Subject) -> Diagnostic | None:
+def host_memory(x: Candidate) -> Diagnostic | None:
     """Rule 35: a node that runs out of memory kills its ranks with signal 9 and no message."""
     if x.strategy.offload == "none":
         return None

@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from shardwright.diagnostics import Diagnostic
-from shardwright.ir.cluster import Cluster
-from shardwright.ir.model_graph import ModelGraph
-from shardwright.ir.recipe import Recipe
+from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import UNPRICED_AXES, Strategy
 from shardwright.rules import attention, extra, layout, lora, offload
-from shardwright.rules.layout import Subject
+from shardwright.rules.layout import Candidate
 
-Check = Callable[[Subject], Diagnostic | None]
+Check = Callable[[Candidate], Diagnostic | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +86,11 @@ def rules_for(target: str) -> dict[str, Rule]:
     return {**GENERAL_RULES, **DEEPSPEED_RULES} if target == "deepspeed" else GENERAL_RULES
 
 
-def check_layout(recipe: Recipe, graph: ModelGraph, cluster: Cluster, strategy: Strategy) -> tuple[Diagnostic, ...]:
+def check_layout(problem: Problem, strategy: Strategy) -> tuple[Diagnostic, ...]:
     """Every broken rule, errors and warnings; () is a layout that this version runs."""
-    subject = Subject(recipe=recipe, graph=graph, cluster=cluster, strategy=strategy)
-    return in_order(rule.check(subject) for rule in rules_for(recipe.target).values())
+    recipe, graph, cluster = problem.recipe, problem.graph, problem.cluster
+    candidate = Candidate(recipe=recipe, graph=graph, cluster=cluster, strategy=strategy)
+    return in_order(rule.check(candidate) for rule in rules_for(recipe.target).values())
 
 
 def in_order(found: Iterable[Diagnostic | None]) -> tuple[Diagnostic, ...]:

@@ -12,6 +12,7 @@ from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import Estimate, Memory
+from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.rules.registry import UNCOUNTABLE_CODES, check_layout
 from shardwright.search.space import as_today, candidates, nearest
@@ -102,7 +103,11 @@ def choose(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> Estimate:
 def why_not(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> tuple[Diagnostic, ...]:
     """The errors of the layout within the pins that breaks the fewest rules."""
     found = (
-        tuple(d for d in check_layout(recipe, graph, cluster, strategy) if d.severity == "error")
+        tuple(
+            d
+            for d in check_layout(Problem(recipe=recipe, graph=graph, cluster=cluster), strategy)
+            if d.severity == "error"
+        )
         for strategy in candidates(recipe, graph, cluster)
     )
     fewest = min(found, key=len, default=())
@@ -113,7 +118,7 @@ def why_not(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> tuple[Diagno
     pinned = {("parallelism", field.name) for field in fields(pins) if getattr(pins, field.name) is not None}
     errors = tuple(
         d
-        for d in check_layout(recipe, graph, cluster, nearest(recipe, cluster))
+        for d in check_layout(Problem(recipe=recipe, graph=graph, cluster=cluster), nearest(recipe, cluster))
         if d.severity == "error"
         and (d.code in UNCOUNTABLE_CODES or d.key is None or d.key[0] != "parallelism" or d.key in pinned)
     )
@@ -146,7 +151,9 @@ def pinned_estimate(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> Esti
         raise Refusal(*why_not(recipe, graph, cluster))
 
     def errors(strategy: Strategy) -> int:
-        return sum(d.severity == "error" for d in check_layout(recipe, graph, cluster, strategy))
+        return sum(
+            d.severity == "error" for d in check_layout(Problem(recipe=recipe, graph=graph, cluster=cluster), strategy)
+        )
 
     fewest = min(errors(s) for s in strategies)
     priced = [estimate_strategy(recipe, graph, cluster, s) for s in strategies if errors(s) == fewest]

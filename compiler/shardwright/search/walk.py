@@ -12,7 +12,7 @@ from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.strategy import Strategy
-from shardwright.rules.layout import Subject
+from shardwright.rules.layout import Candidate
 from shardwright.rules.registry import Rule, in_order, rules_for
 from shardwright.search.space import Placement, Value, placements, strategy_of
 
@@ -97,8 +97,8 @@ class _Walk:
         if not rules:
             return ()
         strategy = strategy_of(self.recipe, self.placement, settled)
-        subject = Subject(recipe=self.recipe, graph=self.graph, cluster=self.cluster, strategy=strategy)
-        found = in_order(rule.check(subject) for rule in rules)
+        candidate = Candidate(recipe=self.recipe, graph=self.graph, cluster=self.cluster, strategy=strategy)
+        found = in_order(rule.check(candidate) for rule in rules)
         if found and found[0].severity == "error":
             self.rejections.add(found[0], strategy, math.prod(len(c) for _, c in self.placement.axes[level:]))
             return None

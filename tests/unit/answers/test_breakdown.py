@@ -11,6 +11,7 @@ from shardwright.cost.breakdown import break_down
 from shardwright.cost.estimate import estimate_strategy, weigh
 from shardwright.cost.placement import partition_stages
 from shardwright.ir.cluster import Cluster
+from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.rules.registry import check_layout
 from shardwright.search.space import candidates
@@ -28,7 +29,9 @@ def layouts() -> list[tuple[str, int, Strategy]]:
             legal = [
                 s
                 for s in candidates(recipe, graph, cluster)
-                if all(d.severity != "error" for d in check_layout(recipe, graph, cluster, s))
+                if all(
+                    d.severity != "error" for d in check_layout(Problem(recipe=recipe, graph=graph, cluster=cluster), s)
+                )
             ]
             found += [(model, nodes, s) for s in draw.sample(legal, 25)]
     return found

@@ -18,6 +18,7 @@ from shardwright.diagnostics import Refusal
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import Estimate
+from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.rules.registry import check_layout
 from tests.unit.model.factory import LLAMA_8B, SMALL_GPT2, SMALL_LLAMA, graph_of, recipe_of
@@ -133,7 +134,7 @@ def test_identities(
     most = once * (1 if found.strategy.hpz_partition_size == 1 else 2)  # hpZ: a second copy inside each node
     assert graph.total_parameters / tensor <= held * (1 + 1e-6) and held <= most * (1 + 1e-6)
     whole = sized(recipe, micro_batch * accumulation * data, tensor, pipeline * data)
-    refused = check_layout(whole, graph, resolve_cluster(whole.cluster), strategy)
+    refused = check_layout(Problem(recipe=whole, graph=graph, cluster=resolve_cluster(whole.cluster)), strategy)
     broken = [d.code for d in refused if d.severity == "error"]
     assert found.feasible == (not broken and memory.fits)
     assert [d.code for d in found.diagnostics if d.severity == "error"] == broken + ["SW3201"] * (not memory.fits)

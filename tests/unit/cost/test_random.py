@@ -17,6 +17,7 @@ from shardwright.ir.json_value import JsonValue
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import Estimate
+from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.rules.registry import check_layout
 from tests.unit.model.factory import LLAMA_8B, LLAMA_70B, SMALL_GPT2, SMALL_LLAMA, graph_of, recipe_of
@@ -103,7 +104,11 @@ def in_reason(estimate: Estimate, recipe: Recipe, cluster: Cluster, *, legal: bo
 
 def check(case: tuple[Recipe, ModelGraph, Cluster, Strategy]) -> None:
     recipe, graph, cluster, strategy = case
-    broken = [d.code for d in check_layout(recipe, graph, cluster, strategy) if d.severity == "error"]
+    broken = [
+        d.code
+        for d in check_layout(Problem(recipe=recipe, graph=graph, cluster=cluster), strategy)
+        if d.severity == "error"
+    ]
     try:
         plain = estimate_strategy(recipe, graph, cluster, strategy)
     except Refusal as refusal:

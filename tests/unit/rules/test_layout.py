@@ -14,6 +14,7 @@ from shardwright.ir.lora import LoraSection
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import DataSection, Recipe
 from shardwright.layout.experts import experts_of
+from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.model.tensor_styles import proved
 from shardwright.rules.registry import DEEPSPEED_RULES, GENERAL_RULES, check_layout, is_countable
@@ -33,7 +34,9 @@ GOOD = Strategy(
 
 
 def codes(recipe: Recipe, strategy: Strategy, config: dict[str, JsonValue] | None = None) -> dict[str, str]:
-    found = check_layout(recipe, graph_of(config or SMALL_LLAMA), resolve_cluster(recipe.cluster), strategy)
+    found = check_layout(
+        Problem(recipe=recipe, graph=graph_of(config or SMALL_LLAMA), cluster=resolve_cluster(recipe.cluster)), strategy
+    )
     for d in found:
         assert "\n" not in d.message and d.help and d.key
     return {d.code: d.severity for d in found}
@@ -116,7 +119,7 @@ def test_flash_attention() -> None:
     def found(graph: ModelGraph = graph, **training: object) -> list[tuple[str, str, KeyPath]]:
         gpu = training.pop("gpu", "h100-sxm-80gb")
         recipe = recipe_of(cluster={"gpu": gpu}, training=training)
-        diagnostics = check_layout(recipe, graph, resolve_cluster(recipe.cluster), GOOD)
+        diagnostics = check_layout(Problem(recipe=recipe, graph=graph, cluster=resolve_cluster(recipe.cluster)), GOOD)
         return [(d.code, d.severity, d.key) for d in diagnostics if d.code in ("SW3128", "SW3118")]
 
     refused = [("SW3128", "error", ("model", "attention"))]
@@ -148,7 +151,9 @@ def test_key_value_heads() -> None:
     config = {**SMALL_LLAMA, "hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 3}
     config |= {"intermediate_size": 192}
     assert codes(recipe_of(), GOOD, config) == {"SW3104": "error"}
-    found = check_layout(recipe_of(), graph_of(config), resolve_cluster(recipe_of().cluster), GOOD)
+    found = check_layout(
+        Problem(recipe=recipe_of(), graph=graph_of(config), cluster=resolve_cluster(recipe_of().cluster)), GOOD
+    )
     assert found[0].valid == ("1", "3", "6")
     copied = change(tensor=8, pipeline=1, data=1, gradient_accumulation_steps=16)
     assert codes(recipe_of(), copied) == {}  # eight ranks, four heads
@@ -206,13 +211,17 @@ def test_layout_keys_of_later_versions(key: dict[str, object]) -> None:
     later = recipe_of(parallelism=key, target="megatron")
     unknown = bool(set(key) & {"expert", "context"})
     assert codes(later, layout) == ({"SW3115": "error"} if unknown else {})
-    found = check_layout(recipe, graph_of(SMALL_LLAMA), resolve_cluster(recipe.cluster), layout)
+    found = check_layout(
+        Problem(recipe=recipe, graph=graph_of(SMALL_LLAMA), cluster=resolve_cluster(recipe.cluster)), layout
+    )
     assert is_countable(layout, found) != unknown
 
 
 def test_ranks_of_a_context_group_count_in_the_world() -> None:
     recipe = recipe_of(parallelism={"context": 2})
-    found = check_layout(recipe, graph_of(SMALL_LLAMA), resolve_cluster(recipe.cluster), change(context=2))
+    found = check_layout(
+        Problem(recipe=recipe, graph=graph_of(SMALL_LLAMA), cluster=resolve_cluster(recipe.cluster)), change(context=2)
+    )
     assert "tensor 2 x pipeline 2 x context 2 x data 2 = 16" in found[0].message
 
 
@@ -293,7 +302,7 @@ def test_packed_documents_are_kept_apart() -> None:
     graph = dataclasses.replace(graph_of(SMALL_LLAMA), packing="a packed document's logits differ by 1.0 from its own")
     for packing, expected in ((True, ["SW3125"]), (False, [])):
         recipe = dataclasses.replace(recipe_of(), data=dataclasses.replace(text, packing=packing))
-        found = check_layout(recipe, graph, resolve_cluster(recipe.cluster), GOOD)
+        found = check_layout(Problem(recipe=recipe, graph=graph, cluster=resolve_cluster(recipe.cluster)), GOOD)
         assert [d.code for d in found] == expected
         assert codes(recipe, GOOD) == {}
 
@@ -301,7 +310,7 @@ def test_packed_documents_are_kept_apart() -> None:
 def test_a_chunked_loss_where_the_head_is_proved_to_run_alone() -> None:
     unproved = dataclasses.replace(graph_of(SMALL_LLAMA), model_type="prophetnet")
     chunked = dataclasses.replace(recipe_of(), model=dataclasses.replace(recipe_of().model, loss="chunked"))
-    found = check_layout(chunked, unproved, resolve_cluster(chunked.cluster), GOOD)
+    found = check_layout(Problem(recipe=chunked, graph=unproved, cluster=resolve_cluster(chunked.cluster)), GOOD)
     assert [(d.code, d.severity, d.key) for d in found if d.code == "SW1431"] == [
         ("SW1431", "error", ("model", "loss"))
     ]

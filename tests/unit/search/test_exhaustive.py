@@ -14,7 +14,8 @@ from shardwright.cost.estimate import estimate_strategy, is_roomy, price
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import Estimate
-from shardwright.rules.layout import Subject
+from shardwright.layout.problem import Problem
+from shardwright.rules.layout import Candidate
 from shardwright.rules.registry import DEEPSPEED_RULES, GENERAL_RULES, check_layout
 from shardwright.search.compare import lost_regions, pareto_front
 from shardwright.search.search import rank_key, search
@@ -30,7 +31,10 @@ GPT_1T = {**GPT3, "n_embd": 25600, "n_layer": 128, "n_head": 160}
 def every(recipe: Recipe, config: dict[str, JsonValue]) -> list[Estimate]:
     """All that is feasible, priced one by one, best first."""
     graph, cluster = graph_of(config), resolve_cluster(recipe.cluster)
-    checked = [(s, check_layout(recipe, graph, cluster, s)) for s in candidates(recipe, graph, cluster)]
+    checked = [
+        (s, check_layout(Problem(recipe=recipe, graph=graph, cluster=cluster), s))
+        for s in candidates(recipe, graph, cluster)
+    ]
     legal = [(s, found) for s, found in checked if all(d.severity != "error" for d in found)]
     priced = [price(recipe, graph, cluster, s, found) for s, found in legal]
     feasible = [e for e in priced if e.feasible]
@@ -62,7 +66,7 @@ def test_a_rule_reads_what_it_says() -> None:
         graph, cluster = graph_of(dict(recipe.model.config)), resolve_cluster(recipe.cluster)
         for strategy in candidates(recipe, graph, cluster):
             layouts += 1
-            subject = Subject(recipe=recipe, graph=graph, cluster=cluster, strategy=strategy)
+            subject = Candidate(recipe=recipe, graph=graph, cluster=cluster, strategy=strategy)
             for code, rule in {**GENERAL_RULES, **DEEPSPEED_RULES}.items():
                 key = (code, place, tuple(getattr(strategy, name) for name in sorted(rule.reads)))
                 broken = rule.check(subject) is not None
@@ -129,7 +133,7 @@ def test_more_memory_and_faster_links_never_hurt() -> None:
     legal = [
         s
         for s in candidates(recipe, graph, cluster)
-        if all(d.severity != "error" for d in check_layout(recipe, graph, cluster, s))
+        if all(d.severity != "error" for d in check_layout(Problem(recipe=recipe, graph=graph, cluster=cluster), s))
     ]
     for strategy in rng.sample(legal, 150):
         plain = estimate_strategy(recipe, graph, cluster, strategy)

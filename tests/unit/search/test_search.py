@@ -13,6 +13,7 @@ from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import Estimate
+from shardwright.layout.problem import Problem
 from shardwright.model.tensor_styles import proved
 from shardwright.rules.registry import check_layout
 from shardwright.search.search import SearchResult, baselines, choose, pinned_estimate, search
@@ -64,7 +65,10 @@ def test_what_is_proposed_keeps_pins_and_rules(
         assert {key: getattr(s, key) for key in pins} == pins
         assert s.world_size == 8
         assert s.micro_batch_size * s.gradient_accumulation_steps * s.data == batch
-        assert all(d.severity == "warning" for d in check_layout(recipe, graph_of(config), cluster, s))
+        assert all(
+            d.severity == "warning"
+            for d in check_layout(Problem(recipe=recipe, graph=graph_of(config), cluster=cluster), s)
+        )
         assert estimate.memory.fits and estimate.feasible
     # Nothing is lost: every candidate is either ranked or in a rejected region.
     tried = len(list(candidates(recipe, graph_of(config), cluster)))
