@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from deepspeed import comm as dist
 from deepspeed.sequence.cross_entropy import vocab_parallel_cross_entropy
+from torch import distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

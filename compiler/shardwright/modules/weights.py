@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 import torch
-from deepspeed import comm as dist
 from safetensors.torch import save_file
+from torch import distributed as dist
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import remove_tied_weights_from_state_dict

@@ -58,6 +58,7 @@ class StageModel:
         if self.plan.tensor_parallel.degree == 1:
             return
         if self._splitter is None:
+            assert self.group is not None
             self._splitter = TensorSplitter(self.skeleton.model, self.plan.tensor_parallel.modules, self.group)
         for split in splits:
             if split.module not in self._split:

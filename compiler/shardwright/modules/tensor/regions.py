@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
+from torch import distributed as dist
 
 from shardwright.modules.dropout import TENSOR_RANDOM
 

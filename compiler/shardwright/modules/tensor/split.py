@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from deepspeed import comm as dist
+from torch import distributed as dist
 from torch import nn
 
 from shardwright.ir.partition import ModuleSplit, ParameterSplit

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
+from torch import distributed as dist
 from torch import nn
 
 from shardwright.ir.partition import ParameterSplit

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
+from torch import distributed as dist
 from torch import nn
 
 from shardwright.ir.partition import ParameterSplit
