@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from deepspeed.sequence.cross_entropy import vocab_parallel_cross_entropy
 from torch import distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -14,20 +13,21 @@ from torch.utils.checkpoint import checkpoint
 from shardwright.hf.tail import Tail
 from shardwright.layout.loss_chunk import chunk_length
 from shardwright.modules.batches import IGNORED
+from shardwright.modules.tensor.cross_entropy import vocabulary_parallel_cross_entropy
 
 
 class CausalLoss:
     """(logits (B, S, V or V/t), labels (B, S)) -> scaled sum of cross-entropies.
 
-    DeepSpeed averages over micro-batches and data ranks; `scale` = micro-batches * data ranks / predicted tokens of the
-    global batch turns that mean of sums into the loss wanted, for its value and its gradient. Set it before each step.
+    The engine averages over micro-batches and data ranks; `scale` = micro-batches * data ranks / predicted tokens of
+    the global batch turns that mean of sums into the loss wanted, for its value and its gradient. Set it before each
+    step.
     """
 
-    def __init__(self, vocabulary: int, tensor_group: dist.ProcessGroup | None, held: tuple[int, int] | None) -> None:
-        """held: [first, last) of the vocabulary whose logits this tensor rank holds; None where it holds all."""
-        self.vocabulary = vocabulary
+    def __init__(self, tensor_group: dist.ProcessGroup | None = None, first: int = 0) -> None:
+        """tensor_group: over whose ranks the vocabulary is cut, this rank's slice from `first`; None: it is whole."""
         self.tensor_group = tensor_group
-        self.held = held
+        self.first = first
         self.scale = 1.0
 
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -36,21 +36,11 @@ class CausalLoss:
 
     def total(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """The sum over tokens whose label stands at their own place."""
-        logits = logits.float()
-        if self.held is None:
-            return F.cross_entropy(
-                logits.reshape(-1, logits.shape[-1]), target.reshape(-1), ignore_index=IGNORED, reduction="sum"
-            )
-        first, last = self.held
-        return vocab_parallel_cross_entropy(
-            logits,
-            target,
-            tp_group=self.tensor_group,
-            vocab_start_index=first,
-            vocab_end_index=last,
-            global_vocab_size=self.vocabulary,
-            ignore_index=IGNORED,
-            reduction="none",
+        if self.tensor_group is None:
+            rows = logits.float().reshape(-1, logits.shape[-1])
+            return F.cross_entropy(rows, target.reshape(-1), ignore_index=IGNORED, reduction="sum")
+        return vocabulary_parallel_cross_entropy(
+            logits, target, first=self.first, ignored=IGNORED, group=self.tensor_group
         ).sum()
 
 

@@ -99,7 +99,7 @@ def of_all_ranks(kind: type[Any], run: Callable[[Any, int], Any], monkeypatch: p
         trainer.plan = SimpleNamespace(strategy=SimpleNamespace(data=RANKS, zero_stage=1))
         trainer.device = torch.device("cpu")
         trainer.grid = SimpleNamespace(get_data_parallel_group=lambda: "data")
-        trainer.loss_fn = CausalLoss(VOCABULARY, None, None)
+        trainer.loss_fn = CausalLoss()
         trainer.engine = Engine(meeting, table, trainer)
         return run(trainer, rank)
 

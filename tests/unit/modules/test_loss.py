@@ -55,7 +55,7 @@ def check(found: torch.Tensor, model: Any, wanted: tuple[float, dict[str, torch.
 def test_whole(wrapped: bool, model: Any, ids: torch.Tensor, labels: torch.Tensor) -> None:
     """A pipeline hands its labels on as a tuple."""
     wanted = plain(model, ids, labels)
-    loss = CausalLoss(VOCABULARY, None, None)
+    loss = CausalLoss()
     loss.scale = SCALE
     check(loss(model(input_ids=ids).logits, (labels,) if wrapped else labels), model, wanted)
 
@@ -63,7 +63,7 @@ def test_whole(wrapped: bool, model: Any, ids: torch.Tensor, labels: torch.Tenso
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_in_chunks(wrapped: bool, model: Any, ids: torch.Tensor, labels: torch.Tensor) -> None:
     wanted = plain(model, ids, labels)
-    loss, seen = ChunkedLoss(VOCABULARY, None, None), []
+    loss, seen = ChunkedLoss(), []
     loss.scale, loss.tail = SCALE, module.Tail(model)
     logits = loss.tail.logits
     loss.tail.logits = lambda hidden: seen.append(hidden.shape[1]) or logits(hidden)  # type: ignore[method-assign, func-returns-value]
@@ -76,7 +76,7 @@ def test_in_chunks(wrapped: bool, model: Any, ids: torch.Tensor, labels: torch.T
 
 def test_inside_the_models_forward(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> None:
     wanted = plain(model, ids, labels)
-    loss = ChunkedLoss(VOCABULARY, None, None)
+    loss = ChunkedLoss()
     loss.scale = SCALE
     compute_loss_inside(model, loss)
     check(model(labels=labels, input_ids=ids, use_cache=False), model, wanted)
@@ -84,25 +84,6 @@ def test_inside_the_models_forward(model: Any, ids: torch.Tensor, labels: torch.
 
 def test_half_precision_logits_are_summed_in_single(ids: torch.Tensor) -> None:
     logits = torch.randn(*SHAPE, VOCABULARY, generator=torch.Generator().manual_seed(3)).bfloat16()
-    loss = CausalLoss(VOCABULARY, None, None)(logits, ids)
+    loss = CausalLoss()(logits, ids)
     wanted = F.cross_entropy(logits.float()[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
     assert loss.dtype == torch.float32 and float(loss) == pytest.approx(float(wanted), rel=1e-6)
-
-
-def test_a_slice_of_the_vocabulary(ids: torch.Tensor, labels: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed's own function on one tensor rank that holds all: the call, labels that do not count, and the sum."""
-    from deepspeed.comm import pg_utils
-
-    monkeypatch.setattr(pg_utils, "is_parallel", lambda group: False)
-    logits = torch.randn(*SHAPE, VOCABULARY, generator=torch.Generator().manual_seed(3))
-    given: list[dict[str, Any]] = []
-    function = module.vocab_parallel_cross_entropy
-    monkeypatch.setattr(
-        module, "vocab_parallel_cross_entropy", lambda *args, **keys: given.append(keys) or function(*args, **keys)
-    )
-    group: Any = None
-    found = CausalLoss(VOCABULARY, group, (0, VOCABULARY))(logits, labels)
-    assert float(found) == pytest.approx(float(CausalLoss(VOCABULARY, None, None)(logits, labels)), rel=1e-6)
-    CausalLoss(2 * VOCABULARY, group, (VOCABULARY, 2 * VOCABULARY))(logits, labels)
-    bounds = ("vocab_start_index", "vocab_end_index", "global_vocab_size")
-    assert [tuple(keys[name] for name in bounds) for keys in given] == [(0, 256, 256), (256, 512, 512)]

@@ -82,13 +82,11 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer
 
 
 def _causal_loss(plan: Plan, grid: PipelineParallelGrid) -> CausalLoss:
-    sizes, vocabulary = plan.tensor_parallel.vocabulary_sizes, plan.model.vocabulary_size
+    sizes = plan.tensor_parallel.vocabulary_sizes
     kind = ChunkedLoss if plan.model.loss == "chunked" else CausalLoss
     if not sizes:
-        return kind(vocabulary, None, None)
-    rank = grid.get_slice_parallel_rank()
-    first = sum(sizes[:rank])
-    return kind(vocabulary, grid.get_slice_parallel_group(), (first, first + sizes[rank]))
+        return kind()
+    return kind(grid.get_slice_parallel_group(), sum(sizes[: grid.get_slice_parallel_rank()]))
 
 
 def _buffers(module: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
@@ -135,7 +133,7 @@ class PipelineTrainer:
     def __init__(self, plan: Plan, model: nn.Module, config: dict[str, Any], filler: Filler) -> None:
         self.plan = plan
         self.device = torch.device(get_accelerator().current_device_name())
-        self.loss_fn = CausalLoss(plan.model.vocabulary_size, None, None)
+        self.loss_fn = CausalLoss()
         dtype = DTYPES[plan.training.precision]
         module = build_pipeline(model, plan, lambda *a: self.loss_fn(*a), self.device, dtype, filler)
         self.grid = module.mpu()
