@@ -49,7 +49,6 @@ def main() -> None:
     torch.distributed.init_process_group("fake", rank=rank, world_size=plan.strategy.world_size, store=FakeStore())
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="fake", dist_init_required=False, auto_mpi_discovery=False)
-    deepspeed.module_inject.layers.set_autotp_mode(training=True)
     before = anonymous_bytes()
     peak = Peak()
     model, weights = open_model(plan, folder, resumes=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import deepspeed
@@ -19,7 +20,33 @@ from deepspeed.runtime.utils import clip_grad_norm_
 from torch import nn
 
 from shardwright.ir.apart import tensor_apart
-from shardwright.modules.tensor.linears import ColumnLinear, RowLinear
+from shardwright.ir.partition import ModuleSplit, ParameterSplit, shard_sizes
+from shardwright.modules.tensor.split import TensorSplitter
+
+Layer = Callable[[nn.Linear, dist.ProcessGroup], nn.Module]
+
+
+def ours(style: str) -> Layer:
+    """What the runtime makes of a plain linear."""
+
+    def cut(linear: nn.Linear, group: dist.ProcessGroup) -> nn.Module:
+        dimensions = {"colwise": {"weight": 0, "bias": 0}, "rowwise": {"weight": 1, "bias": None}}[style]
+        splits = []
+        for leaf, parameter in linear.named_parameters():
+            shape, dimension = tuple(parameter.shape), dimensions[leaf]
+            blocks = () if dimension is None else (shape[dimension],)
+            sizes = () if dimension is None else shard_sizes(shape[dimension], dist.get_world_size(group))
+            splits.append(
+                ParameterSplit(name=f"0.{leaf}", shape=shape, dimension=dimension, blocks=blocks, sizes=sizes)
+            )
+        split = ModuleSplit(module="0", style=style, parameters=tuple(splits))
+        TensorSplitter(nn.Sequential(linear), (split,), frozenset(), group).split(split)
+        return linear
+
+    return cut
+
+
+column, row = ours("colwise"), ours("rowwise")
 
 
 def strided(x: torch.Tensor) -> torch.Tensor:
@@ -37,7 +64,7 @@ class _StridedGradient(torch.autograd.Function):
         return strided(g)
 
 
-def column_backward_error(group: dist.ProcessGroup, kind: type[nn.Module], plain: nn.Linear) -> float:
+def column_backward_error(group: dist.ProcessGroup, kind: Layer, plain: nn.Linear) -> float:
     """Largest error of dX where the gradient that arrives at the region's border is strided."""
     layer = kind(copy.deepcopy(plain), group)
     x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)
@@ -53,7 +80,7 @@ def column_backward_error(group: dist.ProcessGroup, kind: type[nn.Module], plain
     return tensor_apart(got, wanted)
 
 
-def row_forward_error(group: dist.ProcessGroup, kind: type[nn.Module], plain: nn.Linear) -> float:
+def row_forward_error(group: dist.ProcessGroup, kind: Layer, plain: nn.Linear) -> float:
     layer = kind(copy.deepcopy(plain), group)
     x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(2))
     wanted, rank = plain(x), dist.get_rank(group)
@@ -67,9 +94,10 @@ def row_forward_error(group: dist.ProcessGroup, kind: type[nn.Module], plain: nn
     return tensor_apart(got, wanted)
 
 
-def requires_grad(group: dist.ProcessGroup, training: bool) -> float:
-    ds_layers.set_autotp_mode(training=training)
-    layer = ColumnLinear(nn.Linear(8, 8), group)
+def requires_grad(group: dist.ProcessGroup, kind: Layer) -> float:
+    """Of a layer that is built before anything has told DeepSpeed that it is for training."""
+    ds_layers.set_autotp_mode(training=False)
+    layer = kind(nn.Linear(8, 8), group)
     ds_layers.set_autotp_mode(training=True)
     return float(layer.weight.requires_grad)
 
@@ -82,7 +110,7 @@ def gradient_norms(group: dist.ProcessGroup, plain: nn.Linear) -> list[float]:
     plain.zero_grad()
     plain(x).square().sum().backward()
     wanted = torch.cat([p.grad.flatten() for p in plain.parameters()]).norm().item()
-    layer = ColumnLinear(copy.deepcopy(plain), group)
+    layer = column(copy.deepcopy(plain), group)
     layer(x).square().sum().backward()
     marked = float(clip_grad_norm_(layer.parameters(), 1e9, mpu=grid))
     for p in layer.parameters():
@@ -112,11 +140,9 @@ def main() -> None:
     torch.manual_seed(0)
     plain = nn.Linear(8, 8)
     figures = {
-        "column_backward_error": [
-            column_backward_error(group, k, plain) for k in (ColumnLinear, ds_layers.LinearLayer)
-        ],
-        "row_forward_error": [row_forward_error(group, k, plain) for k in (RowLinear, ds_layers.LinearAllreduce)],
-        "requires_grad": [requires_grad(group, True), requires_grad(group, False)],
+        "column_backward_error": [column_backward_error(group, k, plain) for k in (column, ds_layers.LinearLayer)],
+        "row_forward_error": [row_forward_error(group, k, plain) for k in (row, ds_layers.LinearAllreduce)],
+        "requires_grad": [requires_grad(group, k) for k in (column, ds_layers.LinearLayer)],
         "gradient_norm": gradient_norms(group, plain),
         "pipeline_zero0_norm": pipeline_zero0_norm(),
     }

@@ -40,8 +40,12 @@ FAULTS: dict[str, tuple[str, Pins, str]] = {
         "openai-community/gpt2",
         TENSOR,
         """
-import shardwright.modules.tensor.linears as linears
-linears.PackedColumnLinear = lambda m, group, *, name, **blocks: linears.ColumnLinear(m, group, name=name)
+import dataclasses
+from shardwright.modules.tensor.split import TensorSplitter
+plain = TensorSplitter._cut
+def as_one_block(self, parameter, planned):
+    plain(self, parameter, dataclasses.replace(planned, blocks=(sum(planned.blocks),)))
+TensorSplitter._cut = as_one_block
 """,
     ),
     "a dropped all-reduce": (

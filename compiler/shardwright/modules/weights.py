@@ -89,7 +89,7 @@ def _random(plan: Plan, folder: Path, config: PretrainedConfig, model: PreTraine
 def conv1d_to_linear(model: nn.Module) -> frozenset[str]:
     """Replaces GPT-2's Conv1D (weight: in x out) by Linear (out x in), so that one layout serves every engine.
 
-    DeepSpeed's tensor-parallel layers cut nn.Linear only. Returns the names of the weights that it turned round.
+    Returns the names of the weights that it turned round.
     """
     turned = transposed_weights(model)
     for name, module in list(model.named_modules()):

@@ -59,7 +59,9 @@ class StageModel:
             return
         if self._splitter is None:
             assert self.group is not None
-            self._splitter = TensorSplitter(self.skeleton.model, self.plan.tensor_parallel.modules, self.group)
+            self._splitter = TensorSplitter(
+                self.skeleton.model, self.plan.tensor_parallel.modules, self.filler.transposed, self.group
+            )
         for split in splits:
             if split.module not in self._split:
                 self._splitter.split(split)

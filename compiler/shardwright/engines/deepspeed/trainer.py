@@ -12,7 +12,6 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.module_inject.layers import set_autotp_mode
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from deepspeed.runtime.zero.partition_parameters import Init
 from torch import nn
@@ -64,8 +63,6 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer
 
     resumes: a checkpoint is loaded next, so that no weights are read or drawn.
     """
-    # Before any parallel layer: without it their requires_grad is False, in silence.
-    set_autotp_mode(training=True)
     apply_fixes()
     model, weights = open_model(plan, folder, resumes=resumes)
     transposed = conv1d_to_linear(model)
@@ -189,7 +186,7 @@ class DataTrainer:
         """A decoder layer at a time, and then the rest. At ZeRO-3 each is partitioned before the next is read."""
         plan, stack = self.plan, self.plan.model.cut.stack
         splits = plan.tensor_parallel.modules if plan.strategy.tensor > 1 else ()
-        splitter = TensorSplitter(model, splits, self.grid.get_slice_parallel_group())
+        splitter = TensorSplitter(model, splits, filler.transposed, self.grid.get_slice_parallel_group())
         layers = [f"{stack}.{name}" for name, _ in model.get_submodule(stack).named_children()]
         for path in (*layers, ""):
             for split in splits:

@@ -7,17 +7,22 @@ from torch import distributed as dist
 from torch import nn
 
 from shardwright.ir.partition import ModuleSplit, ParameterSplit
-from shardwright.modules.tensor.linears import parallel_linear
 from shardwright.modules.tensor.regions import sum_over_copies
 from shardwright.modules.tensor.wrappers import wrap
 
 
 class TensorSplitter:
-    """Applies the map's modules, one by one, to a whole Hugging Face model; DeepSpeed's set_autotp_mode(training=True)
-    has been called."""
+    """Applies the map's modules, one by one, to a whole Hugging Face model."""
 
-    def __init__(self, model: nn.Module, modules: tuple[ModuleSplit, ...], group: dist.ProcessGroup) -> None:
-        self.model, self.group = model, group
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: tuple[ModuleSplit, ...],
+        transposed: frozenset[str],
+        group: dist.ProcessGroup,
+    ) -> None:
+        """transposed: weights that are held the other way round than the map has them (weights.conv1d_to_linear)."""
+        self.model, self.transposed, self.group = model, transposed, group
         self._rank = dist.get_rank(group)
         self._listed = {split.module for split in modules}
         # By the tensor and not by its name: a tied one has several.
@@ -26,9 +31,6 @@ class TensorSplitter:
         for path, module in model.named_modules():
             for parameter in module.parameters(recurse=False):
                 self._owners.setdefault(id(parameter), []).append(path)
-        self._places: dict[int, int] = {}
-        for _, module in model.named_modules(remove_duplicate=False):
-            self._places[id(module)] = self._places.get(id(module), 0) + 1
         self._cut_already: set[int] = set()
 
     def split(self, split: ModuleSplit) -> None:
@@ -36,24 +38,15 @@ class TensorSplitter:
         module = self.model.get_submodule(split.module)
         held = self._held(module)
         tensors = [p for p in module.parameters(recurse=False) if id(p) in self._planned]
-        alone = self._places[id(module)] == 1 and all(len(self._owners[id(p)]) == 1 for p in tensors)
-        # A module or a tensor that stands at two places cannot be replaced at one.
-        trained = {leaf: p.requires_grad for leaf, p in module.named_parameters(recurse=False)}
-        parallel = parallel_linear(module, split, self.group) if alone else None
-        if parallel is not None:
-            for leaf, parameter in parallel.named_parameters(recurse=False):
-                parameter.requires_grad_(trained[leaf])  # DeepSpeed's layers would train everything
-            self.model.set_submodule(split.module, parallel)
-        else:
-            for parameter in tensors:
-                self._cut(parameter, self._planned[id(parameter)])
-            wrap(self.model, split.module, split.style, held, self.group)
-            for path in dict.fromkeys(p for tensor in tensors for p in self._owners[id(tensor)]):
-                other = self.model.get_submodule(path)
-                if path not in self._listed and type(other) is type(module):  # a twin with the same, cut, tensor
-                    wrap(self.model, path, split.style, self._held(other), self.group)
+        for parameter in tensors:
+            self._cut(parameter, self._planned[id(parameter)])
+        wrap(self.model, split.module, split.style, held, self.group)
+        for path in dict.fromkeys(p for tensor in tensors for p in self._owners[id(tensor)]):
+            other = self.model.get_submodule(path)
+            if path not in self._listed and type(other) is type(module):  # a twin with the same, cut, tensor
+                wrap(self.model, path, split.style, self._held(other), self.group)
         for planned in split.parameters:
-            _check(self.model.get_parameter(planned.name), planned, self._rank)
+            self._check(self.model.get_parameter(planned.name), planned)
 
     def _held(self, module: nn.Module) -> dict[str, ParameterSplit]:
         """The module's own parameters: leaf name -> split."""
@@ -64,21 +57,19 @@ class TensorSplitter:
         if planned.dimension is None or id(parameter) in self._cut_already:
             return
         self._cut_already.add(id(parameter))
-        # A Conv1D's weight is planned in Hugging Face's layout and held transposed (weights.conv1d_to_linear).
-        turned = tuple(parameter.shape) != planned.shape
-        dimension = 1 - planned.dimension if turned else planned.dimension
+        dimension = 1 - planned.dimension if planned.name in self.transposed else planned.dimension
         parts = [parameter.data.narrow(dimension, start, length) for start, length in planned.pieces(self._rank)]
         parameter.data = torch.cat(parts, dim=dimension).contiguous()
-        # The gradient norm counts what carries the mark on every rank; copies of a shard count once.
+        # Megatron's mark, which DeepSpeed reads: the gradient norm counts what carries it on every rank, and all else
+        # on the first. Copies of a shard count once.
         setattr(parameter, "tensor_model_parallel", self._rank % planned.copies == 0)  # noqa: B010
         if planned.copies > 1:
             sum_over_copies(parameter, planned.copies, self.group)
 
-
-def _check(parameter: nn.Parameter, planned: ParameterSplit, rank: int) -> None:
-    shape, got = planned.shard_shape(rank), tuple(parameter.shape)
-    if got != shape and got != shape[::-1]:
-        raise RuntimeError(f"{planned.name} is {got} on tensor rank {rank}, the plan says {shape}")
-    counted = planned.dimension is not None and rank % planned.copies == 0
-    if bool(getattr(parameter, "tensor_model_parallel", False)) != counted:
-        raise RuntimeError(f"{planned.name} would be counted wrongly in the gradient norm")
+    def _check(self, parameter: nn.Parameter, planned: ParameterSplit) -> None:
+        shape, got = planned.shard_shape(self._rank), tuple(parameter.shape)
+        if got != (shape[::-1] if planned.name in self.transposed else shape):
+            raise RuntimeError(f"{planned.name} is {got} on tensor rank {self._rank}, the plan says {shape}")
+        counted = planned.dimension is not None and self._rank % planned.copies == 0
+        if bool(getattr(parameter, "tensor_model_parallel", False)) != counted:
+            raise RuntimeError(f"{planned.name} would be counted wrongly in the gradient norm")

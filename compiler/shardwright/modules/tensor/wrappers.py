@@ -1,7 +1,6 @@
 """What a module communicates, by style: its forward is wrapped on the instance, its class stays as it is.
 
-Used where DeepSpeed has no layer: experts with 3-D parameters, linears and embeddings with a forward of their own,
-containers, shared modules. The parameters are cut before (split.py).
+The parameters are cut before (split.py).
 """
 
 from __future__ import annotations
