@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from shardwright.hf.plain_optimizer import PlainOptimizer
+
 Rows = list[dict[str, torch.Tensor]]
 """The rows of one global batch, as model inputs with "labels"."""
 
@@ -57,47 +59,23 @@ def train(
     the step. own_loss False: the model's own loss is another one, and next-token cross-entropy is taken from its
     logits. held_out: rows to evaluate after each `every` steps and after the last."""
     model.train()
-    master = {n: p.detach().clone() for n, p in model.named_parameters()}
-    decay = [p for p in master.values() if p.ndim >= 2]
-    rest = [p for p in master.values() if p.ndim < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}],
-        lr=lr,
-        betas=betas,
-        eps=eps,
-    )
-    model.to(dtype)
-    for buffer_name, buffer in list(model.named_buffers()):
-        if buffer.is_floating_point():
-            owner, _, leaf = buffer_name.rpartition(".")
-            model.get_submodule(owner)._buffers[leaf] = buffer.float()
+    optimizer = PlainOptimizer(model, betas=betas, eps=eps, weight_decay=weight_decay, clipping=clipping, dtype=dtype)
     losses, norms, rates, evaluations = [], [], [], {}
     for step, rows in enumerate(blocks, 1):
         loss = mean_loss(model, rows, own_loss=own_loss)
         loss.backward()  # type: ignore[no-untyped-call]
-        for name, p in model.named_parameters():
-            master[name].grad = None if p.grad is None else p.grad.float()
-            p.grad = None
-        gradients = [p.grad for p in master.values() if p.grad is not None]
-        norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients))
-        if clipping:
-            nn.utils.clip_grad_norm_(list(master.values()), clipping)
+        optimizer.take_gradients()
         rate = lr * step / warmup if step <= warmup else cosine(lr, step, warmup, len(blocks))
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                p.copy_(master[name])
+        norms.append(optimizer.step(rate))
         if held_out is not None and (step % every == 0 or step == len(blocks)):
             with torch.no_grad():
                 evaluations[step] = float(mean_loss(model.eval(), held_out, own_loss=own_loss))
             model.train()
         losses.append(float(loss.detach()))
-        norms.append(norm)
         rates.append(rate)
-    unused = frozenset(n for n, p in master.items() if p.grad is None)
-    return Reference(losses, norms, rates, {n: p.detach() for n, p in master.items()}, unused, evaluations)
+    weights = {name: optimizer.masters.get(name, p).detach() for name, p in model.named_parameters()}
+    unused = optimizer.unused | (weights.keys() - optimizer.masters.keys())
+    return Reference(losses, norms, rates, weights, unused, evaluations)
 
 
 def mean_loss(model: nn.Module, rows: Rows, *, own_loss: bool) -> torch.Tensor:

@@ -1,0 +1,69 @@
+"""The optimizer of a plain process: AdamW over fp32 masters, one norm over all gradients. No plan, nothing split."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+
+class PlainOptimizer:
+    """Of a model's trained parameters, by name. Matrices decay, vectors do not.
+
+    live: what the model computes with; masters: their fp32 values, the same tensors where it computes in fp32.
+    unused: those that the last step had no gradient for, which it left as they were.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        clipping: float,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """The model, in fp32, is cast to dtype; its buffers stay as they are. clipping: 0 is none."""
+        self.live = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        whole = dtype == torch.float32
+        self.masters = {name: p if whole else p.detach().clone() for name, p in self.live.items()}
+        for p in model.parameters():
+            p.data = p.data.to(dtype)
+        decay = [p for p in self.masters.values() if p.ndim >= 2]
+        rest = [p for p in self.masters.values() if p.ndim < 2]
+        groups = [{"params": decay, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], betas=betas, eps=eps)
+        self.clipping = clipping
+        self.unused: frozenset[str] = frozenset()
+
+    def take_gradients(self) -> None:
+        """Behind a backward pass: gradients of half precision are added to their masters', in fp32."""
+        for name, master in self.masters.items():
+            p = self.live[name]
+            if p is not master and p.grad is not None:
+                gradient = p.grad.float()
+                master.grad = gradient if master.grad is None else master.grad + gradient
+                p.grad = None
+
+    def step(self, rate: float) -> float:
+        """One update; the gradients are spent. Returns their norm before clipping."""
+        gradients = [p.grad for p in self.masters.values() if p.grad is not None]
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients))
+        if self.clipping:
+            nn.utils.clip_grad_norm_(list(self.masters.values()), self.clipping)
+        for group in self.adamw.param_groups:
+            group["lr"] = rate
+        self.adamw.step()
+        self.unused = frozenset(name for name, p in self.masters.items() if p.grad is None)
+        self.adamw.zero_grad()
+        self.use_masters()
+        return norm
+
+    @torch.no_grad()
+    def use_masters(self) -> None:
+        """The model computes with the masters' values."""
+        for name, p in self.live.items():
+            if p is not self.masters[name]:
+                p.copy_(self.masters[name])
