@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from shardwright.cluster.resolve import resolve_cluster
-from shardwright.cost.placement import partition_stages
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.engines.deepspeed.autotp import AUTOTP_FILE, autotp_config
 from shardwright.engines.deepspeed.extra import check_extra
@@ -105,11 +104,11 @@ def _search(c: Compilation) -> Compilation:
 
 
 def _partition(c: Compilation) -> Compilation:
-    strategy = made(c.estimate).strategy
+    chosen = made(c.estimate)
     return replace(
         c,
-        partition=partition_stages(c.recipe, made(c.graph), made(c.cluster), strategy),
-        tensor_map=tensor_parallel_map(made(c.graph), strategy.tensor),
+        partition=StagePartition(boundaries=chosen.boundaries, schedule=chosen.strategy.schedule),
+        tensor_map=tensor_parallel_map(made(c.graph), chosen.strategy.tensor),
     )
 
 

@@ -15,14 +15,13 @@ from pathlib import Path
 from deepspeed.runtime.utils import partition_balanced, partition_uniform
 
 from shardwright.cluster.resolve import resolve_cluster
-from shardwright.cost.constants import default_constants
 from shardwright.cost.layout import Layout
 from shardwright.cost.passes import passes
-from shardwright.cost.placement import make_layout
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.layout.strategy import Strategy
 from shardwright.model.build import build_model_graph
 from shardwright.schedule.step import step_seconds
+from shardwright.search.settle import place
 from tests.unit.model.factory import model_section, recipe_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,7 +110,7 @@ def layout_of(model: str, pipeline: int, micro_batches: int) -> Layout:
         schedule="1f1b",
         offload="none",
     )
-    return make_layout(recipe, graph, resolve_cluster(recipe.cluster), s, default_constants())
+    return place(recipe, graph, resolve_cluster(recipe.cluster), s)
 
 
 def partitions(layout: Layout) -> dict[str, tuple[int, ...]]:

@@ -11,7 +11,6 @@ from typing import Any
 
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.cost.constants import Constants
-from shardwright.cost.estimate import price
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
@@ -19,6 +18,7 @@ from shardwright.layout.estimate import Estimate
 from shardwright.layout.strategy import Strategy
 from shardwright.model.build import build_model_graph
 from shardwright.recipe.load import load_recipe
+from shardwright.search.settle import settled_estimate
 from shardwright.search.space import candidates
 from tools.fit_cost import score
 
@@ -84,7 +84,7 @@ def case_of(row: Row) -> Case:
 
 
 def estimate(case: Case, constants: Constants) -> Estimate:
-    return price(case.recipe, case.graph, case.cluster, case.strategy, (), constants)
+    return settled_estimate(case.recipe, case.graph, case.cluster, case.strategy, (), constants)
 
 
 def as_scored(found: Estimate) -> dict[str, Any]:

@@ -4,7 +4,6 @@ of A resume under B."""
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -82,21 +81,16 @@ def difference(a: Subject, b: Subject) -> Difference:
 
 def resumable(subject: Subject) -> Resumable:
     """A recipe counts as compiled by what is installed."""
-    from shardwright.cost.placement import partition_stages
-    from shardwright.diagnostics import Refusal
     from shardwright.plan.build import installed_versions, plan_lora
     from shardwright.plan.resume import Resumable
 
-    plan, strategy = subject.plan, subject.estimate.strategy
-    boundaries: tuple[int, ...] = ()
-    if plan is not None:
-        boundaries = plan.boundaries
-    else:
-        with contextlib.suppress(Refusal):  # more stages than layers: its estimate says so
-            boundaries = partition_stages(subject.recipe, subject.graph, subject.cluster, strategy).boundaries
+    plan, estimate = subject.plan, subject.estimate
+    boundaries = estimate.boundaries if plan is None else plan.boundaries
+    if any(d.code == "SW3106" for d in estimate.diagnostics):  # more stages than layers
+        boundaries = ()
     return Resumable(
         recipe=subject.recipe,
-        strategy=strategy,
+        strategy=estimate.strategy,
         boundaries=boundaries,
         config_hash=subject.graph.config_hash,
         attention=subject.graph.attention,

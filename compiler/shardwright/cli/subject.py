@@ -66,11 +66,11 @@ def read_recipe(name: str, overrides: Sequence[str] = ()) -> Subject:
 def read_folder(name: str) -> Subject:
     """No network, no torch: the folder has the model's graph beside the plan."""
     from shardwright.cluster.resolve import resolve_cluster
-    from shardwright.cost.estimate import estimate_strategy
     from shardwright.diagnostics import Diagnostic, Refusal
     from shardwright.plan.graph_file import GRAPH_FILE, read_graph
     from shardwright.plan.serialize import read_plan
     from shardwright.recipe.load import load_recipe
+    from shardwright.search.settle import estimate_strategy
 
     folder = Path(name)
     if not (folder / "plan.json").is_file():

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardwright.cost.activations import Activations
+from shardwright.cost.activations import Activations, activations
+from shardwright.cost.compute import ELEMENT_BYTES
 from shardwright.cost.constants import Constants
-from shardwright.cost.shapes import ModelShapes
+from shardwright.cost.shapes import ModelShapes, model_shapes
 from shardwright.engines.engine import Traits
 from shardwright.engines.table import traits_of
 from shardwright.ir.cluster import Cluster
+from shardwright.ir.lora import adapters, target_modules
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.loss_chunk import chunk_length
 from shardwright.layout.strategy import Strategy
+from shardwright.plan.build import accumulation_dtype
 
 
 class Block(NamedTuple):  # a search makes tens of thousands; a frozen dataclass takes four times as long
@@ -34,9 +39,10 @@ class Layout:
     constants: Constants
     shapes: ModelShapes
     activations: Activations
-    ranks: tuple[tuple[Block, ...], ...]  # per pipeline rank; () until the layers are placed
     element_bytes: int
     accumulation_dtype: str
+    boundaries: tuple[int, ...] = ()  # of the stages, over graph.layers; () until the layers are placed
+    ranks: tuple[tuple[Block, ...], ...] = ()  # per pipeline rank
     adapters: tuple[int, ...] = ()  # LoRA's elements, prefix sums over graph.layers; () where all is trained
 
     @property
@@ -81,3 +87,52 @@ class Layout:
         total = sum([numel[b.stop] - numel[b.start] for b in blocks])
         shared = self.shapes.shared_numel
         return total - (shared if shared and blocks[0].start == 0 and self.has_head(blocks) else 0)
+
+
+def lay_out(recipe: Recipe, graph: ModelGraph, cluster: Cluster, strategy: Strategy, constants: Constants) -> Layout:
+    """Its layers are on no stage yet; see `placed`."""
+    element_bytes = ELEMENT_BYTES[recipe.training.precision]
+    sequence_length, checkpointing = recipe.training.sequence_length, strategy.activation_checkpointing
+    return Layout(
+        recipe=recipe,
+        graph=graph,
+        cluster=cluster,
+        strategy=strategy,
+        constants=constants,
+        shapes=model_shapes(graph, strategy.tensor),
+        activations=activations(graph, sequence_length, element_bytes, checkpointing, recipe.assume.kernels),
+        element_bytes=element_bytes,
+        accumulation_dtype=accumulation_dtype(recipe.training),
+        adapters=_adapters(recipe, graph),
+    )
+
+
+def placed(layout: Layout, boundaries: tuple[int, ...]) -> Layout:
+    """The layout with its layers on stages. boundaries: over graph.layers, as many as stages and one more."""
+    s = layout.strategy
+    ranks = tuple(
+        tuple(
+            Block(start=boundaries[stage], stop=boundaries[stage + 1], in_flight=flight)
+            for stage, flight in zip((rank, s.stages - 1 - rank), in_flight(s, rank), strict=False)
+        )
+        for rank in range(s.pipeline)
+    )
+    return dataclasses.replace(layout, boundaries=boundaries, ranks=ranks)
+
+
+def in_flight(s: Strategy, rank: int) -> tuple[float, ...]:
+    """Micro-batches whose activations each stage of the rank keeps at once: 1F1B min(p - rank, m); DualPipeV (arXiv
+    2412.19437 and its V-shaped cut) min(2p - rank, m) on the outward half and min(rank + 1, m) on the returning one;
+    interleaving by v adds the share (p - 1) / (p v) (arXiv 2205.05198)."""
+    p, m, v = s.pipeline, s.gradient_accumulation_steps, s.virtual_stages
+    if s.schedule == "dualpipev":
+        return min(2 * p - rank, m), min(rank + 1, m)
+    return (min(p - rank, m) * (1 + (p - 1) / (p * v) if v > 1 else 1.0),)
+
+
+def _adapters(recipe: Recipe, graph: ModelGraph) -> tuple[int, ...]:
+    lora = recipe.lora
+    if lora is None:
+        return ()
+    names = target_modules(graph, lora)
+    return (0, *itertools.accumulate(sum(adapters(layer, names, lora.rank)) for layer in graph.layers))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from shardwright.cost.activations import Share, own_modules
 from shardwright.cost.compute import ELEMENT_BYTES
+from shardwright.cost.constants import default_constants
 from shardwright.cost.layout import Block, Layout
 from shardwright.layout.buckets import BUCKET_NUMEL, LIVE_NUMEL
 from shardwright.layout.estimate import Memory, StageMemory
@@ -32,10 +33,9 @@ def usable_bytes(layout: Layout) -> int:
     return int(layout.cluster.capacity_bytes * (1 - max(driver, headroom)))
 
 
-def live_bytes(layout: Layout) -> int:
-    """The fullest rank's, without what the allocator keeps beside it: what decides whether a layout fits."""
-    ranks = RankBytes(layout)
-    return max(ranks.of(rank, blocks, 0).peak_bytes for rank, blocks in enumerate(layout.ranks))
+def cautious_bytes(capacity_bytes: int) -> int:
+    """Of a device, as much as leaves free what predictions may fall short by."""
+    return int(capacity_bytes * (1 - default_constants().memory_headroom))
 
 
 def states_bytes(layout: Layout, held: float, trained: float | None = None) -> tuple[float, float, float]:

@@ -18,12 +18,10 @@ from shardwright.cost.passes import FORWARD_SHARE, Passes, passes
 from shardwright.cost.shapes import ModelShapes, dropped_products, model_shapes
 from shardwright.layout.estimate import Time
 from shardwright.layout.strategy import Strategy
-from shardwright.schedule.step import step_seconds
+from shardwright.schedule.step import MOST_SIMULATED_RANKS, step_seconds
 
 # Forward + backward FLOPs, in forwards; recomputation adds its share on top.
 FORWARDS_PER_STEP = 3
-# DualPipeV over more ranks is bounded by its slowest one: reading so many instruction streams takes half a second.
-MOST_SIMULATED_RANKS = 16
 
 
 class StageSeconds(NamedTuple):
@@ -173,6 +171,11 @@ def stage_seconds(layout: Layout, rank: int, found: Passes) -> StageSeconds:
         tensor_comm=over(found.forward_comm) + over(found.backward_comm),
         pipeline_comm=messages * found.send_seconds,
     )
+
+
+def data_seconds(layout: Layout) -> float:
+    """Data-parallel collectives of a step, of a layout without a pipeline."""
+    return data_comm_seconds(layout, 0, stage_seconds(layout, 0, passes(layout)).compute)
 
 
 def once_a_step_seconds(layout: Layout) -> float:

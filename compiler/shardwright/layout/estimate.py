@@ -68,9 +68,11 @@ class PredictionError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """error: how far such predictions were off where they could be compared."""
+    """boundaries: stage s holds graph.layers[boundaries[s]:boundaries[s+1]]. error: how far such predictions were off
+    where they could be compared."""
 
     strategy: Strategy
+    boundaries: tuple[int, ...]
     feasible: bool
     diagnostics: tuple[Diagnostic, ...]
     memory: Memory

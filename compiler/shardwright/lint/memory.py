@@ -13,9 +13,7 @@ import os
 from pathlib import Path
 
 from shardwright.cluster.resolve import catalogue, resolve_cluster
-from shardwright.cost.constants import default_constants
 from shardwright.cost.memory import estimate_memory
-from shardwright.cost.placement import make_layout
 from shardwright.engines.deepspeed.schema.check import misfits
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
@@ -28,6 +26,7 @@ from shardwright.lint.subject import Found, Subject
 from shardwright.model.build import build_model_graph
 from shardwright.model.popular.shipped import shipped_name
 from shardwright.recipe.load import load_recipe
+from shardwright.search.settle import place
 
 ASSUMED_SEQUENCE = 4096
 GIB = 2**30
@@ -156,7 +155,7 @@ def _recipe(subject: Subject, strategy: Strategy, model: str, gpu: str, length: 
 def _memory(recipe: Recipe, graph: ModelGraph, strategy: Strategy, gpu: str, recompute: str) -> Memory:
     cluster = resolve_cluster(dataclasses.replace(recipe.cluster, gpu=gpu))
     chosen = dataclasses.replace(strategy, activation_checkpointing=recompute)
-    return estimate_memory(make_layout(recipe, graph, cluster, chosen, default_constants()))
+    return estimate_memory(place(recipe, graph, cluster, chosen))
 
 
 def _help(strategy: Strategy) -> str:

@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 import shardwright
-from shardwright.cost.estimate import is_roomy, training_of
+from shardwright.cost.estimate import training_of
 from shardwright.cost.measured import error_words
 from shardwright.data.dataset import noted_steps
 from shardwright.figures import duration, number
@@ -34,6 +34,7 @@ from shardwright.report.timeline import StepTimeline, drawn_ranks, step_timeline
 from shardwright.resources import templates_dir
 from shardwright.search.compare import layout_words
 from shardwright.search.plainer import plainer_words
+from shardwright.search.settle import is_roomy
 
 GIB = 2**30
 LEGEND_UP_TO = 16  # groups with a swatch each; of more, the first and the last
@@ -179,7 +180,7 @@ def _verdict(subject: Subject) -> tuple[str, str]:
     known = subject.estimate.error.memory is not None
     if not memory.fits:
         return "does not fit", "The fullest one is predicted to need more memory than it has."
-    if not is_roomy(subject.recipe, dataclasses.replace(subject.estimate, memory=memory)):
+    if not is_roomy(subject.recipe, memory):
         return "tight", f"{left}, less than {'what one prediction in twenty is off by' if known else KEPT}."
     return "fits", f"{left}, more than {'what 19 predictions of 20 are off by' if known else KEPT}."
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwright.cluster.resolve import resolve_cluster
-from shardwright.cost.estimate import price_layout, weigh
+from shardwright.cost.estimate import price
 from shardwright.cost.layout import Layout
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.model_graph import ModelGraph, hash_of_config
@@ -25,6 +25,7 @@ from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import load_plan
 from shardwright.recipe.load import load_recipe
 from shardwright.rules.registry import check_layout
+from shardwright.search.settle import settle
 
 RECIPE = "recipe.resolved.json"
 SAME = 1e-9
@@ -60,13 +61,13 @@ def read_subject(folder: Path) -> Subject:
     graph = _graph(folder, plan)
     cluster = resolve_cluster(recipe.cluster)
     diagnostics = check_layout(Problem(recipe=recipe, graph=graph, cluster=cluster), plan.strategy)
-    layout, memory = weigh(recipe, graph, cluster, plan.strategy)
+    layout, memory = settle(recipe, graph, cluster, plan.strategy)
     return Subject(
         folder=folder,
         plan=plan,
         recipe=recipe,
         layout=layout,
-        estimate=price_layout(layout, memory, diagnostics),
+        estimate=price(layout, memory, diagnostics),
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from shardwright.cost.estimate import is_roomy, price
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
@@ -15,6 +14,7 @@ from shardwright.rules.registry import check_layout
 from shardwright.search.compare import LostRegion, binding_constraint, lost_regions, pareto_front
 from shardwright.search.plainer import Plainer, plainer
 from shardwright.search.search import search
+from shardwright.search.settle import is_roomy, settled_estimate
 from shardwright.search.space import candidates, without_layout_pins
 
 VERDICTS = ("runs", "tight", "does not fit", "ruled out")
@@ -73,14 +73,14 @@ def whole_space(recipe: Recipe, graph: ModelGraph, cluster: Cluster, chosen: Est
         if error is not None:
             forbidden.append((strategy, error.code, error.message))
             continue
-        estimate = price(free, graph, cluster, strategy, found)
+        estimate = settled_estimate(free, graph, cluster, strategy, found)
         pinned = _is_pinned(recipe, strategy)
         if pinned and estimate.feasible:
             within.append(estimate)
         legal.append(_legal_point(free, estimate, pinned))
     stride = max(1, -(-len(forbidden) // MOST_FORBIDDEN))
     drawn = [
-        _forbidden_point(recipe, price(free, graph, cluster, strategy, ()), code, reason)
+        _forbidden_point(recipe, settled_estimate(free, graph, cluster, strategy, ()), code, reason)
         for strategy, code, reason in forbidden[::stride]
     ]
     result = search(recipe, graph, cluster)
@@ -119,7 +119,7 @@ def _is_pinned(recipe: Recipe, strategy: Strategy) -> bool:
 
 def _legal_point(recipe: Recipe, estimate: Estimate, pinned: bool) -> Point:
     error = next((d for d in estimate.diagnostics if d.severity == "error"), None)
-    verdict = "does not fit" if error else "runs" if is_roomy(recipe, estimate) else "tight"
+    verdict = "does not fit" if error else "runs" if is_roomy(recipe, estimate.memory) else "tight"
     return Point(
         strategy=estimate.strategy,
         step_seconds=estimate.time.step_seconds,

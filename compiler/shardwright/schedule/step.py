@@ -9,6 +9,9 @@ import numpy as np
 from shardwright.schedule import levels, one_forward_one_backward
 from shardwright.schedule.levels import Floats
 
+# DualPipeV over more ranks is bounded by its slowest one: reading so many instruction streams takes half a second.
+MOST_SIMULATED_RANKS = 16
+
 
 def steps_seconds(
     schedule: str, micro_batches: int, forward_seconds: Floats, backward_seconds: Floats, send_seconds: float

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwright.cost.estimate import is_roomy
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import Estimate, Time
 from shardwright.layout.strategy import Strategy
+from shardwright.search.settle import is_roomy
 
 # The parts of a step, as `Time` names them, in words.
 PARTS = {
@@ -79,7 +79,7 @@ def because(recipe: Recipe, estimate: Estimate, winner: Estimate) -> str:
     """Why `winner` ranks before `estimate`, with the figures of both."""
     if recipe.objective == "memory" and estimate.memory.peak_bytes > winner.memory.peak_bytes:
         return f"{_gib(estimate)} GiB against {_gib(winner)}"
-    if is_roomy(recipe, winner) and not is_roomy(recipe, estimate):
+    if is_roomy(recipe, winner.memory) and not is_roomy(recipe, estimate.memory):
         return f"{_gib(estimate)} of {estimate.memory.capacity_bytes / 2**30:.0f} GiB: memory_headroom keeps more free"
     part = max(PARTS, key=lambda name: _seconds(estimate.time, name) - _seconds(winner.time, name))
     theirs, ours = _seconds(estimate.time, part), _seconds(winner.time, part)

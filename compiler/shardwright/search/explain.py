@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwright.cost.breakdown import Breakdown, break_down
-from shardwright.cost.estimate import is_roomy, price_layout, weigh
-from shardwright.cost.hpz import with_hpz, without_hpz
+from shardwright.cost.estimate import price
 from shardwright.cost.layout import Layout
 from shardwright.cost.memory import estimate_memory
 from shardwright.ir.cluster import Cluster
@@ -18,6 +17,7 @@ from shardwright.search.compare import because, binding_constraint
 from shardwright.search.plainer import Plainer, plainer
 from shardwright.search.search import SearchResult, search
 from shardwright.search.sensitivity import Sensitivity, sensitivities
+from shardwright.search.settle import is_roomy, settle, with_hpz, without_hpz
 from shardwright.search.space import without_layout_pins
 from shardwright.search.walk import RejectedRegion
 
@@ -88,7 +88,7 @@ class Explanation:
 
 def explain(recipe: Recipe, graph: ModelGraph, cluster: Cluster, chosen: Estimate) -> Explanation:
     """chosen: of a layout whose world and batch work out. Runs the search about seven times."""
-    layout, _ = weigh(recipe, graph, cluster, chosen.strategy)
+    layout, _ = settle(recipe, graph, cluster, chosen.strategy)
     within = search(recipe, graph, cluster)
     pinned = pinned_keys(recipe)
     everywhere = search(without_layout_pins(recipe), graph, cluster) if pinned else within
@@ -123,12 +123,12 @@ def _second_copy(layout: Layout, chosen: Estimate) -> SecondCopy | None:
         return None
     taken = layout.strategy.hpz_partition_size > 1
     other = without_hpz(layout) if taken else copied
-    estimate = price_layout(other, estimate_memory(other), ())
+    estimate = price(other, estimate_memory(other), ())
     beside = chosen if taken else estimate
     return SecondCopy(
         ranks=copied.strategy.hpz_partition_size,
         taken=taken,
-        has_room=beside.memory.fits and is_roomy(layout.recipe, beside),
+        has_room=beside.memory.fits and is_roomy(layout.recipe, beside.memory),
         other_step_seconds=estimate.time.step_seconds,
         other_peak_bytes=estimate.memory.peak_bytes,
     )
@@ -142,7 +142,7 @@ def pinned_keys(recipe: Recipe) -> tuple[str, ...]:
 
 def alternative(recipe: Recipe, estimate: Estimate, chosen: Estimate) -> Alternative:
     step = estimate.time.step_seconds
-    is_better = step < chosen.time.step_seconds and is_roomy(recipe, estimate) >= is_roomy(recipe, chosen)
+    is_better = step < chosen.time.step_seconds and is_roomy(recipe, estimate.memory) >= is_roomy(recipe, chosen.memory)
     return Alternative(
         strategy=estimate.strategy,
         step_seconds=step,

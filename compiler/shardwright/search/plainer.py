@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwright.cost.estimate import is_roomy
 from shardwright.cost.measured import bench
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import Estimate
 from shardwright.layout.strategy import Strategy
 from shardwright.search.compare import layout_words
+from shardwright.search.settle import is_roomy
 
 FOR_SCRIPTS = "accelerate/ (its settings for the Hugging Face Trainer and Accelerate)"
 
@@ -42,7 +42,7 @@ def plainer(recipe: Recipe, ranked: Sequence[Estimate]) -> Plainer | None:
         for place, e in enumerate(ranked[1:], start=2)
         if e.time.step_seconds <= most
         and _machinery(e.strategy) < mine
-        and is_roomy(recipe, e) >= is_roomy(recipe, best)
+        and is_roomy(recipe, e.memory) >= is_roomy(recipe, best.memory)
     ]
     if not near:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, fields
 
-from shardwright.cost.estimate import does_not_fit, estimate_strategy, is_roomy, price_layout, weigh
+from shardwright.cost.estimate import does_not_fit, price
 from shardwright.cost.layout import Layout
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.cluster import Cluster
@@ -15,6 +15,7 @@ from shardwright.layout.estimate import Estimate, Memory
 from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.rules.registry import UNCOUNTABLE_CODES, check_layout
+from shardwright.search.settle import estimate_strategy, is_roomy, settle
 from shardwright.search.space import as_today, candidates, nearest
 from shardwright.search.walk import RejectedRegion, Rejections, legal_layouts
 
@@ -49,20 +50,20 @@ def search(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> SearchResult:
     rejections = Rejections()
     for group in legal_layouts(recipe, graph, cluster, rejections):
         for place, (strategy, warnings) in enumerate(group):
-            layout, memory = weigh(recipe, graph, cluster, strategy)
+            layout, memory = settle(recipe, graph, cluster, strategy)
             if not memory.fits:
                 rejections.add(does_not_fit(memory, strategy), strategy, len(group) - place)
                 beyond.append((layout, memory, warnings))
                 break
-            feasible.append(price_layout(layout, memory, warnings))
+            feasible.append(price(layout, memory, warnings))
     # A plan that the prediction's error could push out of memory comes after those that it could not.
-    feasible.sort(key=lambda e: (not is_roomy(recipe, e), rank_key(recipe, e)))
+    feasible.sort(key=lambda e: (not is_roomy(recipe, e.memory), rank_key(recipe, e)))
     closest = beyond_memory = None
     if feasible:
-        priced = [price_layout(*b) for b in beyond if b[1].peak_bytes <= MORE_MEMORY * b[1].capacity_bytes]
+        priced = [price(*b) for b in beyond if b[1].peak_bytes <= MORE_MEMORY * b[1].capacity_bytes]
         beyond_memory = min(priced, key=lambda e: rank_key(recipe, e), default=None)
     elif beyond:
-        closest = price_layout(*min(beyond, key=lambda each: each[1].peak_bytes))
+        closest = price(*min(beyond, key=lambda each: each[1].peak_bytes))
     return SearchResult(
         ranked=tuple(feasible),
         rejected=rejections.largest_first(),

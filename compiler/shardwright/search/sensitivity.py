@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardwright.cost.estimate import estimate_strategy
 from shardwright.ir.cluster import Cluster, Gpu
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import Estimate
 from shardwright.search.search import search
+from shardwright.search.settle import estimate_strategy
 
 MORE = 1.2
 

@@ -176,7 +176,7 @@ def _strategy(
         context=pins.context,
         virtual_stages=pins.virtual_stages,
         sequence_parallel=pins.sequence_parallel,
-        loss="chunked" if recipe.model.loss == "chunked" else "full",  # auto: cost.estimate.weigh
+        loss="chunked" if recipe.model.loss == "chunked" else "full",  # auto: search.settle
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwright.cost.estimate import is_roomy
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph
@@ -12,6 +11,7 @@ from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import Estimate
 from shardwright.search.compare import because
 from shardwright.search.search import pinned_estimate, rank_key
+from shardwright.search.settle import is_roomy
 
 CHOSEN, LOSES, WINS, FORBIDDEN, TOO_LARGE = "chosen", "loses", "wins", "forbidden", "does not fit"
 MEMORY_CODE = "SW3201"
@@ -58,4 +58,4 @@ def refused(refusal: Refusal) -> Answer:
 
 def _place(recipe: Recipe, estimate: Estimate) -> tuple[bool, tuple[float | int | str, ...]]:
     """As `search` ranks."""
-    return not is_roomy(recipe, estimate), rank_key(recipe, estimate)
+    return not is_roomy(recipe, estimate.memory), rank_key(recipe, estimate)

@@ -8,12 +8,11 @@ import random
 import pytest
 
 from shardwright.cost.breakdown import break_down
-from shardwright.cost.estimate import estimate_strategy, weigh
-from shardwright.cost.placement import partition_stages
 from shardwright.ir.cluster import Cluster
 from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.rules.registry import check_layout
+from shardwright.search.settle import estimate_strategy, settle
 from shardwright.search.space import candidates
 from tests.unit.answers.cases import MODELS, cluster_of, recipe_for
 
@@ -41,7 +40,7 @@ def layouts() -> list[tuple[str, int, Strategy]]:
 def test_parts_add_up(model: str, nodes: int, strategy: Strategy) -> None:
     graph, cluster, recipe = MODELS[model], cluster_of(nodes), recipe_for(offload=None)
     estimate = estimate_strategy(recipe, graph, cluster, strategy)
-    layout, _ = weigh(recipe, graph, cluster, strategy)
+    layout, _ = settle(recipe, graph, cluster, strategy)
     found = break_down(layout, estimate)
     step, time = found.step, estimate.time
     total = time.step_seconds
@@ -64,7 +63,7 @@ def test_parts_add_up(model: str, nodes: int, strategy: Strategy) -> None:
     assert found.ranks[found.fullest].memory.peak_bytes == estimate.memory.peak_bytes
     held = sorted(i for rank in found.ranks for start, stop in rank.layers for i in range(start, stop))
     assert held == list(range(len(graph.layers)))
-    boundaries = partition_stages(recipe, graph, cluster, strategy).boundaries
+    boundaries = estimate.boundaries
     assert {start for rank in found.ranks for start, _ in rank.layers} == set(boundaries[:-1])
 
 
@@ -79,7 +78,7 @@ def test_a_larger_part_is_a_larger_part() -> None:
 
     def step(cluster: Cluster) -> dict[str, float]:
         estimate = estimate_strategy(recipe, graph, cluster, strategy)
-        return dataclasses.asdict(break_down(weigh(recipe, graph, cluster, strategy)[0], estimate).step)
+        return dataclasses.asdict(break_down(settle(recipe, graph, cluster, strategy)[0], estimate).step)
 
     fast = step(cluster_of(4))
     slow = step(dataclasses.replace(cluster_of(4), inter_node_bytes_per_second=1e9))

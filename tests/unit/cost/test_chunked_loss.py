@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 
 from shardwright.cluster.resolve import resolve_cluster
-from shardwright.cost.estimate import estimate_strategy
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import Estimate
 from shardwright.layout.loss_chunk import chunk_length
 from shardwright.layout.strategy import Strategy
+from shardwright.search.settle import estimate_strategy
 from tests.unit.cost.test_estimate import change
 from tests.unit.model.factory import LLAMA_8B, graph_of, recipe_of
 

@@ -10,10 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.cluster.resolve import resolve_cluster
-from shardwright.cost.constants import default_constants
-from shardwright.cost.estimate import estimate_strategy, training_of
-from shardwright.cost.memory import live_bytes
-from shardwright.cost.placement import make_layout
+from shardwright.cost.estimate import training_of
 from shardwright.diagnostics import Refusal
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.recipe import Recipe
@@ -21,7 +18,9 @@ from shardwright.layout.estimate import Estimate
 from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.rules.registry import check_layout
+from shardwright.search.settle import estimate_strategy, place
 from tests.unit.model.factory import LLAMA_8B, SMALL_GPT2, SMALL_LLAMA, graph_of, recipe_of
+from tools.fit_cost.live import live_bytes
 
 BASE = Strategy(
     tensor=1,
@@ -248,7 +247,7 @@ def test_headroom_is_kept_free() -> None:
     peak = estimate(LLAMA_8B, BASE).memory.peak_bytes
     graph, whole = graph_of(LLAMA_8B), recipe_of(LLAMA_8B)
     node = resolve_cluster(dataclasses.replace(whole.cluster, gpus_per_node=8, nodes=1))
-    live = live_bytes(make_layout(whole, graph, node, BASE, default_constants()))
+    live = live_bytes(place(whole, graph, node, BASE))
     share = 1 - live / (80 * 2**30)
     for headroom, fits in ((share - 0.01, True), (share + 0.01, False)):
         recipe = recipe_of(parallelism={"memory_headroom": headroom})

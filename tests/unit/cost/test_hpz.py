@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.cost.constants import default_constants
-from shardwright.cost.estimate import estimate_strategy, price_layout, weigh
-from shardwright.cost.hpz import with_hpz, without_hpz
+from shardwright.cost.estimate import price
 from shardwright.cost.memory import estimate_memory, framework_bytes, states_bytes
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.recipe import LoraSection, Recipe
 from shardwright.layout.estimate import Estimate
 from shardwright.layout.strategy import Strategy
+from shardwright.search.settle import estimate_strategy, settle, with_hpz, without_hpz
 from tests.unit.cost.test_estimate import change
 from tests.unit.model.factory import LLAMA_8B, graph_of, recipe_of
 
@@ -37,11 +37,11 @@ def estimate(strategy: Strategy, recipe: Recipe, cluster: Cluster | None = None)
 
 def both(recipe: Recipe, strategy: Strategy) -> tuple[Estimate, Estimate]:
     """Without the second copy, and with it."""
-    layout, _ = weigh(recipe, graph_of(LLAMA_8B), resolve_cluster(recipe.cluster), strategy)
+    layout, _ = settle(recipe, graph_of(LLAMA_8B), resolve_cluster(recipe.cluster), strategy)
     copied = with_hpz(layout)
     assert copied is not None
     plain = without_hpz(layout)
-    return price_layout(plain, estimate_memory(plain), ()), price_layout(copied, estimate_memory(copied), ())
+    return price(plain, estimate_memory(plain), ()), price(copied, estimate_memory(copied), ())
 
 
 def test_it_is_taken_over_slow_links() -> None:
@@ -57,7 +57,7 @@ def test_it_is_taken_over_slow_links() -> None:
 def test_what_it_adds_to_memory() -> None:
     """A share of the weights in half precision, and one communicator more."""
     recipe = recipe_for()
-    layout, _ = weigh(recipe, graph_of(LLAMA_8B), resolve_cluster(recipe.cluster), ZERO3)
+    layout, _ = settle(recipe, graph_of(LLAMA_8B), resolve_cluster(recipe.cluster), ZERO3)
     assert layout.strategy.hpz_partition_size == 8
     held = graph_of(LLAMA_8B).total_parameters
     parameters, *rest = states_bytes(layout, held)
@@ -169,12 +169,12 @@ def never_costs(
     recipe = recipe_for(strategy, inter_node_gbits_per_second=gigabits)
     cluster = resolve_cluster(recipe.cluster)
     small = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, memory_gib=memory_gib))
-    layout, memory = weigh(recipe, graph_of(LLAMA_8B), small, strategy)
+    layout, memory = settle(recipe, graph_of(LLAMA_8B), small, strategy)
     TAKEN.append(layout.strategy.hpz_partition_size > 1)
     if TAKEN[-1]:
         plain = without_hpz(layout)
-        without = price_layout(plain, estimate_memory(plain), ())
-        assert price_layout(layout, memory, ()).time.step_seconds < without.time.step_seconds
+        without = price(plain, estimate_memory(plain), ())
+        assert price(layout, memory, ()).time.step_seconds < without.time.step_seconds
         assert without.memory.peak_bytes < memory.peak_bytes <= memory.capacity_bytes * 0.95
     for more in (
         dataclasses.replace(small, inter_node_bytes_per_second=2 * small.inter_node_bytes_per_second),

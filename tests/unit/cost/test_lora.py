@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from shardwright.cluster.resolve import resolve_cluster
-from shardwright.cost.estimate import estimate_strategy
 from shardwright.ir.lora import LoraSection, adapters, target_modules
 from shardwright.layout.estimate import Estimate
+from shardwright.search.settle import estimate_strategy
 from tests.unit.cost.test_estimate import change
 from tests.unit.model.factory import LLAMA_8B, graph_of, recipe_of
 

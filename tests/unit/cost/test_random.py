@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardwright.cluster.resolve import catalogue, resolve_cluster
-from shardwright.cost.estimate import estimate_strategy
 from shardwright.diagnostics import Refusal
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.json_value import JsonValue
@@ -20,6 +19,7 @@ from shardwright.layout.estimate import Estimate
 from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.rules.registry import check_layout
+from shardwright.search.settle import estimate_strategy
 from tests.unit.model.factory import LLAMA_8B, LLAMA_70B, SMALL_GPT2, SMALL_LLAMA, graph_of, recipe_of
 
 MODELS: dict[str, dict[str, JsonValue]] = {

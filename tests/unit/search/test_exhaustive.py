@@ -10,7 +10,6 @@ import time
 import pytest
 
 from shardwright.cluster.resolve import resolve_cluster
-from shardwright.cost.estimate import estimate_strategy, is_roomy, price
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import Estimate
@@ -19,6 +18,7 @@ from shardwright.rules.layout import Candidate
 from shardwright.rules.registry import DEEPSPEED_RULES, GENERAL_RULES, check_layout
 from shardwright.search.compare import lost_regions, pareto_front
 from shardwright.search.search import rank_key, search
+from shardwright.search.settle import estimate_strategy, is_roomy, settled_estimate
 from shardwright.search.space import candidates
 from tests.unit.model.factory import LLAMA_8B, LLAMA_70B, LLAMA_405B, SMALL_GPT2, SMALL_LLAMA, graph_of, recipe_of
 
@@ -36,9 +36,9 @@ def every(recipe: Recipe, config: dict[str, JsonValue]) -> list[Estimate]:
         for s in candidates(recipe, graph, cluster)
     ]
     legal = [(s, found) for s, found in checked if all(d.severity != "error" for d in found)]
-    priced = [price(recipe, graph, cluster, s, found) for s, found in legal]
+    priced = [settled_estimate(recipe, graph, cluster, s, found) for s, found in legal]
     feasible = [e for e in priced if e.feasible]
-    return sorted(feasible, key=lambda e: (not is_roomy(recipe, e), rank_key(recipe, e)))
+    return sorted(feasible, key=lambda e: (not is_roomy(recipe, e.memory), rank_key(recipe, e)))
 
 
 @pytest.mark.parametrize("objective", ["throughput", "memory", "cost"])

@@ -10,15 +10,17 @@ from deepspeed.runtime.utils import partition_balanced, partition_uniform
 
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.cost.constants import default_constants
-from shardwright.cost.estimate import price
 from shardwright.cost.layout import Layout
 from shardwright.cost.passes import passes
-from shardwright.cost.placement import make_layout, partition_stages
-from shardwright.diagnostics import Refusal
+from shardwright.diagnostics import Diagnostic
 from shardwright.ir.model_graph import Layer, ModelGraph
+from shardwright.ir.partition import StagePartition
 from shardwright.ir.recipe import Recipe
+from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
+from shardwright.rules.registry import check_layout
 from shardwright.schedule.step import step_seconds
+from shardwright.search.settle import place, settled_estimate
 from tests.unit.model.factory import LLAMA_8B, LLAMA_70B, SMALL_LLAMA, graph_of, recipe_of
 
 
@@ -37,12 +39,12 @@ def strategy(pipeline: int, schedule: str = "1f1b", *, m: int = 16, checkpointin
 
 
 def boundaries(recipe: Recipe, graph: ModelGraph, s: Strategy) -> tuple[int, ...]:
-    return partition_stages(recipe, graph, resolve_cluster(recipe.cluster), s).boundaries
+    return place(recipe, graph, resolve_cluster(recipe.cluster), s).boundaries
 
 
-def of_layout(layout: Layout) -> tuple[int, ...]:
-    starts = {block.start for blocks in layout.ranks for block in blocks}
-    return (*sorted(starts), len(layout.graph.layers))
+def too_few(recipe: Recipe, graph: ModelGraph, s: Strategy) -> list[Diagnostic]:
+    found = check_layout(Problem(recipe=recipe, graph=graph, cluster=resolve_cluster(recipe.cluster)), s)
+    return [d for d in found if d.code == "SW3106"]
 
 
 def layers_of(graph: ModelGraph, bounds: tuple[int, ...], stage: int) -> tuple[Layer, ...]:
@@ -81,8 +83,8 @@ def test_never_slower_than_deepspeeds_methods(config: dict[str, object], pipelin
         # Memory ignored, as DeepSpeed's methods do.
         recipe = recipe_of(config, training={"sequence_length": 4096}, assume={"ignore_memory": True})  # type: ignore[arg-type]
         s = strategy(pipeline, schedule, m=m)
-        layout = make_layout(recipe, graph, resolve_cluster(recipe.cluster), s, default_constants())
-        ours = step(layout, of_layout(layout))
+        layout = place(recipe, graph, resolve_cluster(recipe.cluster), s)
+        ours = step(layout, layout.boundaries)
         for method, cut in deepspeeds(graph, s.stages).items():
             assert ours <= step(layout, cut) * (1 + 1e-4), (method, m)
 
@@ -93,14 +95,15 @@ def test_search_and_compile_place_the_same() -> None:
     recipe, graph = recipe_of(LLAMA_8B, training={"sequence_length": 4096}), graph_of(LLAMA_8B)
     cluster, cuts = resolve_cluster(recipe.cluster), set()
     for s in (strategy(4), strategy(8), strategy(4, "dualpipev"), strategy(8, m=64, checkpointing="full")):
-        partition = partition_stages(recipe, graph, cluster, s)
-        bounds = partition.boundaries
+        priced = settled_estimate(recipe, graph, cluster, s, ())
+        bounds = priced.boundaries
+        partition = StagePartition(boundaries=bounds, schedule=s.schedule)
+        partition.verify(len(graph.layers))
         numel = [
             sum(layer.numel for at in partition.stages_of_pipeline_rank(rank) for layer in layers_of(graph, bounds, at))
             for rank in range(s.pipeline)
         ]
-        priced = price(recipe, graph, cluster, s, ()).memory.stages
-        assert [stage.parameters_bytes for stage in priced] == [2 * n for n in numel]
+        assert [stage.parameters_bytes for stage in priced.memory.stages] == [2 * n for n in numel]
         cuts.add(bounds)
     assert len(cuts) == 4
 
@@ -119,24 +122,22 @@ def test_a_partition_that_fits_comes_before_a_faster_one_that_does_not() -> None
     changes = {"training": {"sequence_length": 8192}}
     free = recipe_of(LLAMA_8B, **changes, assume={"ignore_memory": True})  # type: ignore[arg-type]
     cluster = resolve_cluster(free.cluster)
-    fastest = price(free, graph, cluster, s, ())
+    fastest = settled_estimate(free, graph, cluster, s, ())
     capacity = cluster.capacity_bytes
     # Just below what the fastest partition needs on its fullest rank, the allocator's slack left out.
     live = max(m.peak_bytes for m in fastest.memory.stages) / (1 + default_constants().fragmentation)
     pinned = recipe_of(LLAMA_8B, **changes, parallelism={"memory_headroom": 1 - 0.98 * live / capacity})  # type: ignore[arg-type]
-    tight = price(pinned, graph, cluster, s, ())
+    tight = settled_estimate(pinned, graph, cluster, s, ())
     assert tight.memory.fits
     assert tight.time.step_seconds > fastest.time.step_seconds
     assert boundaries(pinned, graph, s) != boundaries(free, graph, s)
     hopeless = recipe_of(LLAMA_8B, **changes, parallelism={"memory_headroom": 0.95})  # type: ignore[arg-type]
-    assert not price(hopeless, graph, cluster, s, ()).memory.fits
+    assert not settled_estimate(hopeless, graph, cluster, s, ()).memory.fits
 
 
 @pytest.mark.parametrize(("pipeline", "schedule"), [(7, "1f1b"), (4, "dualpipev")])
 def test_fewer_layers_than_stages(pipeline: int, schedule: str) -> None:
-    with pytest.raises(Refusal) as caught:
-        boundaries(recipe_of(), graph_of(SMALL_LLAMA), strategy(pipeline, schedule))
-    (found,) = caught.value.diagnostics
+    (found,) = too_few(recipe_of(), graph_of(SMALL_LLAMA), strategy(pipeline, schedule))
     assert (found.code, found.key) == ("SW3106", ("parallelism", "pipeline"))
     assert found.valid == (("6",) if schedule == "1f1b" else ("3",))
     boundaries(recipe_of(), graph_of(SMALL_LLAMA), strategy(int(found.valid[0]), schedule))
@@ -152,8 +153,6 @@ def test_layers_that_share_stay_on_one_stage(schedule: str) -> None:
         found = boundaries(recipe, shared, s)
         assert len(found) == s.stages + 1
         assert 3 not in found, "layers[2] and layers[3] are decoder layers 1 and 2"
-    with pytest.raises(Refusal) as refusal:
-        boundaries(recipe, shared, strategy(degrees[-1] + 1, schedule))
-    diagnostic = refusal.value.diagnostics[0]
+    (diagnostic,) = too_few(recipe, shared, strategy(degrees[-1] + 1, schedule))
     assert (diagnostic.code, diagnostic.valid) == ("SW3106", (str(degrees[-1]),))
     assert "Decoder layers 1 to 2 share parameters or state" in (diagnostic.help or "")

@@ -1,0 +1,122 @@
+"""What follows from a strategy and is not searched for: its layers' stages, `loss: auto`, and hpZ.
+
+hpZ (ZeRO++, arXiv 2306.10209, section 3.2): a second copy of ZeRO-3's weights, shared out inside each node, so that
+they are gathered without the links between nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwright.cost.collectives import group_of
+from shardwright.cost.constants import Constants, default_constants
+from shardwright.cost.estimate import price
+from shardwright.cost.layout import Layout, lay_out, placed
+from shardwright.cost.memory import cautious_bytes, estimate_memory, logits_are_peak
+from shardwright.cost.stages import PricedStages
+from shardwright.cost.timing import data_seconds
+from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.engines.table import ENGINES
+from shardwright.ir.cluster import Cluster
+from shardwright.ir.model_graph import ModelGraph
+from shardwright.ir.recipe import Recipe
+from shardwright.layout.estimate import Estimate, Memory
+from shardwright.layout.hpz import asks_for_none
+from shardwright.layout.problem import Problem
+from shardwright.layout.strategy import Strategy
+from shardwright.model.chunked import proved_chunked
+from shardwright.partition.placing import place_layers
+from shardwright.rules.registry import check_layout, is_countable
+
+
+def estimate_strategy(recipe: Recipe, graph: ModelGraph, cluster: Cluster, strategy: Strategy) -> Estimate:
+    """Numbers for any layout whose world and batch work out; rules and memory decide `feasible`.
+
+    Raises Refusal (SW3101, SW3102, SW3115 and every other broken rule) where they do not, and for axes that the cost
+    model does not know: there is nothing to count.
+    """
+    diagnostics = check_layout(Problem(recipe=recipe, graph=graph, cluster=cluster), strategy)
+    if not is_countable(strategy, diagnostics):
+        raise Refusal(*diagnostics)
+    return settled_estimate(recipe, graph, cluster, strategy, diagnostics)
+
+
+def settled_estimate(
+    recipe: Recipe,
+    graph: ModelGraph,
+    cluster: Cluster,
+    strategy: Strategy,
+    diagnostics: tuple[Diagnostic, ...],
+    constants: Constants | None = None,
+) -> Estimate:
+    """As estimate_strategy, for a caller that has checked the rules already, or that varies the constants."""
+    layout, memory = settle(recipe, graph, cluster, strategy, constants)
+    return price(layout, memory, diagnostics)
+
+
+def settle(
+    recipe: Recipe, graph: ModelGraph, cluster: Cluster, strategy: Strategy, constants: Constants | None = None
+) -> tuple[Layout, Memory]:
+    """The layout, whose strategy says how all is settled, and its memory: the cheap half of a price. A search asks no
+    more of what does not fit."""
+    layout = place(recipe, graph, cluster, strategy, constants)
+    memory = estimate_memory(layout)
+    if not _may_chunk(recipe, graph, strategy, memory) or not logits_are_peak(layout):
+        return _settle_hpz(layout, memory)
+    chunked = place(recipe, graph, cluster, replace(strategy, loss="chunked"), constants)
+    lower = estimate_memory(chunked)
+    return _settle_hpz(chunked, lower) if lower.peak_bytes < memory.peak_bytes else (layout, memory)
+
+
+def place(
+    recipe: Recipe, graph: ModelGraph, cluster: Cluster, strategy: Strategy, constants: Constants | None = None
+) -> Layout:
+    """The strategy as it is, with its layers on stages."""
+    layout = lay_out(recipe, graph, cluster, strategy, constants or default_constants())
+    return placed(layout, place_layers(recipe, graph, strategy, PricedStages(layout)))
+
+
+def _may_chunk(recipe: Recipe, graph: ModelGraph, strategy: Strategy, memory: Memory) -> bool:
+    """`loss: auto` makes the head's product once more only for memory that is asked for or needed (decision 018)."""
+    own = ENGINES[recipe.target].traits.chunked_loss and recipe.assume.kernels == "auto"
+    unsettled = recipe.model.loss == "auto" and strategy.loss == "full"
+    wanted = recipe.objective == "memory" or not memory.fits
+    return own and unsettled and wanted and proved_chunked(graph.model_type)
+
+
+def _settle_hpz(layout: Layout, memory: Memory) -> tuple[Layout, Memory]:
+    """With the second copy of the weights where that is shorter in time and leaves the room that predictions may fall
+    short by (decision 019). A strategy that comes with one keeps it. memory: of this layout."""
+    if not memory.fits or layout.recipe.objective == "memory" or layout.strategy.hpz_partition_size > 1:
+        return layout, memory
+    copied = with_hpz(layout)
+    # The copy changes the data-parallel collectives and nothing else of a step.
+    if copied is None or data_seconds(copied) >= data_seconds(layout):
+        return layout, memory
+    more = estimate_memory(copied)
+    return (copied, more) if more.fits and is_roomy(layout.recipe, more) else (layout, memory)
+
+
+def with_hpz(layout: Layout) -> Layout | None:
+    """The same layout with the second copy; None where the recipe wants none, where no data group has several ranks on
+    each of several nodes, and where DeepSpeed cannot: below ZeRO-3, and under offload (the loss freezes,
+    DeepSpeed#6926)."""
+    s, recipe = layout.strategy, layout.recipe
+    own = ENGINES[recipe.target].traits.hpz and recipe.assume.kernels == "auto" and not asks_for_none(recipe.extra)
+    if not own or s.zero_stage != 3 or s.pipeline > 1 or s.offload != "none":
+        return None
+    group = group_of(layout.cluster, s.data, s.tensor)
+    if not 1 < group.ranks_per_node < group.ranks or group.ranks % group.ranks_per_node:
+        return None
+    return replace(layout, strategy=replace(s, hpz_partition_size=group.ranks_per_node))
+
+
+def without_hpz(layout: Layout) -> Layout:
+    return replace(layout, strategy=replace(layout.strategy, hpz_partition_size=1))
+
+
+def is_roomy(recipe: Recipe, memory: Memory) -> bool:
+    """Whether memory_headroom: auto leaves what predictions fall short by; a pinned headroom is in `fits` already."""
+    if recipe.parallelism.memory_headroom is not None or recipe.assume.ignore_memory:
+        return True
+    return memory.peak_bytes <= cautious_bytes(memory.capacity_bytes)
