@@ -1,9 +1,10 @@
 """The table of docs/proof.md, what `make prove` measured, composed from benchmarks/*.json: `make proof` writes it, and
-says which of these files are older than the code that they speak of."""
+marks, in the table and in the text, the links to files that are older than the code that they speak of."""
 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from tests.figures import worst_of_cases
@@ -14,8 +15,9 @@ from tools.prove.pieces import BENCHES, PIECES
 PAGE = ROOT / "docs" / "proof.md"
 BEGIN, END = "<!-- made by `make proof` from benchmarks/ -->", "<!-- end -->"
 OLDER = "†"
-"""Marks a row whose figures were measured on other code than today's."""
+"""Marks a link to figures that were measured on other code than today's."""
 NOTE = f"{OLDER} The code that the figures speak of has changed since. `make prove-list` says what is due."
+LINK = re.compile(rf"(\]\(\.\./benchmarks/([a-z-]+)\.json\))( {OLDER})?")
 
 AREAS = {
     "parity": "layouts of Llama, GPT-2 and Qwen2, 8 steps",
@@ -35,8 +37,8 @@ _KEYS = {
 WORDS = {"older": "older than the code that it speaks of", "unstamped": "has no digest: written before files had one"}
 
 
-def table(older: frozenset[str]) -> str:
-    """A markdown table; areas that were not measured are left out. older: the areas to mark."""
+def table() -> str:
+    """A markdown table; areas that were not measured are left out."""
     rows = [
         "| `make prove`, two CPU cores | measured | cases | worst loss difference | worst norm | worst weight |",
         "|---|---|---|---|---|---|",
@@ -46,9 +48,8 @@ def table(older: frozenset[str]) -> str:
         if path.exists():
             document = json.loads(path.read_text(encoding="utf-8"))
             cells = _resume(document) if area.startswith("resume") else _measured(area, document["cases"])
-            date = document["date"] + (f" {OLDER}" if area in older else "")
-            rows.append(f"| [{what}](../benchmarks/{area}.json) | {date} | {' | '.join(cells)} |")
-    return "\n".join([*rows, "", NOTE] if older & AREAS.keys() else rows)
+            rows.append(f"| [{what}](../benchmarks/{area}.json) | {document['date']} | {' | '.join(cells)} |")
+    return "\n".join(rows)
 
 
 def _resume(document: dict[str, Any]) -> list[str]:
@@ -73,13 +74,16 @@ def _measured(area: str, cases: dict[str, dict[str, Any]]) -> list[str]:
 
 def marked(page: str) -> frozenset[str]:
     """The areas that the page marks as older than the code."""
-    return frozenset(a for a in AREAS if any(f"/{a}.json" in line and OLDER in line for line in page.splitlines()))
+    return frozenset(area for _, area, mark in LINK.findall(page) if mark)
 
 
 def written(page: str, older: frozenset[str]) -> str:
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table(older)}\n{END}{after}"
+    linked = {area for _, area, _ in LINK.findall(f"{before}{table()}{after}")}
+    note = f"\n\n{NOTE}" if older & linked else ""
+    page = f"{before}{BEGIN}\n{table()}{note}\n{END}{after}"
+    return LINK.sub(lambda link: link[1] + (f" {OLDER}" if link[2] in older else ""), page)
 
 
 def states() -> dict[str, str]:

@@ -1,4 +1,5 @@
-"""`make prove`: runs the pieces whose results are missing, failed, or older than the code that they speak of."""
+"""`make prove`: runs the pieces whose results are missing, failed, or older than the code that they speak of. It says
+first how long that takes, and last which published figures it renewed."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ import subprocess
 import sys
 import time
 
+from tools.proof import AREAS
 from tools.prove.digest import ROOT
-from tools.prove.ledger import Ledger, digest_of, summary
+from tools.prove.ledger import BENCHMARKS, Ledger, digest_of, summary
 from tools.prove.pieces import PIECES
 
 HOST_COMMANDS = ("ip", "pdsh", "sshd")
@@ -29,7 +31,11 @@ def main() -> int:
     if arguments.list:
         print("\n".join(described(name) for name in chosen))
         return 0
-    failed = [name for name in chosen if not (is_current(name) and not arguments.again) and not run(name)]
+    due = [name for name in chosen if arguments.again or not is_current(name)]
+    print(forecast(due), flush=True)
+    before = published()
+    failed = [name for name in due if not run(name)]
+    print("\n".join(renewed(before, published())))
     print(f"failed: {', '.join(failed)}" if failed else "every piece passed on this code")
     return 1 if failed else 0
 
@@ -37,6 +43,31 @@ def main() -> int:
 def is_current(piece: str) -> bool:
     line = summary().get(piece, {})
     return line.get("outcome") == "passed" and line.get("digest") == digest_of(piece)
+
+
+def forecast(due: list[str]) -> str:
+    """How long the pieces take, by their last durations, less what has passed already on this code."""
+    if not due:
+        return "nothing is due: every result is of this code (--again runs it anyway)"
+    timed = [piece for piece in due if piece in summary()]
+    seconds = sum(max(0, summary()[piece]["seconds"] - Ledger(piece).passed_seconds()) for piece in timed)
+    about = f"about {datetime.timedelta(seconds=round(seconds))}, by the durations in benchmarks/prove.json"
+    untimed = [piece for piece in due if piece not in timed]
+    left_out = f"; never timed: {', '.join(untimed)}" if untimed else ""
+    return f"{len(due)} pieces are due ({', '.join(due)}): {about}{left_out}"
+
+
+def published() -> dict[str, bytes]:
+    """Area -> what its file in benchmarks/ holds."""
+    areas = (area for piece in PIECES.values() for area in piece.areas)
+    return {area: path.read_bytes() for area in areas if (path := BENCHMARKS / f"{area}.json").exists()}
+
+
+def renewed(before: dict[str, bytes], after: dict[str, bytes]) -> list[str]:
+    """A line for each published file that is another than before, with its row of docs/proof.md."""
+    areas = [area for area, content in after.items() if before.get(area) != content]
+    lines = [f"renewed: benchmarks/{area}.json" + (f", {AREAS[area]}" if area in AREAS else "") for area in areas]
+    return [*lines, "`make proof` writes docs/proof.md from them"] if lines else ["no published figure was renewed"]
 
 
 def described(piece: str) -> str:

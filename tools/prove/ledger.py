@@ -91,6 +91,9 @@ class Ledger:
     def passed(self) -> set[str]:
         return {test for test, line in self.outcomes().items() if line["outcome"] == "passed"}
 
+    def passed_seconds(self) -> float:
+        return sum(line["seconds"] for line in self.outcomes().values() if line["outcome"] == "passed")
+
     def publish(self, outcome: str) -> None:
         """Writes the piece's line of prove.json and, where all passed, its benchmarks/AREA.json."""
         outcomes = self.outcomes()

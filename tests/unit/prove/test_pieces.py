@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tools import proof
+from tools.prove import __main__ as prove
 from tools.prove import digest, ledger
 from tools.prove.ledger import Ledger, digest_of
 from tools.prove.pieces import BENCHES, PIECES
@@ -157,3 +158,25 @@ def test_proof_marks_what_is_older_than_the_code(kept: Path, monkeypatch: pytest
     readme = proof.written(f"a\n{proof.BEGIN}\nold\n{proof.END}\nb", frozenset({"zoo-pipeline", "zoo-tensor"}))
     assert proof.marked(readme) == {"zoo-pipeline", "zoo-tensor"}
     assert readme.startswith("a\n") and readme.endswith("\nb")
+    text = "a [1](../benchmarks/zoo-tensor.json). [2](../benchmarks/zoo-zero.json) †\n"
+    marked = proof.written(f"{text}{proof.BEGIN}\n{proof.END}", frozenset({"zoo-tensor"}))
+    assert marked.startswith("a [1](../benchmarks/zoo-tensor.json) †. [2](../benchmarks/zoo-zero.json)\n")
+
+
+def test_it_says_how_long_it_takes_and_what_it_renewed(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prove, "Ledger", lambda piece: Ledger(piece, kept / "build"))
+    monkeypatch.setattr(prove, "BENCHMARKS", kept)
+    (kept / "prove.json").write_text(json.dumps({"lora": {"seconds": 3700}, "parity": {"seconds": 100}}))
+    Ledger("lora", kept / "build").finished("a", "passed", 200.0)
+    assert prove.forecast([]).startswith("nothing is due")
+    assert prove.forecast(["lora", "parity", "crash"]) == (
+        "3 pieces are due (lora, parity, crash): about 1:00:00, by the durations in benchmarks/prove.json; "
+        "never timed: crash"
+    )
+    before = prove.published()
+    assert before == {} and prove.renewed(before, before) == ["no published figure was renewed"]
+    (kept / "parity.json").write_text("{}")
+    assert prove.renewed(before, prove.published()) == [
+        "renewed: benchmarks/parity.json, layouts of Llama, GPT-2 and Qwen2, 8 steps",
+        "`make proof` writes docs/proof.md from them",
+    ]
