@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := build/demo
 
-.PHONY: help setup demo test test-light test-hosts prove prove-list proof lint golden graphs config-keys snapshot lint-docs recipes docs readme build fit-cost bench-cost bench-schedule
+.PHONY: help setup demo test test-more test-light test-hosts prove prove-list proof lint lint-light golden graphs config-keys snapshot lint-docs recipes docs readme build fit-cost bench-cost bench-schedule
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -32,24 +32,33 @@ demo: setup ## compile a tiny Llama, pipeline 2 x tensor 2, and train it on this
 	@echo "what it writes, of Python's own sources, a byte at a time:"
 	$(BIN)/shardwright generate $(DEMO)/checkpoints/step-00000150 --prompt "def __init__(self, " --tokens 200 --temperature 0.7
 
-test: setup ## all tests but the full counts
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not prove and not hosts and not alone'
-	$(BIN)/python -m pytest -m 'alone and not prove and not hosts'
+# The sample in three parts. What measures seconds runs with nothing beside it.
+QUICK := not launch and not browser and not alone and not prove and not hosts
+MORE := (launch or browser) and not alone and not prove and not hosts
+ALONE := alone and not prove and not hosts
 
-# Another Python than .venv's, without torch: files that import none of it.
+test: setup ## what starts no training run and no browser: minutes; skips are named with their reason at the end
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m '$(QUICK)'
+
+test-more: setup ## the rest of what CI runs: training runs, the pages' commands, the report in a browser, limits in seconds
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m '$(MORE)'
+	$(BIN)/python -m pytest -m '$(ALONE)'
+
+# Another Python than .venv's, without torch: the tests that this one can run.
 LIGHT := build/light-$(notdir $(PYTHON))
-LIGHT_TESTS := tests/unit/recipe tests/unit/cli/test_render.py tests/unit/cluster \
-	tests/unit/data/test_rows.py tests/unit/data/test_prepare.py tests/unit/lower/test_folder.py \
-	tests/unit/partition/test_cuts.py tests/unit/partition/test_stages.py tests/unit/watch/test_events.py \
-	tests/unit/watch/test_stall.py tests/unit/schedule/test_step.py tests/unit/test_safe_read.py \
-	tests/lint/test_command.py tests/lint/test_fix.py tests/lint/test_rules.py tests/packaging/test_house.py
 
 test-light: $(LIGHT)/.installed ## the tests that need no torch, under another Python: make test-light PYTHON=python3.12
-	$(LIGHT)/bin/python -m pytest -n 2 --dist loadfile -p no:cacheprovider $(LIGHT_TESTS)
+	$(LIGHT)/bin/python -m pytest -n 2 --dist loadfile -p no:cacheprovider -m '$(QUICK)' $$($(LIGHT)/bin/python -m tools.light tests)
+
+lint-light: $(LIGHT)/.installed ## ruff and import directions, under another Python (mypy wants torch's types): make lint-light PYTHON=python3.12
+	$(LIGHT)/bin/python -m compileall -q -f compiler tests tools
+	$(LIGHT)/bin/ruff check .
+	$(LIGHT)/bin/ruff format --check .
+	$(LIGHT)/bin/lint-imports
 
 $(LIGHT)/.installed: pyproject.toml constraints.txt tools/light.py
 	test -x $(LIGHT)/bin/python || $(PYTHON) -m venv $(LIGHT)
-	$(LIGHT)/bin/python -m tools.light > $(LIGHT)/requirements.txt
+	$(LIGHT)/bin/python -m tools.light requirements > $(LIGHT)/requirements.txt
 	$(LIGHT)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt -r $(LIGHT)/requirements.txt
 	$(LIGHT)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt --no-deps -e .
 	touch $@

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -10,12 +11,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_ci_runs_lint_and_test_as_make_does() -> None:
+def test_ci_runs_lint_and_tests_as_make_does() -> None:
     script = ROOT / ".ci/run"
     assert os.access(script, os.X_OK)
     assert subprocess.run(["bash", "-n", script], capture_output=True).stderr == b""
-    assert script.read_text().splitlines()[-2:] == ["make lint", "make test"]
-    assert ".ci/run" in (ROOT / ".github/workflows/ci.yml").read_text()
+    assert script.read_text().splitlines()[-3:] == ["make lint", "make test", "make test-more"]
 
 
 def test_ci_runs_every_python_that_pyproject_names() -> None:
@@ -23,10 +23,21 @@ def test_ci_runs_every_python_that_pyproject_names() -> None:
     named = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
     light = re.findall(r"\bpython(3\.\d+)", (ROOT / ".ci/run").read_text())
     assert named == ["3.11", *light] and len(light) == 2
-    assert sorted(set(re.findall(r"\b3\.\d+\b", (ROOT / ".github/workflows/ci.yml").read_text()))) == named
-    makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
-    (paths,) = re.findall(r"^LIGHT_TESTS := (.*)$", makefile, re.M)
-    assert [path for path in paths.split() if not (ROOT / path).exists()] == []
+    steps = {f'python: "{version}", run: make lint-light test-light PYTHON=python{version}' for version in light}
+    steps.add('python: "3.11", run: .ci/run')
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text()
+    assert set(re.findall(r'python: "3\.\d+", run: [^}]*', workflow)) == steps
+
+
+def test_each_test_is_in_one_part_of_the_sample() -> None:
+    """`make test` and the two of `make test-more`; what is marked prove or hosts is in none of them."""
+    parts = dict(re.findall(r"^(QUICK|MORE|ALONE) := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert len(parts) == 3
+    marks = ("launch", "browser", "alone", "prove", "hosts")
+    for chosen in itertools.product((False, True), repeat=len(marks)):
+        marked = dict(zip(marks, chosen, strict=True))
+        runs = [name for name, expression in parts.items() if eval(expression, {}, marked)]
+        assert len(runs) == (not marked["prove"] and not marked["hosts"]), (marked, runs)
 
 
 def test_make_targets_exist() -> None:
@@ -34,7 +45,9 @@ def test_make_targets_exist() -> None:
         "setup",
         "demo",
         "test",
+        "test-more",
         "test-light",
+        "lint-light",
         "test-hosts",
         "prove",
         "proof",

@@ -15,7 +15,7 @@ from tests.conftest import SMALL_RECIPE
 from tests.report.browser import Page, browser, needs_browser
 from tests.report.folders import LARGEST, compiled, with_run, with_validation
 
-pytestmark = needs_browser
+pytestmark = [needs_browser, pytest.mark.browser]
 
 CHARTS = ("cluster", "memory", "timeline", "parts", "space", "loss", "seconds")
 
