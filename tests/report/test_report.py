@@ -21,10 +21,10 @@ from shardwright.data.dataset import resolve
 from shardwright.data.prepare import prepare
 from shardwright.diagnostics import Refusal
 from shardwright.figures import duration
+from shardwright.folder import read_folder
 from shardwright.plan.serialize import read_plan
 from shardwright.report.page import render_page
 from shardwright.report.run import read_run
-from shardwright.report.source import read_subject
 from shardwright.report.timeline import drawn_ranks, step_timeline
 from shardwright.report.write import write_report
 from shardwright.search.search import search
@@ -101,8 +101,8 @@ LAYOUTS = {
 def test_every_figure_is_the_plans_and_the_timeline_its_step(name: str, tmp_path: Path) -> None:
     folder = compiled(LAYOUTS[name], tmp_path)
     plan = json.loads((folder / "plan.json").read_text())
-    subject = read_subject(folder)
-    assert subject.is_same
+    subject = read_folder(folder)
+    assert not subject.is_predicted_anew
     page, timeline = render_page(subject)
     found = Figures(page)
     assert len(found.values) > 30
@@ -125,7 +125,7 @@ def test_every_figure_is_the_plans_and_the_timeline_its_step(name: str, tmp_path
 
 
 def test_bars_of_a_rank_do_not_overlap(small: Path) -> None:
-    subject = read_subject(small)
+    subject = read_folder(small)
     timeline = step_timeline(subject.layout, subject.plan.predicted.time)
     for rank in range(subject.plan.strategy.pipeline):
         bars = sorted((b for b in timeline.bars if b.rank == rank), key=lambda b: (b.start_seconds, b.stop_seconds))
@@ -134,7 +134,7 @@ def test_bars_of_a_rank_do_not_overlap(small: Path) -> None:
 
 
 def test_many_bars_leave_ranks_out_evenly(small: Path) -> None:
-    subject = read_subject(small)
+    subject = read_folder(small)
     timeline = step_timeline(subject.layout, subject.plan.predicted.time)
     wide = dataclasses.replace(timeline, bars=timeline.bars * 32, ranks=timeline.ranks * 32)
     drawn = drawn_ranks(wide, len(wide.bars) // 8)
@@ -145,8 +145,8 @@ def test_many_bars_leave_ranks_out_evenly(small: Path) -> None:
 def test_the_space_holds_what_the_search_ranks(small: Path) -> None:
     from shardwright.report.space import whole_space
 
-    subject = read_subject(small)
-    recipe, graph, cluster = subject.recipe, subject.graph, subject.layout.cluster
+    subject = read_folder(small)
+    recipe, graph, cluster = subject.recipe, subject.graph, subject.cluster
     space = whole_space(recipe, graph, cluster, subject.estimate)
     ranked = search(recipe, graph, cluster).ranked
     running = {p.strategy: p for p in space.points if p.pinned and not p.code}
@@ -174,13 +174,13 @@ def test_a_trace_that_perfetto_reads(small: Path, tmp_path: Path) -> None:
 
 def test_a_run_is_compared_and_its_text_is_only_text(small: Path, tmp_path: Path) -> None:
     folder = with_run(Path(shutil.copytree(small, tmp_path / "out")), 60, cause="<script>alert('x')</script>")
-    page, _ = render_page(read_subject(folder))
+    page, _ = render_page(read_folder(folder))
     assert "<script>alert" not in page and "&lt;script&gt;alert" in page
     assert "LlamaForCausalLM, weights random (from scratch), on" in page
     assert "5.0000" not in page and "→ 2.669" in page  # the last whole line
     assert "<td>3.0</td>" in page and "GiB on the fullest CPU rank" in page
     assert page.count('id="chart-loss"') == 1
-    assert 'id="chart-loss"' not in render_page(read_subject(small))[0]
+    assert 'id="chart-loss"' not in render_page(read_folder(small))[0]
 
 
 def test_no_text_of_a_folder_ends_a_script(small: Path, tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_no_text_of_a_folder_ends_a_script(small: Path, tmp_path: Path) -> None:
     folder, bad = Path(shutil.copytree(small, tmp_path / "out")), "</script><!--<script>alert('x')"
     plan = json.loads((folder / "plan.json").read_text())
     (folder / "plan.json").write_text(json.dumps({**plan, "name": bad}))
-    plain, page = (render_page(read_subject(out))[0] for out in (small, folder))
+    plain, page = (render_page(read_folder(out))[0] for out in (small, folder))
     found = Figures(page)
     assert found.scripts["plan-figures"]["name"] == bad and found.scripts.keys() == Figures(plain).scripts.keys()
     assert bad not in page and page.count("</script>") == plain.count("</script>")
@@ -200,7 +200,7 @@ def test_a_run_whose_loss_is_no_number_any_more(small: Path, tmp_path: Path) -> 
     *lines, _ = metrics.read_text().splitlines()
     lost = {**json.loads(lines[-1]), "loss": None, "grad_norm": None, "finite": False}
     metrics.write_text("\n".join([*lines[:-1], json.dumps(lost)]) + "\n")
-    page, _ = render_page(read_subject(folder))
+    page, _ = render_page(read_folder(folder))
     assert "→ nan" in page and page.count('id="chart-loss"') == 1
     for text in re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', page, re.DOTALL):
         json.loads(text, parse_constant=pytest.fail)
@@ -215,7 +215,7 @@ def words(page: str) -> str:
 
 def test_no_error_is_told_where_none_was_measured(small: Path, tmp_path: Path) -> None:
     folder = with_run(Path(shutil.copytree(small, tmp_path / "out")), 60)
-    text = words(render_page(read_subject(folder))[0])
+    text = words(render_page(read_folder(folder))[0])
     assert "±" not in text, text.partition("±")
     assert "a step, not calibrated" in text and "of 8.0, not calibrated" in text
     assert "not calibrated (a CPU): no published run is of that kind" in text
@@ -223,7 +223,7 @@ def test_no_error_is_told_where_none_was_measured(small: Path, tmp_path: Path) -
     document = {**small_with({}), "cluster": {"nodes": 1, "gpus_per_node": 4, "gpu": "a100-sxm4-80gb"}}
     document["training"] |= {"precision": "bf16"}
     document["parallelism"] = {"zero_stage": 1, "data": 4, "micro_batch_size": 1}
-    text = words(render_page(read_subject(compiled(document, tmp_path / "a100")))[0])
+    text = words(render_page(read_folder(compiled(document, tmp_path / "a100")))[0])
     assert "a step, ± 4.5%" in text and "the step ± 4.5%; the memory ± 5.1%; ±: the mean error on 232 published" in text
 
 
@@ -234,13 +234,13 @@ def test_epochs_have_steps_once_the_data_is_prepared(tmp_path: Path) -> None:
     document["training"]["epochs"] = 3
     document["data"] = {"kind": "text", "path": "corpus.txt", "tokenizer": "byte"}
     folder = compiled(document, tmp_path)
-    page, _ = render_page(read_subject(folder))
+    page, _ = render_page(read_folder(folder))
     text = words(page)
     assert "3 epochs, in steps that are known once the data is prepared" in text
     assert "0 seconds" not in text and "0 steps" not in text
     assert not {"training.steps", "predicted.training.days"} & {key for key, _ in Figures(page).values}
     _, data = resolve(read_plan(folder), prepared(folder))
-    text = words(render_page(read_subject(with_run(folder, 60)))[0])
+    text = words(render_page(read_folder(with_run(folder, 60)))[0])
     steps, step = data.steps, read_plan(folder).predicted.time.step_seconds
     assert f"{duration(steps * step / 86400)} {steps:,} steps, 3 epochs" in text
     assert steps == 48 and "known once" not in text
@@ -258,7 +258,7 @@ def test_the_validation_curve_is_drawn(small: Path, tmp_path: Path) -> None:
     ]
     lines += [{**lines[0], "step": 60, "loss": None, "perplexity": None, "finite": False}, {"step": "half"}]
     (folder / "run" / "evaluation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"st')
-    subject = read_subject(folder)
+    subject = read_folder(folder)
     run = read_run(folder, subject.plan)
     assert run is not None
     assert [(e.step, e.loss) for e in run.evaluations[:2]] == [(20, 2.5), (40, 2.0)]
@@ -302,15 +302,15 @@ def test_the_folder_suffices_without_the_model_that_it_came_from(tmp_path: Path)
     document["model"] = {"source": str(source), "weights": "random"}
     folder = compiled(document, tmp_path / "made")
     shutil.rmtree(source)
-    subject = read_subject(folder)
-    assert subject.is_same and subject.graph.config_hash == subject.plan.model.config_hash
+    subject = read_folder(folder)
+    assert not subject.is_predicted_anew and subject.graph.config_hash == subject.plan.model.config_hash
     for name in ("model/config.json", "model_graph.json"):
         text = (folder / name).read_text()
         for damaged in (text.replace('"intermediate_size": 96', '"intermediate_size": 80'), text[:-9], "[" * 10**5):
             assert damaged != text
             (folder / name).write_text(damaged)
             with pytest.raises(Refusal) as refusal:
-                read_subject(folder)
+                read_folder(folder)
             assert refusal.value.diagnostics[0].code == "SW3322"
         (folder / name).write_text(text)
 

@@ -21,6 +21,7 @@ from shardwright.cost.estimate import training_of
 from shardwright.cost.measured import error_words
 from shardwright.data.dataset import noted_steps
 from shardwright.figures import duration, number
+from shardwright.folder import CompiledFolder
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.ir.weights import weights_words
 from shardwright.plan.plan import Plan
@@ -28,7 +29,6 @@ from shardwright.report import charts
 from shardwright.report.cluster_map import AXES, cluster_map, held_layers
 from shardwright.report.palette import groups
 from shardwright.report.run import Measured, read_run
-from shardwright.report.source import Subject
 from shardwright.report.space import Space, whole_space
 from shardwright.report.timeline import StepTimeline, drawn_ranks, step_timeline
 from shardwright.resources import templates_dir
@@ -51,11 +51,11 @@ ARTIFACTS: dict[str, str] = {
 }
 
 
-def render_page(subject: Subject) -> tuple[str, StepTimeline]:
+def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
     """The page's HTML, and the simulated step that it shows."""
     plan = subject.plan
     timeline = step_timeline(subject.layout, plan.predicted.time)
-    space = whole_space(subject.recipe, subject.graph, subject.layout.cluster, subject.estimate)
+    space = whole_space(subject.recipe, subject.graph, subject.cluster, subject.estimate)
     run = read_run(subject.folder, plan)
     drawn = dict(_charts(subject, timeline, space, run))
     totals = totals_of(subject)
@@ -76,7 +76,7 @@ def render_page(subject: Subject) -> tuple[str, StepTimeline]:
         plainer=_plainer(subject, space),
         totals=totals,
         m=figures.marked if totals.is_plans else lambda key, text: text,
-        is_same=subject.is_same,
+        is_same=not subject.is_predicted_anew,
         now=subject.estimate,
         version=shardwright.__version__,
         timeline=timeline,
@@ -101,7 +101,7 @@ def render_page(subject: Subject) -> tuple[str, StepTimeline]:
 
 
 def _charts(
-    subject: Subject, timeline: StepTimeline, space: Space, run: Measured | None
+    subject: CompiledFolder, timeline: StepTimeline, space: Space, run: Measured | None
 ) -> Iterator[tuple[str, figure]]:
     plan = subject.plan
     yield "cluster", cluster_map(plan)
@@ -149,13 +149,13 @@ class Totals:
     is_plans: bool
 
 
-def totals_of(subject: Subject) -> Totals:
+def totals_of(subject: CompiledFolder) -> Totals:
     """Epochs are counted in steps once the data is prepared, and noted in the folder."""
     plan, training = subject.plan, subject.plan.predicted.training
     is_plans = plan.training.epochs is None
     if not is_plans:
         steps = noted_steps(plan, subject.folder)
-        training = training_of(steps, subject.layout.cluster, plan.predicted.time)
+        training = training_of(steps, subject.cluster, plan.predicted.time)
     return Totals(
         steps=f"{training.steps:,}",
         duration=duration(training.days),
@@ -166,14 +166,14 @@ def totals_of(subject: Subject) -> Totals:
     )
 
 
-def _plainer(subject: Subject, space: Space) -> str:
+def _plainer(subject: CompiledFolder, space: Space) -> str:
     """What the best layout could do without; "" where the plan is another one, or plain."""
     found = space.plainer
     is_best = bool(space.best) and space.best == subject.plan.strategy
     return plainer_words(found) if found is not None and is_best else ""
 
 
-def _verdict(subject: Subject) -> tuple[str, str]:
+def _verdict(subject: CompiledFolder) -> tuple[str, str]:
     """A word for how safe the memory is, and the sentence behind it."""
     memory = subject.plan.predicted.memory
     left = f"{1 - memory.peak_bytes / memory.capacity_bytes:.0%} of the fullest one's memory is left"

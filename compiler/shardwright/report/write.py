@@ -7,13 +7,13 @@ from pathlib import Path
 
 from shardwright.atomic import write_atomically
 from shardwright.diagnostics import Diagnostic, Refusal
-from shardwright.report.source import read_subject
+from shardwright.folder import read_folder
 from shardwright.report.timeline import chrome_trace
 
 
 def write_report(folder: Path, output: Path, trace: Path | None) -> list[tuple[Path, int]]:
-    """The files written, with their bytes. Errors: those of read_subject; SW3323 a file cannot be written."""
-    subject = read_subject(folder)
+    """The files written, with their bytes. Errors: those of read_folder; SW3323 a file cannot be written."""
+    subject = read_folder(folder)
     for path in (output, trace):
         if path is not None and path.is_dir():
             raise _unwritable(path, "it is a folder")

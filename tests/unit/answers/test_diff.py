@@ -132,7 +132,7 @@ def test_what_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["diff", path, str(tmp_path / "none.yaml")]) == 1
     assert "SW1001" in capsys.readouterr().err
     assert main(["diff", path, str(tmp_path)]) == 1
-    assert "SW3301" in capsys.readouterr().err
+    assert "SW6001" in capsys.readouterr().err
     for words in (["diff", path, str(tmp_path)], ["explain", str(tmp_path)]):
         assert main([*words, "--json"]) == 1
-        assert [d["code"] for d in json.loads(capsys.readouterr().out)["diagnostics"]] == ["SW3301"]
+        assert [d["code"] for d in json.loads(capsys.readouterr().out)["diagnostics"]] == ["SW6001"]

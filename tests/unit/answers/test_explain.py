@@ -147,10 +147,10 @@ def test_another_versions_prediction_is_told(compiled: Path, capsys: pytest.Capt
 
 def test_folders_that_are_none(compiled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(tmp_path)]) == 1
-    assert "SW3301" in capsys.readouterr().err
+    assert "SW6001" in capsys.readouterr().err
     (compiled / "model_graph.json").write_text("{}")
     assert main(["explain", str(compiled)]) == 1
-    assert "SW3302" in capsys.readouterr().err
+    assert "SW3322" in capsys.readouterr().err
     assert main(["explain", str(compiled), "--set", "training.steps=1"]) == 1
     assert "--set" in capsys.readouterr().err
 

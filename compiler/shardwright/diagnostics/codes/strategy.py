@@ -40,8 +40,6 @@ STRATEGY_CODES: dict[str, str] = {
     "SW3202": "no layout fits in memory",
     "SW3203": "no layout is legal",
     "SW3204": "no cluster meets the deadline",
-    "SW3301": "a folder that compile did not write",
-    "SW3302": "a compiled folder that cannot be read",
     "SW3303": "a layout that is asked about wrongly",
     "SW3321": "the folder's recipe is not its plan's",
     "SW3322": "the folder's model is not its plan's",

@@ -1,4 +1,4 @@
-"""What a report is about, read from the compiled folder alone: the plan, and the model and recipe that it came from.
+"""The one reader of a compiled folder: the plan, and the model and recipe that it came from.
 
 plan.json has every decision and prediction. How its step runs and what else the search saw are not in there: both are
 computed again from recipe.resolved.json and model_graph.json, by the planner's own functions: no torch, no network.
@@ -15,25 +15,26 @@ from shardwright.cluster.resolve import resolve_cluster
 from shardwright.cost.estimate import price
 from shardwright.cost.layout import Layout
 from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph, hash_of_config
-from shardwright.ir.recipe import Recipe
+from shardwright.ir.recipe import DataSection, Recipe
 from shardwright.layout.estimate import Estimate
 from shardwright.layout.problem import Problem
 from shardwright.plan.build import canonical_hash
 from shardwright.plan.graph_file import read_graph
-from shardwright.plan.plan import Plan
+from shardwright.plan.plan import Plan, PlanData
 from shardwright.plan.serialize import load_plan
 from shardwright.recipe.load import load_recipe
-from shardwright.rules.registry import check_layout
+from shardwright.rules.registry import check_layout, is_countable
 from shardwright.search.settle import settle
 
 RECIPE = "recipe.resolved.json"
 SAME = 1e-9
-"""Relative: the same formulas give the same figures but for the last digits."""
+"""Relative, of the step time: the same formulas give the same figures but for the last digits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class CompiledFolder:
     """layout, estimate: the plan's strategy, placed and priced again by this version's cost model."""
 
     folder: Path
@@ -47,22 +48,28 @@ class Subject:
         return self.layout.graph
 
     @property
-    def is_same(self) -> bool:
-        """Whether this version's cost model says of the plan what the plan says of itself."""
-        told, now = self.plan.predicted, self.estimate
-        steps = (told.time.step_seconds, now.time.step_seconds)
-        return told.memory == now.memory and abs(steps[0] - steps[1]) <= SAME * steps[0]
+    def cluster(self) -> Cluster:
+        return self.layout.cluster
+
+    @property
+    def is_predicted_anew(self) -> bool:
+        """The plan's own prediction is another one: it was compiled by another version of the cost model."""
+        then, now = self.plan.predicted, self.estimate
+        steps = (then.time.step_seconds, now.time.step_seconds)
+        return then.memory != now.memory or abs(steps[0] - steps[1]) > SAME * steps[0]
 
 
-def read_subject(folder: Path) -> Subject:
+def read_folder(folder: Path) -> CompiledFolder:
     """Errors: SW6001 no compiled folder; SW3321, SW3322 its recipe or model is not the plan's; those of the recipe."""
     plan = load_plan(folder)
     recipe = _recipe(folder, plan)
     graph = _graph(folder, plan)
     cluster = resolve_cluster(recipe.cluster)
     diagnostics = check_layout(Problem(recipe=recipe, graph=graph, cluster=cluster), plan.strategy)
+    if not is_countable(plan.strategy, diagnostics):
+        raise Refusal(*diagnostics)
     layout, memory = settle(recipe, graph, cluster, plan.strategy)
-    return Subject(
+    return CompiledFolder(
         folder=folder,
         plan=plan,
         recipe=recipe,
@@ -78,8 +85,25 @@ def _recipe(folder: Path, plan: Plan) -> Recipe:
     recipe = load_recipe(path)
     if canonical_hash(recipe.document) != plan.recipe_hash:
         raise _foreign("SW3321", f"{str(path)!r} is not the recipe that plan.json was compiled from")
-    # `nodes: auto` was settled by the compile.
-    return dataclasses.replace(recipe, cluster=dataclasses.replace(recipe.cluster, nodes=plan.nodes))
+    return _as_compiled(recipe, plan)
+
+
+def _as_compiled(recipe: Recipe, plan: Plan) -> Recipe:
+    """`nodes: auto` was settled by the compile, and relative paths start where the recipe lay then."""
+    held_out = recipe.validation
+    if held_out is not None and held_out.data is not None and plan.validation is not None and plan.validation.data:
+        held_out = dataclasses.replace(held_out, data=_with_paths(held_out.data, plan.validation.data))
+    return dataclasses.replace(
+        recipe,
+        cluster=dataclasses.replace(recipe.cluster, nodes=plan.nodes),
+        data=None if recipe.data is None else _with_paths(recipe.data, plan.data),
+        validation=held_out,
+    )
+
+
+def _with_paths(data: DataSection, plan: PlanData) -> DataSection:
+    parts = tuple(_with_paths(*each) for each in zip(data.mixture, plan.mixture, strict=True))
+    return dataclasses.replace(data, path=plan.path, mixture=parts)
 
 
 def _graph(folder: Path, plan: Plan) -> ModelGraph:
