@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwright.cli.estimate import model_and_cluster
 from shardwright.cli.plan import page_lines, ranked_rows
+from shardwright.compile import model_and_cluster
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import Estimate
 from shardwright.recipe.load import load_recipe

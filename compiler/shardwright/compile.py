@@ -1,9 +1,11 @@
-"""The compile: one tuple of stages, each from frozen input to frozen output."""
+"""The compile: one straight column of stages, each from frozen input to frozen output, and its beginnings by name:
+`estimate`, `explain` and `plan` go a part of the way."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +21,7 @@ from shardwright.ir.recipe import Recipe
 from shardwright.ir.weights import Weights
 from shardwright.launchers.lower import check_launch, unseen_paths
 from shardwright.layout.estimate import Estimate, PredictionError
+from shardwright.layout.problem import Problem
 from shardwright.lower.inputs import copied_inputs, model_companions
 from shardwright.lower.lower import json_bytes, lower, sealed
 from shardwright.model.build import build_model_graph
@@ -29,8 +32,8 @@ from shardwright.plan.build import MODEL_DIRECTORY, build_plan, installed_versio
 from shardwright.plan.plan import Plan
 from shardwright.recipe.files import check_files
 from shardwright.rules.executable import check_executable
-from shardwright.search.deadline import size_cluster
-from shardwright.search.search import choose
+from shardwright.search.deadline import Sizing, size_cluster
+from shardwright.search.search import choose, pinned_estimate
 
 T = TypeVar("T")
 
@@ -46,169 +49,170 @@ class Compiled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compilation:
-    """What is known so far; each stage fills in its own field."""
+class Inputs:
+    """What the recipe names, read. weights: None where they are random. own_code: its folder and what is in it.
+    cluster: of one node where the recipe says `nodes: auto`."""
 
-    recipe: Recipe
-    weights: Weights | None = None
-    own_code: tuple[Path, OwnCode] | None = None
-    graph: ModelGraph | None = None
-    cluster: Cluster | None = None
-    estimate: Estimate | None = None
-    partition: StagePartition | None = None
-    tensor_map: TensorParallelMap | None = None
-    plan: Plan | None = None
-    files: Mapping[str, bytes] | None = None
-    warnings: tuple[Diagnostic, ...] = ()
-
-    def verify(self) -> None:
-        for value in (self.graph, self.cluster, self.tensor_map, self.plan):
-            if value is not None:
-                value.verify()
-        if self.graph is not None and self.partition is not None:
-            self.partition.verify(len(self.graph.layers))
-
-
-def _check(c: Compilation) -> Compilation:
-    recipe = c.recipe
-    errors = (*check_executable(recipe), *check_files(recipe), *check_launch(recipe), *check_extra(recipe))
-    if errors:
-        raise Refusal(*errors)
-    return c
-
-
-def _weights(c: Compilation) -> Compilation:
-    return replace(c, weights=locate_weights(c.recipe.model))
-
-
-def _model(c: Compilation) -> Compilation:
-    """The configuration is read beside the weights, so that both are of one commit."""
-    section = c.recipe.model if c.weights is None else replace(c.recipe.model, source=c.weights.path)
-    graph = build_model_graph(section)
-    return replace(c, graph=graph, own_code=locate_own_code(section))
-
-
-def _cluster(c: Compilation) -> Compilation:
-    return replace(c, cluster=resolve_cluster(c.recipe.cluster))
-
-
-def _size(c: Compilation) -> Compilation:
-    """What depends on the number of nodes is checked once it is decided."""
-    recipe, cluster, sizing = size_cluster(c.recipe, made(c.graph), made(c.cluster))
-    sized = replace(c, recipe=recipe, cluster=cluster)
-    return sized if sizing is None else _check(sized)
-
-
-def _search(c: Compilation) -> Compilation:
-    return replace(c, estimate=choose(c.recipe, made(c.graph), made(c.cluster)))
-
-
-def _partition(c: Compilation) -> Compilation:
-    chosen = made(c.estimate)
-    return replace(
-        c,
-        partition=StagePartition(boundaries=chosen.boundaries, schedule=chosen.strategy.schedule),
-        tensor_map=tensor_parallel_map(made(c.graph), chosen.strategy.tensor),
-    )
-
-
-def _plan(c: Compilation) -> Compilation:
-    plan = build_plan(
-        c.recipe,
-        made(c.graph),
-        made(c.cluster),
-        made(c.estimate),
-        made(c.partition),
-        made(c.tensor_map),
-        installed_versions(),
-        c.weights,
-        None if c.own_code is None else c.own_code[1],
-    )
-    return replace(c, plan=plan)
-
-
-def _lower(c: Compilation) -> Compilation:
-    files = lower(made(c.plan), c.recipe, made(c.graph))
-    autotp = autotp_config(made(c.plan))
-    warnings: tuple[Diagnostic, ...] = ()
-    if isinstance(autotp, Diagnostic):
-        warnings = (autotp,)
-    elif autotp is not None:
-        files[AUTOTP_FILE] = json_bytes(autotp)
-    if c.own_code is not None:
-        folder, code = c.own_code
-        files |= {f"{MODEL_DIRECTORY}/{name}": (folder / name).read_bytes() for name, _ in code.files}
-    files |= model_companions(made(c.plan))
-    files |= copied_inputs(c.recipe, made(c.cluster), _tokenizer_folder(c))
-    plan, files = sealed(made(c.plan), files)
-    return replace(c, plan=plan, files=files, warnings=(*warnings, *unseen_paths(made(c.plan))))
-
-
-def _tokenizer_folder(c: Compilation) -> Path | None:
-    model = c.recipe.model
-    names = [(key, part.tokenizer) for key, part in c.recipe.tokenized() if part.tokenizer not in (None, "byte")]
-    if not names:
-        return None
-    key, name = (*names[0][0], "tokenizer"), str(names[0][1])
-    if name != model.source:
-        return tokenizer_folder(name, "main", key)
-    # The model's own: of the commit that its weights are of.
-    revision = c.weights.revision if c.weights is not None and c.weights.revision else model.revision
-    return tokenizer_folder(name, revision, key)
-
-
-Stage = Callable[[Compilation], Compilation]
-
-# The order of the compile. The stages of one row do not need each other: all their errors are reported together.
-STAGES: tuple[tuple[Stage, ...], ...] = (
-    (_check, _weights, _model, _cluster),
-    (_size,),
-    (_search,),
-    (_partition,),
-    (_plan,),
-    (_lower,),
-)
+    weights: Weights | None
+    own_code: tuple[Path, OwnCode] | None
+    graph: ModelGraph
+    cluster: Cluster
 
 
 def compile_recipe(recipe: Recipe) -> Compiled:
     """Raises Refusal, with the recipe's source, where the recipe cannot become a run."""
-    state = Compilation(recipe=recipe)
-    for row in STAGES:
-        errors: list[Diagnostic] = []
-        for stage in row:
-            try:
-                state = stage(state)
-            except Refusal as refusal:
-                errors.extend(d for d in refusal.diagnostics if d not in errors)
-            state.verify()
-        if errors:
-            errors.extend(_layout_errors(state, errors))
-            raise Refusal(*errors, source=recipe.source)
-    estimate = made(state.estimate)
-    return Compiled(
-        plan=made(state.plan),
-        files=made(state.files),
-        warnings=(*estimate.diagnostics, *state.warnings),
-        error=estimate.error,
-    )
+    try:
+        inputs = read_inputs(recipe)
+        problem = _sized(recipe, inputs)
+        estimate = choose(problem.recipe, problem.graph, problem.cluster)
+        partition, tensor_map = _placed(problem, estimate)
+        plan = _planned(problem, inputs, estimate, partition, tensor_map)
+        plan, files, warnings = _lowered(plan, problem, inputs)
+    except Refusal as refusal:
+        raise Refusal(*dict.fromkeys(refusal.diagnostics), source=recipe.source) from None
+    return Compiled(plan=plan, files=files, warnings=(*estimate.diagnostics, *warnings), error=estimate.error)
 
 
-def _layout_errors(state: Compilation, errors: list[Diagnostic]) -> tuple[Diagnostic, ...]:
+def model_and_cluster(recipe: Recipe) -> tuple[ModelGraph, Cluster]:
+    """Without the weights. Raises Refusal with the errors of both at once."""
+    errors: list[Diagnostic] = []
+    cluster = _unless_refused(errors, lambda: resolve_cluster(recipe.cluster))
+    graph = _unless_refused(errors, lambda: build_model_graph(recipe.model))
+    if graph is None or cluster is None:
+        raise Refusal(*errors, source=recipe.source)
+    return graph, cluster
+
+
+def size_recipe(recipe: Recipe) -> tuple[Problem, Sizing | None]:
+    """Up to the number of nodes. Sizing: None where the recipe gave it."""
+    graph, cluster = model_and_cluster(recipe)
+    try:
+        recipe, cluster, sizing = size_cluster(recipe, graph, cluster)
+    except Refusal as refusal:
+        raise Refusal(*refusal.diagnostics, source=refusal.source or recipe.source) from None
+    return Problem(recipe=recipe, graph=graph, cluster=cluster), sizing
+
+
+def estimate_recipe(recipe: Recipe) -> tuple[Problem, Estimate]:
+    """Up to the estimate of the pinned layout, `auto` filled by the search: it need not be feasible."""
+    problem, _ = size_recipe(recipe)
+    try:
+        return problem, pinned_estimate(problem.recipe, problem.graph, problem.cluster)
+    except Refusal as refusal:
+        raise Refusal(*refusal.diagnostics, source=refusal.source or recipe.source) from None
+
+
+def read_inputs(recipe: Recipe) -> Inputs:
+    """None of these needs another one: all their errors are told together, and those of the layout with them."""
+    errors: list[Diagnostic] = []
+    _unless_refused(errors, lambda: _check(recipe))
+    weights = _unless_refused(errors, lambda: locate_weights(recipe.model))
+    # The configuration is read beside the weights, so that both are of one commit.
+    section = recipe.model if weights is None else dataclasses.replace(recipe.model, source=weights.path)
+    model = _unless_refused(errors, lambda: (build_model_graph(section), locate_own_code(section)))
+    cluster = _unless_refused(errors, lambda: resolve_cluster(recipe.cluster))
+    if model is None or cluster is None:
+        raise Refusal(*errors)
+    graph, own_code = model
+    graph.verify()
+    cluster.verify()
+    if errors:
+        raise Refusal(*errors, *_layout_errors(recipe, graph, cluster, errors))
+    return Inputs(weights=weights, own_code=own_code, graph=graph, cluster=cluster)
+
+
+def _unless_refused(errors: list[Diagnostic], stage: Callable[[], T]) -> T | None:
+    """None where the stage refuses; its errors join the others."""
+    try:
+        return stage()
+    except Refusal as refusal:
+        errors.extend(d for d in refusal.diagnostics if d not in errors)
+        return None
+
+
+def _check(recipe: Recipe) -> None:
+    errors = (*check_executable(recipe), *check_files(recipe), *check_launch(recipe), *check_extra(recipe))
+    if errors:
+        raise Refusal(*errors)
+
+
+def _layout_errors(
+    recipe: Recipe, graph: ModelGraph, cluster: Cluster, errors: list[Diagnostic]
+) -> tuple[Diagnostic, ...]:
     """A recipe refused for its data or launch section should hear of its layout too, once a key."""
-    if state.graph is None or state.cluster is None or state.estimate is not None:
-        return ()
-    if state.recipe.cluster.nodes is None:
+    if recipe.cluster.nodes is None:
         return ()
     try:
-        choose(state.recipe, state.graph, state.cluster)
+        choose(recipe, graph, cluster)
     except Refusal as refusal:
         told = {d.key for d in errors}
         return tuple(d for d in refusal.diagnostics if d not in errors and d.key not in told)
     return ()
 
 
-def made(value: T | None) -> T:
-    """A field that an earlier stage has filled in."""
-    if value is None:
-        raise ValueError("a stage ran before the one that it needs")
-    return value
+def _sized(recipe: Recipe, inputs: Inputs) -> Problem:
+    """What depends on the number of nodes is checked once it is decided."""
+    recipe, cluster, sizing = size_cluster(recipe, inputs.graph, inputs.cluster)
+    cluster.verify()
+    if sizing is not None:
+        _check(recipe)
+    return Problem(recipe=recipe, graph=inputs.graph, cluster=cluster)
+
+
+def _placed(problem: Problem, estimate: Estimate) -> tuple[StagePartition, TensorParallelMap]:
+    partition = StagePartition(boundaries=estimate.boundaries, schedule=estimate.strategy.schedule)
+    tensor_map = tensor_parallel_map(problem.graph, estimate.strategy.tensor)
+    partition.verify(len(problem.graph.layers))
+    tensor_map.verify()
+    return partition, tensor_map
+
+
+def _planned(
+    problem: Problem, inputs: Inputs, estimate: Estimate, partition: StagePartition, tensor_map: TensorParallelMap
+) -> Plan:
+    plan = build_plan(
+        problem.recipe,
+        problem.graph,
+        problem.cluster,
+        estimate,
+        partition,
+        tensor_map,
+        installed_versions(),
+        inputs.weights,
+        None if inputs.own_code is None else inputs.own_code[1],
+    )
+    plan.verify()
+    return plan
+
+
+def _lowered(plan: Plan, problem: Problem, inputs: Inputs) -> tuple[Plan, Mapping[str, bytes], tuple[Diagnostic, ...]]:
+    """(plan with the digests of its files, the files, warnings)."""
+    files = lower(plan, problem.recipe, problem.graph)
+    autotp = autotp_config(plan)
+    warnings: tuple[Diagnostic, ...] = ()
+    if isinstance(autotp, Diagnostic):
+        warnings = (autotp,)
+    elif autotp is not None:
+        files[AUTOTP_FILE] = json_bytes(autotp)
+    if inputs.own_code is not None:
+        folder, code = inputs.own_code
+        files |= {f"{MODEL_DIRECTORY}/{name}": (folder / name).read_bytes() for name, _ in code.files}
+    files |= model_companions(plan)
+    files |= copied_inputs(problem.recipe, problem.cluster, _tokenizer_folder(problem.recipe, inputs.weights))
+    warnings = (*warnings, *unseen_paths(plan))
+    plan, files = sealed(plan, files)
+    plan.verify()
+    return plan, files, warnings
+
+
+def _tokenizer_folder(recipe: Recipe, weights: Weights | None) -> Path | None:
+    model = recipe.model
+    names = [(key, part.tokenizer) for key, part in recipe.tokenized() if part.tokenizer not in (None, "byte")]
+    if not names:
+        return None
+    key, name = (*names[0][0], "tokenizer"), str(names[0][1])
+    if name != model.source:
+        return tokenizer_folder(name, "main", key)
+    # The model's own: of the commit that its weights are of.
+    revision = weights.revision if weights is not None and weights.revision else model.revision
+    return tokenizer_folder(name, revision, key)

@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardwright.diagnostics import Diagnostic
-    from shardwright.ir.cluster import Cluster
     from shardwright.ir.json_value import JsonValue
-    from shardwright.ir.model_graph import ModelGraph
     from shardwright.ir.recipe import Recipe
     from shardwright.layout.estimate import Estimate, Training
 
@@ -34,45 +32,6 @@ def run(args: argparse.Namespace) -> int:
         feasible = _json_line(path, args.overrides) if args.json else _page(path, args.overrides)
         code = code if feasible else 1
     return code
-
-
-def model_and_cluster(recipe: Recipe) -> tuple[ModelGraph, Cluster]:
-    """Stages 2 and 3; the errors of both at once."""
-    from shardwright.cluster.resolve import resolve_cluster
-    from shardwright.diagnostics import Refusal
-    from shardwright.model.build import build_model_graph
-
-    found: list[Diagnostic] = []
-    graph: ModelGraph | None = None
-    cluster: Cluster | None = None
-    try:
-        cluster = resolve_cluster(recipe.cluster)
-    except Refusal as refusal:
-        found += refusal.diagnostics
-    try:
-        graph = build_model_graph(recipe.model)
-    except Refusal as refusal:
-        found += refusal.diagnostics
-    if graph is None or cluster is None:
-        raise Refusal(*found, source=recipe.source)
-    return graph, cluster
-
-
-def estimate_recipe(path: str, overrides: Sequence[str]) -> tuple[Recipe, Estimate]:
-    """Raises Refusal where the recipe cannot be read, or its world or batch does not work out."""
-    from shardwright.diagnostics import Refusal
-    from shardwright.recipe.load import load_recipe
-
-    recipe = load_recipe(Path(path), overrides)
-    graph, cluster = model_and_cluster(recipe)
-    from shardwright.search.deadline import size_cluster
-    from shardwright.search.search import pinned_estimate
-
-    try:
-        recipe, cluster, _ = size_cluster(recipe, graph, cluster)
-        return recipe, pinned_estimate(recipe, graph, cluster)
-    except Refusal as refusal:
-        raise Refusal(*refusal.diagnostics, source=refusal.source or recipe.source) from None
 
 
 def estimate_object(path: str, estimate: Estimate) -> dict[str, JsonValue]:
@@ -97,11 +56,13 @@ def diagnostic_objects(diagnostics: Sequence[Diagnostic]) -> list[JsonValue]:
 
 
 def _json_line(path: str, overrides: Sequence[str]) -> bool:
+    from shardwright.compile import estimate_recipe
     from shardwright.diagnostics import Refusal
+    from shardwright.recipe.load import load_recipe
 
     try:
-        recipe, estimate = estimate_recipe(path, overrides)
-        line = {**estimate_object(path, estimate), "assume": dataclasses.asdict(recipe.assume)}
+        problem, estimate = estimate_recipe(load_recipe(Path(path), overrides))
+        line = {**estimate_object(path, estimate), "assume": dataclasses.asdict(problem.recipe.assume)}
         feasible = estimate.feasible
     except Refusal as refusal:
         # No "memory" and no "time": there was nothing to count.
@@ -115,13 +76,16 @@ def _json_line(path: str, overrides: Sequence[str]) -> bool:
 
 def _page(path: str, overrides: Sequence[str]) -> bool:
     from shardwright.cli.console import print_diagnostics, print_refusal
+    from shardwright.compile import estimate_recipe
     from shardwright.diagnostics import Refusal
+    from shardwright.recipe.load import load_recipe
 
     try:
-        recipe, estimate = estimate_recipe(path, overrides)
+        problem, estimate = estimate_recipe(load_recipe(Path(path), overrides))
     except Refusal as refusal:
         print_refusal(refusal)
         return False
+    recipe = problem.recipe
     print("\n".join([path, *_lines(estimate, recipe), ""]), flush=True)
     print_diagnostics(estimate.diagnostics, recipe.source)
     return estimate.feasible

@@ -110,8 +110,8 @@ def _exists(output: Path) -> Diagnostic:
 
 def _check(text: str, words: dict[KeyPath, str], directory: Path | None) -> None:
     """Refuses what `check` or `plan` would: an unknown name, or a model that fits on no layout of the cluster."""
-    from shardwright.cli.estimate import model_and_cluster
     from shardwright.cli.plan_model import load_text
+    from shardwright.compile import model_and_cluster
     from shardwright.diagnostics import Diagnostic, Refusal
     from shardwright.search.search import choose
 
@@ -148,7 +148,7 @@ def _at(recipe: Recipe, text: str, directory: Path | None) -> Recipe:
 def _enough_nodes(recipe: Recipe) -> int | None:
     import dataclasses
 
-    from shardwright.cli.estimate import model_and_cluster
+    from shardwright.compile import model_and_cluster
     from shardwright.search.search import search
 
     nodes = 2 * (recipe.cluster.nodes or 1)

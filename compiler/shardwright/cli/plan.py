@@ -77,14 +77,16 @@ def _positive(text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     """Exit 1 where no layout is feasible; the rejected regions are printed all the same."""
     from shardwright.cli.console import error, print_diagnostics, print_refusal
-    from shardwright.cli.estimate import model_and_cluster
+    from shardwright.compile import size_recipe
     from shardwright.diagnostics import Refusal
     from shardwright.recipe.load import load_recipe
+    from shardwright.search.deadline import other_batch
+    from shardwright.search.search import choose, search
 
     model = model_of(args)
-    problem = usage_error(args, model)
-    if problem:
-        error(problem)
+    wrong = usage_error(args, model)
+    if wrong:
+        error(wrong)
         return 1
     text = ""
     if model is None:
@@ -92,20 +94,13 @@ def run(args: argparse.Namespace) -> int:
     else:
         text = recipe_text(args, model)
         recipe = load_text(text, args.overrides, words_of(args, model))
-    graph, cluster = model_and_cluster(recipe)
-    from shardwright.search.deadline import other_batch, size_cluster
-    from shardwright.search.search import choose, search
-
-    try:
-        recipe, cluster, sizing = size_cluster(recipe, graph, cluster)
-    except Refusal as refusal:
-        print_refusal(refusal, recipe.source)
-        return 1
+    problem, sizing = size_recipe(recipe)
+    recipe, graph, cluster = problem.recipe, problem.graph, problem.cluster
     batch = None if sizing is None else other_batch(recipe, graph, cluster, sizing)
     result = search(recipe, graph, cluster)
     rows = ranked_rows(recipe, graph, cluster, result, args.top)
-    if args.pin is not None and (problem := _unpinnable(args, rows)):
-        error(problem)
+    if args.pin is not None and (wrong := _unpinnable(args, rows)):
+        error(wrong)
         return 1
     if args.json:
         planned = {} if model is None else {"planned_as": planned_as(recipe), "assumed": list(assumed_keys(args))}

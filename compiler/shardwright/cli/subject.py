@@ -36,22 +36,18 @@ def read_subject(name: str, overrides: Sequence[str] = ()) -> Subject:
 
 
 def read_recipe(name: str, overrides: Sequence[str] = ()) -> Subject:
-    from shardwright.cli.estimate import model_and_cluster
-    from shardwright.diagnostics import Refusal
+    from shardwright.compile import estimate_recipe
     from shardwright.recipe.load import load_recipe
 
-    recipe = load_recipe(Path(name), overrides)
-    graph, cluster = model_and_cluster(recipe)
-    from shardwright.search.deadline import size_cluster
-    from shardwright.search.search import pinned_estimate
-
-    try:
-        recipe, cluster, _ = size_cluster(recipe, graph, cluster)
-        estimate = pinned_estimate(recipe, graph, cluster)
-    except Refusal as refusal:
-        raise Refusal(*refusal.diagnostics, source=refusal.source or recipe.source) from None
+    problem, estimate = estimate_recipe(load_recipe(Path(name), overrides))
     return Subject(
-        name=name, recipe=recipe, graph=graph, cluster=cluster, estimate=estimate, plan=None, is_predicted_anew=False
+        name=name,
+        recipe=problem.recipe,
+        graph=problem.graph,
+        cluster=problem.cluster,
+        estimate=estimate,
+        plan=None,
+        is_predicted_anew=False,
     )
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from shardwright.compile import STAGES, Compilation, compile_recipe
+from shardwright.compile import compile_recipe, estimate_recipe, model_and_cluster, read_inputs, size_recipe
 from shardwright.diagnostics import Refusal
+from shardwright.plan.serialize import plan_from_json
 from shardwright.recipe.load import load_recipe
 
 
@@ -30,14 +31,17 @@ def command(*arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_every_stage_fills_in_what_was_missing(write_recipe: Callable[..., Path]) -> None:
-    state = Compilation(recipe=load_recipe(write_recipe()))
-    for row in STAGES:
-        for stage in row:
-            state = stage(state)
-            state.verify()
-    assert None not in (state.graph, state.cluster, state.estimate, state.partition, state.tensor_map, state.plan)
-    assert state.files == compile_recipe(state.recipe).files
+def test_the_beginnings_of_the_column_are_what_compile_goes_through(write_recipe: Callable[..., Path]) -> None:
+    recipe = load_recipe(write_recipe())
+    problem, estimate = estimate_recipe(recipe)
+    inputs = read_inputs(recipe)
+    assert (problem.graph, problem.cluster) == (inputs.graph, inputs.cluster) == model_and_cluster(recipe)
+    assert size_recipe(recipe) == (problem, None) and problem.recipe is recipe
+    compiled = compile_recipe(recipe)
+    plan = compiled.plan
+    assert (plan.strategy, plan.predicted.time) == (estimate.strategy, estimate.time)
+    assert (plan.nodes, plan.model.config_hash) == (problem.cluster.nodes, problem.graph.config_hash)
+    assert compiled.error == estimate.error and plan_from_json(compiled.files["plan.json"].decode()) == plan
 
 
 def test_independent_errors_come_together(write_recipe: Callable[..., Path]) -> None:

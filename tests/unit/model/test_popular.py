@@ -16,8 +16,7 @@ from huggingface_hub import constants, errors
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from shardwright.cli.estimate import estimate_recipe
-from shardwright.compile import compile_recipe
+from shardwright.compile import compile_recipe, estimate_recipe
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.json_value import JsonObject
 from shardwright.model.build import build_model_graph
@@ -381,7 +380,8 @@ def test_a_shipped_model_is_estimated_and_compiled_with_random_weights_only(
 ) -> None:
     model = {"source": "openai-community/gpt2"}
     path = write_recipe({"model": model, "parallelism": {}})  # weights: pretrained is the default for a source
-    recipe, estimate = estimate_recipe(str(path), [])
+    recipe = load_recipe(path)
+    _, estimate = estimate_recipe(recipe)
     assert recipe.model.weights == "pretrained" and estimate.memory.peak_bytes > 0
     assert asked == []
     with pytest.raises(Refusal) as caught:
