@@ -97,6 +97,7 @@ def build_plan(
     return Plan(
         version=PLAN_VERSION,
         name=recipe.name,
+        target=recipe.target,
         recipe_hash=canonical_hash(recipe.document),
         versions=versions,
         model=_model(recipe, graph, strategy, weights, own_code),

@@ -214,11 +214,14 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """digests: file of the compiled folder -> sha256 (hex) of its bytes, for each that a run reads as data; {} in
+    """target: the engine that runs it; None in folders that an earlier version compiled.
+
+    digests: file of the compiled folder -> sha256 (hex) of its bytes, for each that a run reads as data; {} in
     folders that an earlier version compiled."""
 
     version: int
     name: str
+    target: str | None = None
     recipe_hash: str
     versions: Versions
     model: PlanModel
