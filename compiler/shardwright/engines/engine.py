@@ -31,8 +31,11 @@ class Traits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """title: as a sentence names it."""
+    """title: as a sentence names it. runtime: the module that its ranks call (engines/protocol.py), by its path, for only
+    they import it; None: its runs are estimated, not started.
+    """
 
     name: str
     title: str
+    runtime: str | None
     traits: Traits

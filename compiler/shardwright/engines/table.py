@@ -7,11 +7,16 @@ from shardwright.engines.engine import Engine, Traits
 from shardwright.engines.kernels import FSDP, KERNELS
 from shardwright.engines.megatron.engine import MEGATRON
 from shardwright.layout.strategy import Strategy
+from shardwright.plan.plan import Plan
 
 ENGINES: dict[str, Engine] = {engine.name: engine for engine in (DEEPSPEED, MEGATRON)}
 DEFAULT = DEEPSPEED.name
 
 _PUBLISHED = {FSDP: "PyTorch's FSDP"}
+
+
+def engine_of(plan: Plan) -> Engine:
+    return ENGINES[plan.target or DEFAULT]
 
 
 def traits_of(target: str, kernels: str, s: Strategy) -> Traits:

@@ -7,6 +7,7 @@ from shardwright.engines.engine import Engine, Traits
 DEEPSPEED = Engine(
     name="deepspeed",
     title="DeepSpeed",
+    runtime="shardwright.engines.deepspeed.trainer",
     traits=Traits(
         selective_repeats_projections=True,
         fuses_accumulation=False,

@@ -7,6 +7,7 @@ from shardwright.engines.engine import Engine, Traits
 MEGATRON = Engine(
     name="megatron",
     title="Megatron-LM",
+    runtime=None,
     traits=Traits(
         selective_repeats_projections=False,  # arXiv 2205.05198
         fuses_accumulation=True,
