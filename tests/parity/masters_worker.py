@@ -19,7 +19,7 @@ from shardwright.diagnostics import Refusal
 from shardwright.engines.deepspeed.optimizer_state import LiveFragment, live_fragments
 from shardwright.engines.deepspeed.trainer import Trainer, build_trainer
 from shardwright.plan.plan import Plan
-from shardwright.rules.registry import DEEPSPEED_RULES
+from shardwright.rules.registry import RUNTIME_RULES
 from tests.parity.cases_worker import compiled, main, train
 from tests.parity.harness import Case
 
@@ -39,7 +39,7 @@ def refused(plan: Plan, folder: Path, trainer: Trainer) -> str:
 
 def measure(case: Case, folder: Path) -> dict[str, float]:
     get_accelerator().is_fp16_supported = lambda: True  # a CPU's is slow, and does
-    DEEPSPEED_RULES.pop("SW3119", None)
+    RUNTIME_RULES.pop("SW3119", None)
     plan = compiled(case, folder)
     if folder.name.endswith("round-robin"):
         path = folder / "ds_config.json"

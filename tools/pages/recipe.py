@@ -6,8 +6,8 @@ import json
 from typing import Any, cast
 
 from shardwright.engines.deepspeed.extra import ALLOWED, REFUSED
+from shardwright.engines.deepspeed.rules import IN_A_PIPELINE
 from shardwright.recipe.schema import recipe_schema
-from shardwright.rules.extra import IN_A_PIPELINE
 
 KINDS = ("text", "jsonl", "parquet", "chat", "tokens", "megatron", "synthetic")
 OPEN = ("model.config",)  # its keys are Hugging Face's, not ours

@@ -13,10 +13,10 @@ from shardwright.diagnostics import Diagnostic
 from shardwright.diagnostics.codes import CODES
 from shardwright.ir.lora import LoraSection
 from shardwright.ir.recipe import DataSection, Recipe
+from shardwright.layout.rule import Candidate, Rule
 from shardwright.layout.strategy import Strategy
 from shardwright.model.build import build_model_graph
-from shardwright.rules.layout import Subject
-from shardwright.rules.registry import DEEPSPEED_RULES, GENERAL_RULES, Rule
+from shardwright.rules.registry import GENERAL_RULES, rules_for
 from tests.unit.model.factory import model_section, recipe_of
 
 MODELS = ("meta-llama/Llama-3.1-8B", "openai-community/gpt2", "mistralai/Mixtral-8x7B-v0.1", "bigscience/bloom-560m")
@@ -60,7 +60,8 @@ def page() -> str:
         "`shardwright explain R --why-not tensor=8,pipeline=2` tells which one forbids a layout. Warnings forbid "
         "nothing. What is asked about each layout:",
     ]
-    groups = (("Whatever engine runs it", GENERAL_RULES), ("For DeepSpeed (`target: deepspeed`)", DEEPSPEED_RULES))
+    ours = {code: rule for code, rule in rules_for("deepspeed").items() if code not in GENERAL_RULES}
+    groups = (("Whatever engine runs it", GENERAL_RULES), ("For DeepSpeed (`target: deepspeed`)", ours))
     for title, rules in groups:
         lines += ["", f"## {title}"]
         for code in sorted(rules):
@@ -94,18 +95,18 @@ def examples() -> dict[str, Diagnostic]:
     """What each rule says of the first of these layouts that breaks it."""
     found: dict[str, Diagnostic] = {}
     for subject in subjects():
-        for code, rule in {**GENERAL_RULES, **DEEPSPEED_RULES}.items():
+        for code, rule in rules_for("deepspeed").items():
             if code not in found and (diagnostic := rule.check(subject)) is not None:
                 found[code] = diagnostic
     return found
 
 
-def subjects() -> Iterator[Subject]:
+def subjects() -> Iterator[Candidate]:
     for source, recipe, change in itertools.product(MODELS, recipes(), CHANGES):
         strategy = dataclasses.replace(PLAIN, **change)  # type: ignore[arg-type]
         pins = dataclasses.replace(recipe.parallelism, expert=strategy.expert)
         graph, pinned = build_model_graph(model_section(source=source)), recipe.model.attention
-        yield Subject(
+        yield Candidate(
             recipe=dataclasses.replace(recipe, parallelism=pins),
             graph=graph if pinned == "auto" else dataclasses.replace(graph, attention=pinned),
             cluster=resolve_cluster(recipe.cluster),

@@ -3,7 +3,10 @@ here imports what it runs on."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardwright.layout.rule import Rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +34,17 @@ class Traits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """title: as a sentence names it. runtime: the module that its ranks call (engines/protocol.py), by its path, for only
-    they import it; None: its runs are estimated, not started.
+    """title: as a sentence names it.
+
+    runtime: the module that its ranks call, by its path, for only they import it; None: its runs are estimated, not
+        started.
+    rules: code -> what it does not run.
+    axes: keys of a layout, beyond those of every engine, that it has.
     """
 
     name: str
     title: str
     runtime: str | None
     traits: Traits
+    rules: Mapping[str, Rule] = field(default_factory=dict)
+    axes: frozenset[str] = frozenset()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardwright.diagnostics import Diagnostic
 from shardwright.ir.recipe import DOCUMENT_KINDS, FLASH
-from shardwright.rules.layout import Candidate, found
+from shardwright.layout.rule import Candidate, found
 
 FLASH_HEAD_SIZE = 256
 

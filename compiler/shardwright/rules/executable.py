@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from shardwright.diagnostics import Diagnostic, KeyPath
+from shardwright.engines.table import DEFAULT, ENGINES
 from shardwright.ir.json_value import JsonScalar
 from shardwright.ir.recipe import Recipe
 
@@ -32,8 +33,8 @@ EXECUTABLE: tuple[Limit, ...] = (
         code="SW1901",
         key=("target",),
         value=lambda r: r.target,
-        allowed=("deepspeed",),
-        help="Write `target: deepspeed`; `shardwright estimate` takes the other targets.",
+        allowed=tuple(name for name, engine in ENGINES.items() if engine.runtime),
+        help=f"Write `target: {DEFAULT}`; `shardwright estimate` takes the other targets.",
     ),
     *(
         Limit(

@@ -5,41 +5,19 @@ Numbers like "rule 3" are those of the rule book that the project started from; 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from shardwright.diagnostics import Diagnostic, KeyPath, Severity
+from shardwright.diagnostics import Diagnostic
+from shardwright.engines.table import ENGINES
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.layout.divisors import nearest_divisors
 from shardwright.layout.experts import experts_of
-from shardwright.layout.problem import Problem
-from shardwright.layout.strategy import UNPRICED_AXES, Strategy
+from shardwright.layout.rule import Candidate, found
+from shardwright.layout.strategy import UNPRICED_AXES
 from shardwright.model.chunked import proved_chunked
 from shardwright.partition.stages import most_stages, too_few_layers
 from shardwright.partition.tensor import indivisible
 from shardwright.rules.precision import half_on_cpu, no_peak
 
 SLOW_LINK_BYTES_PER_SECOND = 200e9 / 8  # rule 36: ZeRO-3 across links under 200 Gb/s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate(Problem):
-    """What a rule looks at: a strategy for a problem."""
-
-    strategy: Strategy
-
-
-def found(
-    code: str,
-    key: str,
-    message: str,
-    help_text: str,
-    valid: tuple[int | str, ...] = (),
-    severity: Severity = "error",
-) -> Diagnostic:
-    path: KeyPath = tuple(key.split("."))
-    return Diagnostic(
-        code=code, message=message, help=help_text, key=path, valid=tuple(map(str, valid)), severity=severity
-    )
 
 
 def world_size(x: Candidate) -> Diagnostic | None:
@@ -104,48 +82,6 @@ def layers(x: Candidate) -> Diagnostic | None:
     if most_stages(x.graph) >= x.strategy.stages:
         return None
     return too_few_layers(x.graph, x.strategy)
-
-
-def pipeline_zero_0(x: Candidate) -> Diagnostic | None:
-    """Measured: ZeRO-0 under a pipeline clips by a wrong norm in fp32 and cannot accumulate bf16 in fp32
-    (rule 9). ZeRO-1 does both, and costs nothing at data 1."""
-    if x.strategy.pipeline == 1 or x.strategy.zero_stage != 0:
-        return None
-    return found(
-        "SW3107",
-        "parallelism.zero_stage",
-        f"zero_stage 0 with pipeline {x.strategy.pipeline} computes a wrong gradient norm",
-        "Use zero_stage: 1; with data 1 it shards nothing and costs nothing.",
-        (1,),
-    )
-
-
-def pipeline_zero_23(x: Candidate) -> Diagnostic | None:
-    """Rule 3 (pipe/engine.py:76)."""
-    if x.strategy.pipeline == 1 or x.strategy.zero_stage < 2:
-        return None
-    return found(
-        "SW3108",
-        "parallelism.zero_stage",
-        f"zero_stage {x.strategy.zero_stage} does not work with pipeline {x.strategy.pipeline}: "
-        "DeepSpeed's pipeline engine asserts stage 0 or 1",
-        "Use zero_stage: 1 with the pipeline, or pipeline: 1 with this stage.",
-        (1,),
-    )
-
-
-def dualpipev_micro_batches(x: Candidate) -> Diagnostic | None:
-    """Rule 12 (pipe/schedule.py:353)."""
-    s = x.strategy
-    if s.schedule != "dualpipev" or s.pipeline == 1 or s.gradient_accumulation_steps >= 2 * s.pipeline:
-        return None
-    return found(
-        "SW3109",
-        "parallelism.schedule",
-        f"dualpipev over pipeline {s.pipeline} needs {2 * s.pipeline} micro-batches a step, "
-        f"not {s.gradient_accumulation_steps}",
-        "Raise training.global_batch_size, lower micro_batch_size or data, or use schedule: 1f1b.",
-    )
 
 
 def dualpipev_alone(x: Candidate) -> Diagnostic | None:
@@ -215,22 +151,6 @@ def layer_drop(x: Candidate) -> Diagnostic | None:
     )
 
 
-def zero_0_half_precision(x: Candidate) -> Diagnostic | None:
-    """Without ZeRO DeepSpeed cannot accumulate bf16 in fp32 (rule 9; engine.py, _do_optimizer_sanity_check), and its
-    unfused half-precision optimizer (fp16/unfused_optimizer.py) drifts: measured on a tiny GPT-2 in bf16, the gradient
-    norm was 7 % off the plain run after eight steps. ZeRO-1 does both right, and costs nothing at data 1."""
-    s, precision = x.strategy, x.recipe.training.precision
-    if s.zero_stage != 0 or s.pipeline > 1 or precision == "fp32":
-        return None
-    return found(
-        "SW3114",
-        "parallelism.zero_stage",
-        f"zero_stage 0 in {precision} drifts: DeepSpeed sums and updates in half precision there",
-        "Use zero_stage: 1; with data 1 it shards nothing and costs nothing.",
-        (1,),
-    )
-
-
 def half_precision_accumulation(x: Candidate) -> Diagnostic | None:
     """Rule 10: bf16 has eight bits of precision, so a long sum of micro-batches loses the small ones."""
     training = x.recipe.training
@@ -252,8 +172,8 @@ def not_yet(x: Candidate) -> Diagnostic | None:
     layout with expert or context ranks it says nothing: neither time nor memory."""
     s, p = x.strategy, x.recipe.parallelism
     values: dict[str, int] = {name: getattr(s, name) for name in UNPRICED_AXES}
-    if x.recipe.target == "deepspeed":  # target: megatron estimates these two
-        values |= {"virtual_stages": s.virtual_stages, "sequence_parallel": int(s.sequence_parallel) + 1}
+    further = {"virtual_stages": s.virtual_stages, "sequence_parallel": int(s.sequence_parallel) + 1}
+    values |= {name: value for name, value in further.items() if name not in ENGINES[x.recipe.target].axes}
     wrong = {name: getattr(p, name) for name, value in values.items() if value > 1}
     if not wrong:
         return None

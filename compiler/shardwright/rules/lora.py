@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardwright.diagnostics import Diagnostic
 from shardwright.ir.lora import known_modules, target_modules
-from shardwright.rules.layout import Candidate, found
+from shardwright.layout.rule import Candidate, found
 
 
 def no_pipeline(x: Candidate) -> Diagnostic | None:

@@ -4,23 +4,7 @@ from __future__ import annotations
 
 from shardwright.diagnostics import Diagnostic
 from shardwright.layout.offload import has_room, offloaded_bytes
-from shardwright.rules.layout import Candidate, found
-
-
-def ignored(x: Candidate) -> Diagnostic | None:
-    """Rules 23, 24, found by a probe: at a stage that has nothing to offload DeepSpeed accepts it and says nothing.
-    Rule 11 (the optimizer's states in a pipeline, DeepSpeed#3866) no longer holds: tests/parity proves them."""
-    s = x.strategy
-    needed = {"none": 0, "optimizer": 1, "parameters": 3}[s.offload]
-    if s.zero_stage >= needed:
-        return None
-    return found(
-        "SW3111",
-        "parallelism.zero_stage",
-        f"offload {s.offload} with zero_stage {s.zero_stage}: nothing would be offloaded",
-        f"Use zero_stage: {needed}{' or more' if needed < 3 else ''}, or offload: none.",
-        tuple(range(needed, 4)),
-    )
+from shardwright.layout.rule import Candidate, found
 
 
 def host_memory(x: Candidate) -> Diagnostic | None:

@@ -11,9 +11,9 @@ from shardwright.diagnostics import Diagnostic
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
+from shardwright.layout.rule import Candidate, Rule
 from shardwright.layout.strategy import Strategy
-from shardwright.rules.layout import Candidate
-from shardwright.rules.registry import Rule, in_order, rules_for
+from shardwright.rules.registry import in_order, rules_for
 from shardwright.search.space import Placement, Value, placements, strategy_of
 
 

@@ -17,7 +17,7 @@ from shardwright.layout.experts import experts_of
 from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.model.tensor_styles import proved
-from shardwright.rules.registry import DEEPSPEED_RULES, GENERAL_RULES, check_layout, is_countable
+from shardwright.rules.registry import check_layout, is_countable, rules_for
 from tests.unit.model.factory import LLAMA_8B, SMALL_GPT2, SMALL_LLAMA, graph_of, recipe_of
 
 GOOD = Strategy(
@@ -279,7 +279,7 @@ def test_every_rule_stands_in_this_file() -> None:
     from pathlib import Path
 
     text = Path(__file__).read_text()
-    for code in {**GENERAL_RULES, **DEEPSPEED_RULES}:
+    for code in rules_for("deepspeed"):
         assert code in CODES
         assert f'"{code}"' in text, f"no test names {code}"
 

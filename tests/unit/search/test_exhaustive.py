@@ -14,8 +14,8 @@ from shardwright.ir.json_value import JsonValue
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import Estimate
 from shardwright.layout.problem import Problem
-from shardwright.rules.layout import Candidate
-from shardwright.rules.registry import DEEPSPEED_RULES, GENERAL_RULES, check_layout
+from shardwright.layout.rule import Candidate
+from shardwright.rules.registry import check_layout, rules_for
 from shardwright.search.compare import lost_regions, pareto_front
 from shardwright.search.search import rank_key, search
 from shardwright.search.settle import estimate_strategy, is_roomy, settled_estimate
@@ -67,7 +67,7 @@ def test_a_rule_reads_what_it_says() -> None:
         for strategy in candidates(recipe, graph, cluster):
             layouts += 1
             subject = Candidate(recipe=recipe, graph=graph, cluster=cluster, strategy=strategy)
-            for code, rule in {**GENERAL_RULES, **DEEPSPEED_RULES}.items():
+            for code, rule in rules_for("deepspeed").items():
                 key = (code, place, tuple(getattr(strategy, name) for name in sorted(rule.reads)))
                 broken = rule.check(subject) is not None
                 assert told.setdefault(key, broken) == broken, (code, strategy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardwright.engines.deepspeed.rules import RULES
 from shardwright.engines.engine import Engine, Traits
 
 DEEPSPEED = Engine(
@@ -18,4 +19,5 @@ DEEPSPEED = Engine(
         chunked_loss=True,
         hpz=True,
     ),
+    rules=RULES,
 )

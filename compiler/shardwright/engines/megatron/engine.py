@@ -18,4 +18,5 @@ MEGATRON = Engine(
         chunked_loss=False,
         hpz=False,
     ),
+    axes=frozenset({"virtual_stages", "sequence_parallel"}),
 )

@@ -1,0 +1,44 @@
+"""A rule about layouts: what it looks at, what it says, and what of the layout it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardwright.diagnostics import Diagnostic, KeyPath, Severity
+from shardwright.layout.problem import Problem
+from shardwright.layout.strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate(Problem):
+    """What a rule looks at: a strategy for a problem."""
+
+    strategy: Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """reads: the strategy's keys that decide whether the layout breaks it (its message may name others). A search that
+    has settled these rules out everything below at once."""
+
+    check: Callable[[Candidate], Diagnostic | None]
+    reads: frozenset[str]
+
+
+def rule(check: Callable[[Candidate], Diagnostic | None], *reads: str) -> Rule:
+    return Rule(check=check, reads=frozenset(reads))
+
+
+def found(
+    code: str,
+    key: str,
+    message: str,
+    help_text: str,
+    valid: tuple[int | str, ...] = (),
+    severity: Severity = "error",
+) -> Diagnostic:
+    path: KeyPath = tuple(key.split("."))
+    return Diagnostic(
+        code=code, message=message, help=help_text, key=path, valid=tuple(map(str, valid)), severity=severity
+    )
