@@ -133,7 +133,7 @@ def measure(model_type: str, layout: str) -> dict[str, Any]:
 
 def untraced(model: torch.nn.Module, cut: Any, attention_module: str) -> Traced:
     """What the layers cost is no matter here."""
-    return Traced(layers=(None,) * (len(list(model.get_submodule(cut.stack).children())) + 2), context=())
+    return Traced(layers=("not here",) * (len(list(model.get_submodule(cut.stack).children())) + 2), context=())
 
 
 def main() -> None:

@@ -20,17 +20,11 @@ LONG_FUNCTIONS = {
     "hf/shrink.py::shrink": "to be taken apart",
     "migrate/batch.py::batch": "to be taken apart",
     "migrate/cluster.py::_size": "to be taken apart",
-    "model/graph.py::_measure": "to be taken apart",
-    "model/trace.py::_run": "to be taken apart",
     "partition/tensor.py::tensor_parallel_map": "to be taken apart",
     "plan/build.py::build_plan": "to be taken apart",
     "recipe/typed.py::build": "to be taken apart",
-    "report/charts.py::space_chart": "to be taken apart",
-    "report/charts.py::timeline_chart": "to be taken apart",
-    "report/cluster_map.py::cluster_map": "to be taken apart",
     "schedule/events.py::simulate": "to be taken apart",
     "schedule/streams.py::_dualpipev": "to be taken apart",
-    "verify/verify.py::_prepare": "to be taken apart",
 }
 LONG_FILES = {"checkpoint/write.py": "to be taken apart"}
 CLASSES_OF_ONE_NAME = {

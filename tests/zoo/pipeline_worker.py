@@ -170,7 +170,7 @@ def whole_patterns(plan: Plan) -> list[str]:
 
 def untraced(model: torch.nn.Module, cut: Cut, attention_module: str) -> Traced:
     """What the layers cost is no matter here (test_flops.py), and takes longer than the steps."""
-    return Traced(layers=(None,) * (len(list(model.get_submodule(cut.stack).children())) + 2), context=())
+    return Traced(layers=("not here",) * (len(list(model.get_submodule(cut.stack).children())) + 2), context=())
 
 
 def main() -> None:

@@ -72,8 +72,8 @@ class Layer:
     """One pipeline layer: the embedding, a decoder layer, or the head (final norm and output embedding).
 
     parameters: those that live here; a tied head lists the shared parameter too (`ModelGraph.tied` names it).
-    flops_source: traced (the layer's own modules ran on fake tensors) | counted (they refuse to: from the parameters'
-        shapes, the experts that a token is routed to, and attention over the configured heads).
+    flops_source: traced (the layer's own modules ran on fake tensors) | counted: REASON (they refuse to: from the
+        parameters' shapes, the experts that a token is routed to, and attention over the configured heads).
     matmul_flops_per_token: forward, multiply and add counted as two, embedding lookup as zero.
     attention_flops_per_token_per_position: forward, the QK^T and AV matmuls: times S gives FLOPs per token
         (full S x S attention).

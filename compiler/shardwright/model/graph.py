@@ -97,53 +97,32 @@ def _measure(
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
-    placed = probed.place(shapes)
+    placed = _placed(model, probed)
     if placed is None:
         raise Refusal(uncuttable(hf_config, "its tiny copy does not have all of its parameters", key))
-    embedding, head = ([Parameter(name=name, shape=shapes[name]) for name in side] for side in placed)
-    decoder: list[list[Parameter]] = [[] for _ in model.get_submodule(stack_path).children()]
-    for name, shape in shapes.items():
-        if name.startswith(stack_path + "."):
-            number = int(name[len(stack_path) + 1 :].split(".")[0])
-            decoder[number].append(Parameter(name=name, shape=shape))
-    text = text_config(hf_config)
-    output = model.get_output_embeddings()
-    weight = getattr(output, "weight", None)  # musicgen has a list of heads
-    hidden = size_of(text, "hidden_size") or 1
-    heads = size_of(text, "num_attention_heads") or 1
-    widest = max(max(p.shape) for p in decoder[0] if len(p.shape) >= 2)
-    max_dropout = _largest_dropout(model)
-    shapes_of_text = Shapes(
-        hidden=hidden,
-        feed_forward=size_of(text, "intermediate_size", "n_inner") or widest,
-        vocabulary=int(text.vocab_size if weight is None else weight.shape[0]),
-        heads=heads,
-        key_value_heads=size_of(text, "num_key_value_heads") or heads,
-        head_dim=size_of(text, "head_dim") or hidden // heads,
-        gated=any("gate" in p.name for p in decoder[0]),
-        dropout=max_dropout > 0,
-    )
+    text, max_dropout = text_config(hf_config), _largest_dropout(model)
+    sizes = _sizes(model, text, placed[1], dropout=max_dropout > 0)
     tensor = tensor_styles(model, hf_config.model_type, stack_path)
     chosen = str(model.config._attn_implementation)
     traced = trace_model(model, probed.cut, probed.attention)  # the last: it replaces the parameters
-    kinds = ["embedding", *["decoder"] * len(decoder), "head"]
-    titles = ["embedding", *(f"{stack_path}.{index}" for index in range(len(decoder))), "head"]
+    stack = [(f"{stack_path}.{index}", "decoder") for index in range(len(placed) - 2)]
     layers = [
-        make_layer(title, kind, parameters, text, shapes_of_text, seen)
-        for title, kind, parameters, seen in zip(titles, kinds, [embedding, *decoder, head], traced.layers, strict=True)
+        make_layer(title, kind, parameters, text, sizes, seen)
+        for (title, kind), parameters, seen in zip(
+            [("embedding", "embedding"), *stack, ("head", "head")], placed, traced.layers, strict=True
+        )
     ]
     return ModelGraph(
         model_type=hf_config.model_type,
         architecture=type(model).__name__,
         config=plain,
         config_hash=hash_of_config(plain),
-        hidden_size=hidden,
-        feed_forward_size=shapes_of_text.feed_forward,
-        vocabulary_size=shapes_of_text.vocabulary,
-        attention_heads=heads,
-        key_value_heads=shapes_of_text.key_value_heads,
-        head_dim=shapes_of_text.head_dim,
+        hidden_size=sizes.hidden,
+        feed_forward_size=sizes.feed_forward,
+        vocabulary_size=sizes.vocabulary,
+        attention_heads=sizes.heads,
+        key_value_heads=sizes.key_value_heads,
+        head_dim=sizes.head_dim,
         max_positions=size_of(text, "max_position_embeddings"),
         layers=tuple(layers),
         tied=tuple(tuple(group) for group in names.values() if len(group) > 1),
@@ -157,6 +136,39 @@ def _measure(
         attention=chosen,
         packing=probed.packing,
         context=traced.context,
+    )
+
+
+def _placed(model: PreTrainedModel, probed: Probed) -> list[list[Parameter]] | None:
+    """The parameters of the embedding, of each decoder layer, and of the head; None where the tiny copy lacked some."""
+    stack_path = probed.cut.stack
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+    sides = probed.place(shapes)
+    if sides is None:
+        return None
+    embedding, head = ([Parameter(name=name, shape=shapes[name]) for name in side] for side in sides)
+    decoder: list[list[Parameter]] = [[] for _ in model.get_submodule(stack_path).children()]
+    for name, shape in shapes.items():
+        if name.startswith(stack_path + "."):
+            number = int(name[len(stack_path) + 1 :].split(".")[0])
+            decoder[number].append(Parameter(name=name, shape=shape))
+    return [embedding, *decoder, head]
+
+
+def _sizes(model: PreTrainedModel, text: PretrainedConfig, first_layer: list[Parameter], *, dropout: bool) -> Shapes:
+    weight = getattr(model.get_output_embeddings(), "weight", None)  # musicgen has a list of heads
+    hidden = size_of(text, "hidden_size") or 1
+    heads = size_of(text, "num_attention_heads") or 1
+    widest = max(max(p.shape) for p in first_layer if len(p.shape) >= 2)
+    return Shapes(
+        hidden=hidden,
+        feed_forward=size_of(text, "intermediate_size", "n_inner") or widest,
+        vocabulary=int(text.vocab_size if weight is None else weight.shape[0]),
+        heads=heads,
+        key_value_heads=size_of(text, "num_key_value_heads") or heads,
+        head_dim=size_of(text, "head_dim") or hidden // heads,
+        gated=any("gate" in p.name for p in first_layer),
+        dropout=dropout,
     )
 
 

@@ -37,25 +37,26 @@ def make_layer(
     parameters: list[Parameter],
     config: PretrainedConfig,
     shapes: Shapes,
-    traced: TracedLayer | None,
+    traced: TracedLayer | str,
 ) -> Layer:
-    """kind: embedding | decoder | head. FLOPs and kept bytes are the traced ones, where there are any."""
+    """kind: embedding | decoder | head. FLOPs and kept bytes are the traced ones, where there are any.
+    traced: the reason where it could not be."""
     matmul, scores, projections = _counted_flops(kind, parameters, config, shapes)
     backward = 2 * matmul, 2 * scores
-    if traced is not None:
+    if isinstance(traced, TracedLayer):
         (matmul, scores), backward, projections = traced.forward, traced.backward, traced.attention_module_per_token
     attention = _attention_elements(shapes) if kind == "decoder" else 0
     return Layer(
         name=name,
         kind=kind,
         parameters=tuple(parameters),
-        flops_source="counted" if traced is None else "traced",
+        flops_source=f"counted: {traced}" if isinstance(traced, str) else "traced",
         matmul_flops_per_token=matmul,
         attention_flops_per_token_per_position=scores,
         attention_module_flops_per_token=projections,
         backward_flops_per_token=backward[0],
         backward_flops_per_token_per_position=backward[1],
-        kept=() if traced is None else traced.kept,
+        kept=() if isinstance(traced, str) else traced.kept,
         activation_elements_per_token=_activation_elements(kind, shapes),
         attention_activation_elements_per_token=attention,
         attention_matrix_elements_per_token_per_position=(5 * shapes.heads + 1) // 2 if kind == "decoder" else 0,

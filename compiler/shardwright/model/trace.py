@@ -8,7 +8,8 @@ forward and backward with fake parameters of full size. Shape letters: S sequenc
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +32,9 @@ BASE_LENGTH = 128
 LOOP_LENGTH = 16
 """The same for recurrences, which run operator by operator over the sequence."""
 
+MOST_CHARACTERS = 200
+"""Of the reason why a layer could not be traced."""
+
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 _CHUNKS = ("chunk_size", "mamba_chunk_size")
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions")
@@ -49,12 +53,12 @@ class TracedLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """layers: embedding, decoder layers, head; None where the layer's own code asks for values, which fakes lack.
+    """layers: embedding, decoder layers, head; the reason where the layer's own code asks for values, which fakes lack.
 
     context: what the model hands to its decoder layers, once per micro-batch on each stage.
     """
 
-    layers: tuple[TracedLayer | None, ...]
+    layers: tuple[TracedLayer | str, ...]
     context: tuple[Kept, ...]
 
 
@@ -62,7 +66,7 @@ class Traced:
 class _Pass:
     """All layers at one length, in one precision and window."""
 
-    pieces: list[Measured | None]
+    pieces: list[Measured | str]
     context_bytes: int
 
 
@@ -77,8 +81,9 @@ def trace_model(model: PreTrainedModel, cut: Cut, attention_module: str) -> Trac
                 return _trace(model, cut, attention_module, 1)
             except IndexError:  # its positions begin behind a padding index: the last ones have no row in its table
                 return _trace(model, cut, attention_module, 2)
-    except Exception:  # whatever a type's own code raises
-        return Traced(layers=(None,) * (len(list(model.get_submodule(cut.stack).children())) + 2), context=())
+    except Exception as error:  # whatever a type's own code raises
+        count = len(list(model.get_submodule(cut.stack).children())) + 2
+        return Traced(layers=(_reason(error),) * count, context=())
 
 
 @contextmanager
@@ -100,7 +105,7 @@ def _trace(model: PreTrainedModel, cut: Cut, attention_module: str, shorter: int
     window = min((size for name in _WINDOWS if (size := _size(text, name))), default=0)
     # A window bends the mask: it is not there up to that length (sdpa builds none), and beyond it is.
     regimes = ((0, 4 * base), (window + 1, base // 2)) if window else ((0, 0),)
-    first: list[tuple[Measured | None, Measured | None]] = []
+    first: list[tuple[Measured | str, Measured | str]] = []
     kept: list[list[Kept]] = [[] for _ in range(len(list(model.get_submodule(cut.stack).children())) + 2)]
     context: list[Kept] = []
     for element_bytes, dtype in _DTYPES.items():
@@ -108,13 +113,13 @@ def _trace(model: PreTrainedModel, cut: Cut, attention_module: str, shorter: int
         for from_length, window_here in regimes:
             with _window(text, window_here):
                 short, long = (
-                    _run(model, cut, attention_module, length, dtype, count_flops=not first)
+                    _Run(model, cut, attention_module, length, dtype, flops=not first).all_pieces()
                     for length in (base, 2 * base)
                 )
             pairs = list(zip(short.pieces, long.pieces, strict=True))
             first = first or pairs
             for entries, (a, b) in zip(kept, pairs, strict=True):
-                if a is not None and b is not None:
+                if isinstance(a, Measured) and isinstance(b, Measured):
                     for mode, (x, y) in zip(CHECKPOINTING, zip(a.kept, b.kept, strict=True), strict=True):
                         _add(entries, _kept(base, x, y, mode, element_bytes, from_length))
             a_context, b_context = (Bytes(whole=p.context_bytes, divided=0) for p in (short, long))
@@ -128,78 +133,104 @@ def _trace(model: PreTrainedModel, cut: Cut, attention_module: str, shorter: int
 def _loops(model: PreTrainedModel, cut: Cut) -> bool:
     """Whether a longer sequence means more operators."""
     short, long = (
-        _run(model, cut, "", length, torch.float32, count_flops=False) for length in (LOOP_LENGTH, 2 * LOOP_LENGTH)
+        _Run(model, cut, "", length, torch.float32, flops=False).all_pieces()
+        for length in (LOOP_LENGTH, 2 * LOOP_LENGTH)
     )
     return any(
-        a is not None and b is not None and a.saves != b.saves for a, b in zip(short.pieces, long.pieces, strict=True)
+        isinstance(a, Measured) and isinstance(b, Measured) and a.saves != b.saves
+        for a, b in zip(short.pieces, long.pieces, strict=True)
     )
 
 
-def _run(
-    model: PreTrainedModel, cut: Cut, attention_module: str, length: int, dtype: torch.dtype, *, count_flops: bool
-) -> _Pass:
-    skeleton = Skeleton(model, cut, tokens=(1, length))
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    ids = torch.zeros(1, length, dtype=torch.long)
-    with torch.no_grad():
-        real = skeleton.embed(ids, None)
-    contexts, slots = skeleton._context(real.hidden, None)
-    own_hidden = {id(skeleton._hidden(*call)) for call in contexts.values()}
-    handed = [
-        *(t for call in contexts.values() for t in _tensors(call) if id(t) not in own_hidden),
-        *_tensors(real.payload),
-    ]
-    # The converter remembers: a layer that is handed the real tensor works on this fake one.
-    shared = [*handed, *(fake.from_tensor(t) for t in handed)]
-    payload = list(real.payload) or [None] * len(slots)
-    with fake:
-        hidden = torch.empty(real.hidden.shape, dtype=real.hidden.dtype, requires_grad=True)
-    width = hidden.numel()
-    outside = [m for name, m in model.named_modules() if not f"{name}.".startswith(f"{cut.stack}.")]
+class _Run:
+    """The model's pieces on fake tensors, at one length and in one precision. A layer that computes the same shapes as
+    one before it is not run again."""
 
-    def piece(modules: list[nn.Module], run: Any, given: torch.Tensor | None, **options: Any) -> Measured | None:
-        with _fake_parameters(modules, fake) as parameters:
-            known = [*parameters, *shared, ids]
+    def __init__(
+        self, model: PreTrainedModel, cut: Cut, attention_module: str, length: int, dtype: torch.dtype, *, flops: bool
+    ) -> None:
+        """flops: whether they are counted."""
+        self.attention_module, self.flops = attention_module, flops
+        self.skeleton = Skeleton(model, cut, tokens=(1, length))
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.ids = torch.zeros(1, length, dtype=torch.long)
+        with torch.no_grad():
+            real = self.skeleton.embed(self.ids, None)
+        self.contexts, self.slots = self.skeleton._context(real.hidden, None)
+        own_hidden = {id(self.skeleton._hidden(*call)) for call in self.contexts.values()}
+        self.handed = [
+            *(t for call in self.contexts.values() for t in _tensors(call) if id(t) not in own_hidden),
+            *_tensors(real.payload),
+        ]
+        # The converter remembers: a layer that is handed the real tensor works on this fake one.
+        self.shared = [*self.handed, *(self.fake.from_tensor(t) for t in self.handed)]
+        self.payload = list(real.payload) or [None] * len(self.slots)
+        with self.fake:
+            self.hidden = torch.empty(real.hidden.shape, dtype=real.hidden.dtype, requires_grad=True)
+        self.outside = [m for name, m in model.named_modules() if not f"{name}.".startswith(f"{cut.stack}.")]
+
+    def all_pieces(self) -> _Pass:
+        layers = self.skeleton.layers
+        pieces: list[Measured | str] = [self._piece(self.outside, self._embed, None, layer=None)]
+        known: dict[str, Measured | str] = {}
+        for index, layer in enumerate(layers):
+            key = _identity(layer, self.contexts.get(index))
+            if key not in known:
+                known[key] = self._piece(list(layer.modules()), self._decoder(index), self.hidden, layer=layer)
+            pieces.append(known[key])
+        pieces.append(self._piece(self.outside, self._head, self.hidden, layer=None, starts_after=layers[-1]))
+        sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self.handed}
+        return _Pass(pieces=pieces, context_bytes=sum(sizes.values()))
+
+    def _piece(
+        self, modules: list[nn.Module], run: Any, given: torch.Tensor | None, *, layer: nn.Module | None, **options: Any
+    ) -> Measured | str:
+        """The reason where it cannot be measured."""
+        attention = "" if layer is None else self.attention_module
+        with _fake_parameters(modules, self.fake) as parameters:
+            known, width = [*parameters, *self.shared, self.ids], self.hidden.numel()
             try:
-                return measure(run, given, known=known, width=width, count_flops=count_flops, **options)
-            except Exception:  # whatever a type's own code raises where a fake tensor has no value
-                return None
+                return measure(
+                    run,
+                    given,
+                    layer=layer,
+                    attention_module=attention,
+                    known=known,
+                    width=width,
+                    count_flops=self.flops,
+                    **options,
+                )
+            except Exception as error:  # whatever a type's own code raises where a fake tensor has no value
+                return _reason(error)
 
-    def decode(index: int) -> Measured | None:
-        layer = skeleton.layers[index]
-
-        def run(given: torch.Tensor | None) -> torch.Tensor:
-            assert given is not None
-            for shared_state in skeleton._memo.values():  # what earlier layers left in it
-                for key in range(len(shared_state)) if isinstance(shared_state, list) else list(shared_state):
-                    shared_state[key] = pytree.tree_map_only(torch.Tensor, _apart, shared_state[key])
-            with fake:
-                after = skeleton.decode(index, State(hidden=given, payload=tuple(payload)))
-            for place, slot in enumerate(slots):
-                if slot.source and slot.source[0] == index:
-                    payload[place] = _apart(after.payload[place])
-            return after.hidden
-
-        return piece(list(layer.modules()), run, hidden, layer=layer, attention_module=attention_module)
-
-    def embed(given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        state = skeleton.embed(ids, None)
+    def _embed(self, given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        state = self.skeleton.embed(self.ids, None)
         return state.hidden, *state.payload
 
-    def head(given: torch.Tensor | None) -> torch.Tensor:
-        assert given is not None
-        return skeleton.head(State(hidden=given))
+    def _decoder(self, index: int) -> Callable[[torch.Tensor | None], torch.Tensor]:
+        def run(given: torch.Tensor | None) -> torch.Tensor:
+            assert given is not None
+            for shared_state in self.skeleton._memo.values():  # what earlier layers left in it
+                for key in range(len(shared_state)) if isinstance(shared_state, list) else list(shared_state):
+                    shared_state[key] = pytree.tree_map_only(torch.Tensor, _apart, shared_state[key])
+            with self.fake:
+                after = self.skeleton.decode(index, State(hidden=given, payload=tuple(self.payload)))
+            for place, slot in enumerate(self.slots):
+                if slot.source and slot.source[0] == index:
+                    self.payload[place] = _apart(after.payload[place])
+            return after.hidden
 
-    found: dict[str, Measured | None] = {}
-    pieces: list[Measured | None] = [piece(outside, embed, None, layer=None, attention_module="")]
-    for index, layer in enumerate(skeleton.layers):
-        key = _identity(layer, contexts.get(index))
-        if key not in found:
-            found[key] = decode(index)
-        pieces.append(found[key])
-    pieces.append(piece(outside, head, hidden, layer=None, attention_module="", starts_after=skeleton.layers[-1]))
-    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in handed}
-    return _Pass(pieces=pieces, context_bytes=sum(sizes.values()))
+        return run
+
+    def _head(self, given: torch.Tensor | None) -> torch.Tensor:
+        assert given is not None
+        return self.skeleton.head(State(hidden=given))
+
+
+def _reason(error: Exception) -> str:
+    """In one short line that is the same each time: no address."""
+    lines = str(error).splitlines() or [""]
+    return re.sub(r"0x[0-9a-f]+", "0x...", f"{type(error).__name__}: {lines[0]}")[:MOST_CHARACTERS]
 
 
 def _apart(made: torch.Tensor | None) -> torch.Tensor | None:
@@ -303,9 +334,11 @@ def _add(entries: list[Kept], entry: Kept) -> None:
         entries.append(entry)
 
 
-def _layer(base: int, short: Measured | None, long: Measured | None, kept: list[Kept]) -> TracedLayer | None:
-    if short is None or long is None:
-        return None
+def _layer(base: int, short: Measured | str, long: Measured | str, kept: list[Kept]) -> TracedLayer | str:
+    if isinstance(short, str):
+        return short
+    if isinstance(long, str):
+        return long
     forward = _fit(base, short.forward_flops, long.forward_flops)
     return TracedLayer(
         forward=forward,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from bokeh.models import (
@@ -26,7 +26,7 @@ from shardwright.layout.estimate import Memory
 from shardwright.report.palette import BARS, CHOSEN, MEMORY, ORANGE, STEP, VERDICTS
 from shardwright.report.run import Evaluation, Measured
 from shardwright.report.space import VERDICTS as VERDICT_NAMES
-from shardwright.report.space import Space
+from shardwright.report.space import Point, Space
 from shardwright.report.timeline import KINDS, StepTimeline, drawn_ranks
 from shardwright.search.compare import layout_words
 
@@ -156,22 +156,6 @@ def timeline_chart(timeline: StepTimeline) -> figure:
     """Every pipeline rank's step; what is not drawn over the grey is idle."""
     ranks = drawn_ranks(timeline, MOST_BARS)
     row = {rank: place for place, rank in enumerate(ranks)}
-    bars = [bar for bar in timeline.bars if bar.rank in row]
-    kinds = np.array([bar.kind for bar in bars], dtype=np.uint8)
-    # Messages stand lower than passes: they are short, and a row of them shall not hide what is computed.
-    half = np.where(kinds == KINDS.index("messages"), 0.22, 0.4).astype(np.float32)
-    centre = np.array([row[bar.rank] for bar in bars], dtype=np.float32)
-    start = np.array([bar.start_seconds for bar in bars])
-    stop = np.array([bar.stop_seconds for bar in bars])
-    columns = {
-        "left": start.astype(np.float32),
-        "right": stop.astype(np.float32),
-        "bottom": centre - half,
-        "top": centre + half,
-        "rank": np.array([bar.rank for bar in bars], dtype=np.int16),
-        "micro": np.array([bar.micro_batch for bar in bars], dtype=np.int16),
-        "stage": np.array([bar.stage for bar in bars], dtype=np.int16),
-    }
     made = plot(
         "width",
         name="timeline",
@@ -192,11 +176,7 @@ def timeline_chart(timeline: StepTimeline) -> figure:
         name="idle",
     )
     drawn_kinds = []
-    for kind, name in enumerate(KINDS):
-        of_kind = kinds == kind
-        if not of_kind.any():
-            continue
-        source = ColumnDataSource({key: values[of_kind] for key, values in columns.items()})
+    for kind, name, source in _bars_by_kind(timeline, row):
         drawn = made.quad(
             left="left",
             right="right",
@@ -220,9 +200,32 @@ def timeline_chart(timeline: StepTimeline) -> figure:
     return made
 
 
+def _bars_by_kind(timeline: StepTimeline, row: Mapping[int, int]) -> Iterator[tuple[int, str, ColumnDataSource]]:
+    """(kind, its name, its bars) of each that there is. row: pipeline rank -> place from the top."""
+    bars = [bar for bar in timeline.bars if bar.rank in row]
+    kinds = np.array([bar.kind for bar in bars], dtype=np.uint8)
+    # Messages stand lower than passes: they are short, and a row of them shall not hide what is computed.
+    half = np.where(kinds == KINDS.index("messages"), 0.22, 0.4).astype(np.float32)
+    centre = np.array([row[bar.rank] for bar in bars], dtype=np.float32)
+    start = np.array([bar.start_seconds for bar in bars])
+    stop = np.array([bar.stop_seconds for bar in bars])
+    columns = {
+        "left": start.astype(np.float32),
+        "right": stop.astype(np.float32),
+        "bottom": centre - half,
+        "top": centre + half,
+        "rank": np.array([bar.rank for bar in bars], dtype=np.int16),
+        "micro": np.array([bar.micro_batch for bar in bars], dtype=np.int16),
+        "stage": np.array([bar.stage for bar in bars], dtype=np.int16),
+    }
+    for kind, name in enumerate(KINDS):
+        of_kind = kinds == kind
+        if of_kind.any():
+            yield kind, name, ColumnDataSource({key: values[of_kind] for key, values in columns.items()})
+
+
 def space_chart(space: Space, chosen_words: str, capacity_bytes: int) -> figure:
     """Every layout by memory and step time, both logarithmic: the good ones are near the lower left."""
-    capacity = capacity_bytes / GIB
     made = plot(
         name="space",
         height=460,
@@ -233,34 +236,8 @@ def space_chart(space: Space, chosen_words: str, capacity_bytes: int) -> figure:
     )
     for verdict in reversed(VERDICT_NAMES):
         points = [p for p in space.points if p.verdict == verdict]
-        if not points:
-            continue
-        source = ColumnDataSource(
-            {
-                "gib": [p.peak_bytes / GIB for p in points],
-                "seconds": [p.step_seconds for p in points],
-                "layout": [layout_words(p.strategy) for p in points],
-                "reason": [
-                    (f"{p.code}: {p.reason}" if p.code else p.verdict) + ("" if p.pinned else "; not as pinned")
-                    for p in points
-                ],
-            }
-        )
-        runs = verdict in ("runs", "tight")
-        drawn = made.scatter(
-            "gib",
-            "seconds",
-            source=source,
-            marker="circle" if runs else "x",
-            size=9 if runs else 6,
-            fill_color=VERDICTS[verdict],
-            line_color="#ffffff" if runs else VERDICTS[verdict],
-            line_width=0.5 if runs else 1,
-            fill_alpha=0.9,
-            line_alpha=1.0 if runs else 0.55,
-            name=verdict,
-        )
-        made.add_tools(_space_hover(drawn))
+        if points:
+            _draw_verdict(made, verdict, points)
     by_strategy = {p.strategy: p for p in space.points}
     front = [by_strategy[strategy] for strategy in space.front]
     made.line(
@@ -274,14 +251,7 @@ def space_chart(space: Space, chosen_words: str, capacity_bytes: int) -> figure:
     star = made.scatter(
         "gib",
         "seconds",
-        source=ColumnDataSource(
-            {
-                "gib": [p.peak_bytes / GIB for p in chosen],
-                "seconds": [p.step_seconds for p in chosen],
-                "layout": [chosen_words for _ in chosen],
-                "reason": ["chosen" for _ in chosen],
-            }
-        ),
+        source=_space_source(chosen, ["chosen" for _ in chosen]),
         marker="star",
         size=20,
         fill_color=CHOSEN,
@@ -289,6 +259,48 @@ def space_chart(space: Space, chosen_words: str, capacity_bytes: int) -> figure:
         name="chosen",
     )
     made.add_tools(_space_hover(star))
+    _draw_capacity(made, capacity_bytes / GIB)
+    made.xaxis.ticker = _doublings([p.peak_bytes / GIB for p in space.points])
+    made.yaxis.ticker = _doublings([p.step_seconds for p in space.points])
+    made.axis.formatter = CustomJSTickFormatter(code="return tick >= 1 ? tick.toLocaleString('en') : String(tick)")
+    return made
+
+
+def _space_source(points: Sequence[Point], reasons: list[str]) -> ColumnDataSource:
+    return ColumnDataSource(
+        {
+            "gib": [p.peak_bytes / GIB for p in points],
+            "seconds": [p.step_seconds for p in points],
+            "layout": [layout_words(p.strategy) for p in points],
+            "reason": reasons,
+        }
+    )
+
+
+def _draw_verdict(made: figure, verdict: str, points: Sequence[Point]) -> None:
+    """The layouts of one verdict: those that run as filled dots."""
+    reasons = [
+        (f"{p.code}: {p.reason}" if p.code else p.verdict) + ("" if p.pinned else "; not as pinned") for p in points
+    ]
+    runs = verdict in ("runs", "tight")
+    drawn = made.scatter(
+        "gib",
+        "seconds",
+        source=_space_source(points, reasons),
+        marker="circle" if runs else "x",
+        size=9 if runs else 6,
+        fill_color=VERDICTS[verdict],
+        line_color="#ffffff" if runs else VERDICTS[verdict],
+        line_width=0.5 if runs else 1,
+        fill_alpha=0.9,
+        line_alpha=1.0 if runs else 0.55,
+        name=verdict,
+    )
+    made.add_tools(_space_hover(drawn))
+
+
+def _draw_capacity(made: figure, capacity: float) -> None:
+    """capacity: GiB."""
     made.add_layout(
         Span(location=capacity, dimension="height", line_width=2, line_dash="dashed", tags=["ink"], name="capacity")
     )
@@ -303,10 +315,6 @@ def space_chart(space: Space, chosen_words: str, capacity_bytes: int) -> figure:
             tags=["ink"],
         )
     )
-    made.xaxis.ticker = _doublings([p.peak_bytes / GIB for p in space.points])
-    made.yaxis.ticker = _doublings([p.step_seconds for p in space.points])
-    made.axis.formatter = CustomJSTickFormatter(code="return tick >= 1 ? tick.toLocaleString('en') : String(tick)")
-    return made
 
 
 def _doublings(values: Sequence[float]) -> FixedTicker:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from bokeh.models import ColumnDataSource, CustomJS, CustomJSHover, LinearColorMapper, TapTool
+from bokeh.models import ColumnDataSource, CustomJS, CustomJSHover, HoverTool, LinearColorMapper, TapTool
 from bokeh.plotting import figure
 
 from shardwright.plan.plan import Plan
@@ -79,40 +79,8 @@ def cluster_map(plan: Plan) -> figure:
         name="cells",
     )
     if len(plan.ranks) <= LABELLED_UP_TO:
-        made.text(
-            "x",
-            "y",
-            text="rank",
-            source=source,
-            text_align="center",
-            text_baseline="middle",
-            text_font_size="11px",
-            text_color="ink",
-            nonselection_text_alpha=0.25,
-        )
-    resident = {(r.pipeline, r.tensor): r.parameter_bytes for r in plan.ranks}
-    layers = CustomJSHover(args={"held": held_layers(plan)}, code="return held[value]")
-    table = [[resident[p, t] / 2**30 for t in range(plan.strategy.tensor)] for p in range(plan.strategy.pipeline)]
-    share = CustomJSHover(
-        args={"table": table, "source": source},
-        code="""
-const i = source.data.rank.indexOf ? source.data.rank.indexOf(value) : value
-return table[source.data.pipeline[i]][source.data.tensor[i]].toFixed(2) + ' GiB'""",
-    )
-    made.add_tools(
-        hover(
-            [
-                ("", "<b>rank @rank</b>"),
-                ("place", "node @node, slot @slot"),
-                ("groups", "pipeline @pipeline, tensor @tensor, data @data"),
-                ("layers", "@pipeline{custom}"),
-                ("parameters", "@rank{custom}"),
-            ],
-            renderers=[cells],
-            formatters={"@pipeline": layers, "@rank": share},
-        ),
-        TapTool(renderers=[cells]),
-    )
+        _label_cells(made, source)
+    made.add_tools(_cell_hover(plan, source, cells), TapTool(renderers=[cells]))
     source.selected.js_on_change("indices", CustomJS(args={"source": source}, code=PEERS))
     made.grid.visible = False
     made.xaxis.visible = False
@@ -124,6 +92,44 @@ return table[source.data.pipeline[i]][source.data.tensor[i]].toFixed(2) + ' GiB'
     else:
         made.yaxis.visible = False
     return made
+
+
+def _label_cells(made: figure, source: ColumnDataSource) -> None:
+    made.text(
+        "x",
+        "y",
+        text="rank",
+        source=source,
+        text_align="center",
+        text_baseline="middle",
+        text_font_size="11px",
+        text_color="ink",
+        nonselection_text_alpha=0.25,
+    )
+
+
+def _cell_hover(plan: Plan, source: ColumnDataSource, cells: object) -> HoverTool:
+    """A rank's place, groups, layers and bytes of parameters."""
+    resident = {(r.pipeline, r.tensor): r.parameter_bytes for r in plan.ranks}
+    layers = CustomJSHover(args={"held": held_layers(plan)}, code="return held[value]")
+    table = [[resident[p, t] / 2**30 for t in range(plan.strategy.tensor)] for p in range(plan.strategy.pipeline)]
+    share = CustomJSHover(
+        args={"table": table, "source": source},
+        code="""
+const i = source.data.rank.indexOf ? source.data.rank.indexOf(value) : value
+return table[source.data.pipeline[i]][source.data.tensor[i]].toFixed(2) + ' GiB'""",
+    )
+    return hover(
+        [
+            ("", "<b>rank @rank</b>"),
+            ("place", "node @node, slot @slot"),
+            ("groups", "pipeline @pipeline, tensor @tensor, data @data"),
+            ("layers", "@pipeline{custom}"),
+            ("parameters", "@rank{custom}"),
+        ],
+        renderers=[cells],
+        formatters={"@pipeline": layers, "@rank": share},
+    )
 
 
 # A tap on one GPU shows all that it talks to: those that share two of its three coordinates.

@@ -107,30 +107,11 @@ def _prepare(
 ) -> tuple[Reference, Plan]:
     """The tiny model's weights and tokens, its compiled folder `out`, and what one process makes of them."""
     import torch
-    from transformers import AutoConfig
-    from transformers.utils import logging
 
-    from shardwright.hf.floats import untagged
     from shardwright.hf.reference import train
     from shardwright.hf.task import CAUSAL_LM
 
-    logging.set_verbosity_error()  # of a tiny configuration, transformers has much to say
-    logging.disable_progress_bar()
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    torch.set_num_threads(1)
-    try:
-        document = untagged(tiny.tiny_config(graph.config, strategy))
-        config = AutoConfig.for_model(document.pop("model_type"), **document)
-        torch.manual_seed(tiny.SEED)
-        model = CAUSAL_LM.build(config)
-        with torch.no_grad():
-            for parameter in model.parameters():  # no bias is zero and no norm one: each of them has to count
-                parameter.add_(torch.randn_like(parameter) * 0.05)
-        model.save_pretrained(folder / tiny.MODEL)
-        config.save_pretrained(folder / tiny.MODEL)
-    except Exception as error:  # whatever a type's own code raises at this size
-        raise Refusal(_no_copy(graph, f"{type(error).__name__}: {error}")) from None
-    vocabulary = config.get_text_config().vocab_size
+    vocabulary = _tiny_model(graph, strategy, folder)
     batch = tiny.batch_of(small)
     sizes = (tiny.LENGTH, vocabulary)
     data = random_tokens(tiny.SEED, tiny.STEPS * batch, *sizes, packed=packs(recipe))
@@ -143,14 +124,7 @@ def _prepare(
         data.write(folder / tiny.TOKENS),
         None if held_out is None else held_out.write(folder / tiny.HELD_OUT),
     )
-    (folder / "recipe.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
-    try:
-        compiled = compile_recipe(load_recipe(folder / "recipe.json"))
-    except Refusal as refusal:
-        first = refusal.diagnostics[0]
-        raise Refusal(_no_copy(graph, f"{first.code}: {first.message}")) from None
-    write_folder(folder / "out", compiled.files)
-    plan = compiled.plan
+    plan = _compiled(graph, document, folder)
     plain = CAUSAL_LM.auto_class.from_pretrained(
         folder / tiny.MODEL,
         dtype=torch.float32,
@@ -172,6 +146,46 @@ def _prepare(
         every=tiny.EVERY,
     )
     return wanted, plan
+
+
+def _tiny_model(graph: ModelGraph, strategy: Strategy, folder: Path) -> int:
+    """Weights and configuration of the tiny model, written to `folder`. Returns the size of its vocabulary."""
+    import torch
+    from transformers import AutoConfig
+    from transformers.utils import logging
+
+    from shardwright.hf.floats import untagged
+    from shardwright.hf.task import CAUSAL_LM
+
+    logging.set_verbosity_error()  # of a tiny configuration, transformers has much to say
+    logging.disable_progress_bar()
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    torch.set_num_threads(1)
+    try:
+        document = untagged(tiny.tiny_config(graph.config, strategy))
+        config = AutoConfig.for_model(document.pop("model_type"), **document)
+        torch.manual_seed(tiny.SEED)
+        model = CAUSAL_LM.build(config)
+        with torch.no_grad():
+            for parameter in model.parameters():  # no bias is zero and no norm one: each of them has to count
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+        model.save_pretrained(folder / tiny.MODEL)
+        config.save_pretrained(folder / tiny.MODEL)
+    except Exception as error:  # whatever a type's own code raises at this size
+        raise Refusal(_no_copy(graph, f"{type(error).__name__}: {error}")) from None
+    return int(config.get_text_config().vocab_size)
+
+
+def _compiled(graph: ModelGraph, document: JsonObject, folder: Path) -> Plan:
+    """The recipe `document`, written and compiled to `folder`/out."""
+    (folder / "recipe.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
+    try:
+        compiled = compile_recipe(load_recipe(folder / "recipe.json"))
+    except Refusal as refusal:
+        first = refusal.diagnostics[0]
+        raise Refusal(_no_copy(graph, f"{first.code}: {first.message}")) from None
+    write_folder(folder / "out", compiled.files)
+    return compiled.plan
 
 
 def _with_adapters(model: nn.Module, plan: Plan) -> nn.Module:
