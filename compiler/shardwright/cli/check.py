@@ -17,9 +17,13 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipes", nargs="+", metavar="RECIPE", help="a recipe file; - is standard input")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key, as training.steps=10"
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a key, such as training.steps=10; repeatable",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object a recipe, one a line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per recipe, one per line")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="replace one key of the recipe, such as training.steps=10 (may be repeated)",
+        help="override a key, such as training.steps=10; repeatable",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 

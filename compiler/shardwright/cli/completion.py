@@ -9,7 +9,7 @@ LIBRARY = "shtab"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=SHELLS, help="the shell to complete in")
+    parser.add_argument("shell", choices=SHELLS, help="the shell")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -27,8 +27,8 @@ Change = tuple[str, "JsonValue", "JsonValue"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", help="a recipe or a compiled folder")
-    parser.add_argument("b", metavar="B", help="another one; folders and recipes mix")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("b", metavar="B", help="another one; a recipe can be compared with a folder")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def run(args: argparse.Namespace) -> int:

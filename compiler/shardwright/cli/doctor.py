@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", type=Path, help="a folder that `shardwright compile` wrote")
-    parser.add_argument("--hostfile", type=Path, help="hosts to try, a line `name slots=N` each")
+    parser.add_argument("folder", metavar="DIR", type=Path, help="a compiled folder")
+    parser.add_argument("--hostfile", type=Path, help="the hosts to check: one `name slots=N` per line")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 

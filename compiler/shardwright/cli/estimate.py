@@ -21,8 +21,15 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipes", nargs="+", metavar="RECIPE", help="recipe files")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--json", action="store_true", help="one JSON object a recipe, one a line, in order")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a key, such as parallelism.tensor=2; repeatable",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object per recipe, one per line, in order")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -23,17 +23,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "subject",
         metavar="DIR|RECIPE|CODE",
-        help="a compiled folder or a recipe; or a code that a command has printed, such as SW4112",
+        help="a compiled folder, a recipe, or a code that a command printed, such as SW4112",
     )
     parser.add_argument(
         "--why-not",
         metavar="KEY=VALUE,...",
-        help="why the plan is not this layout: keys of the recipe's parallelism section, such as tensor=8,pipeline=2",
+        help="ask why the plan is not this layout; keys of the parallelism section, such as tensor=8,pipeline=2",
     )
     parser.add_argument(
-        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override a key of the recipe"
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a key of the recipe; repeatable",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def run(args: argparse.Namespace) -> int:

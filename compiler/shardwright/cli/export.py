@@ -7,24 +7,24 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="STEP_FOLDER", type=Path, help="one `step-XXXXXXXX` folder")
+    parser.add_argument("checkpoint", metavar="STEP_FOLDER", type=Path, help="a checkpoint's `step-XXXXXXXX` folder")
     parser.add_argument(
-        "-o", "--output", metavar="HF_FOLDER", type=Path, required=True, help="folder to write; must not exist"
+        "-o", "--output", metavar="HF_FOLDER", type=Path, required=True, help="the folder to write; it must not exist"
     )
     parser.add_argument(
         "--precision",
         choices=("fp32", "bf16", "fp16"),
-        help="of the written weights (default: the training's; the checkpoint has fp32)",
+        help="precision of the exported weights (default: the training precision; the checkpoint holds fp32)",
     )
     parser.add_argument(
         "--merge",
         action="store_true",
-        help="of a LoRA run: the whole model, its adapters merged in",
+        help="for a LoRA run: export the whole model with the adapters merged in",
     )
     parser.add_argument(
         "--trust-code",
         metavar="SHA256",
-        help="run the Python code that came with the model; the refusal without it says which, and their fingerprint",
+        help="allow the model's own Python code to run; the refusal lists the files and the fingerprint",
     )
 
 

@@ -13,18 +13,20 @@ from shardwright.strict_json import strict_json
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "folder", metavar="FOLDER", type=Path, help="one `step-XXXXXXXX` folder, or one that `export` wrote"
+        "folder", metavar="FOLDER", type=Path, help="a `step-XXXXXXXX` folder, or one that `export` wrote"
     )
-    parser.add_argument("--prompt", metavar="TEXT", required=True, help="what to continue; - reads standard input")
-    parser.add_argument("--tokens", type=_count, default=64, metavar="N", help="at most so many (default 64)")
+    parser.add_argument("--prompt", metavar="TEXT", required=True, help="the text to continue; - reads standard input")
     parser.add_argument(
-        "--temperature", type=_temperature, default=0.0, metavar="T", help="draw at random; default 0, greedy"
+        "--tokens", type=_count, default=64, metavar="N", help="the most tokens to generate (default 64)"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn (default 0)")
+    parser.add_argument(
+        "--temperature", type=_temperature, default=0.0, metavar="T", help="sampling temperature (default 0: greedy)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed for sampling (default 0)")
     parser.add_argument(
         "--trust-code",
         metavar="SHA256",
-        help="run the Python code that came with the model; the refusal without it says which, and their fingerprint",
+        help="allow the model's own Python code to run; the refusal lists the files and the fingerprint",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 

@@ -19,16 +19,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "file",
         nargs="?",
         metavar="DS_CONFIG",
-        help="a ds_config.json; - is standard input (default: what --launch names)",
+        help="a ds_config.json; - is standard input (default: the file that --launch names)",
     )
     parser.add_argument(
         "--launch",
         metavar="COMMAND",
-        help="the command that starts the training, in quotes: deepspeed, accelerate launch, torchrun or python, with "
+        help="the command that starts training, in quotes: deepspeed, accelerate launch, torchrun or python, with "
         "the script's arguments",
     )
-    parser.add_argument("--model", metavar="M", help="a hub id or a model's folder, where the command does not say")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write it there; a file is never replaced")
+    parser.add_argument("--model", metavar="M", help="a hub id or model folder, if the command does not name one")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="where to write the recipe; an existing file is never replaced",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -21,11 +21,19 @@ MOST_NODES = 1024
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a hub id, such as Qwen/Qwen3-8B, or a model's folder")
-    parser.add_argument("--gpu", metavar="NAME", help="a GPU of the catalogue, such as h100-sxm-80gb; `cpu` is one")
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="default 1")
-    parser.add_argument("--gpus-per-node", type=int, default=GPUS_PER_NODE, metavar="N", help="default %(default)s")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write it there; a file is never replaced")
+    parser.add_argument("model", metavar="MODEL", help="a hub id, such as Qwen/Qwen3-8B, or a model folder")
+    parser.add_argument("--gpu", metavar="NAME", help="a GPU from the catalogue, such as h100-sxm-80gb or cpu")
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (default 1)")
+    parser.add_argument(
+        "--gpus-per-node", type=int, default=GPUS_PER_NODE, metavar="N", help="GPUs on each node (default %(default)s)"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="where to write the recipe; an existing file is never replaced",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

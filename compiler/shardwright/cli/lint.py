@@ -35,22 +35,24 @@ class _Result:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", metavar="FILE", help="a ds_config.json; - is standard input")
-    parser.add_argument("--world-size", type=_positive, metavar="N", help="ranks: checks the batch sizes against them")
+    parser.add_argument(
+        "--world-size", type=_positive, metavar="N", help="the number of ranks, to check the batch sizes against"
+    )
     parser.add_argument(
         "--for",
         dest="audience",
         choices=("deepspeed", "trainer"),
         help='who reads the file: a script that calls DeepSpeed, or the HF Trainer or Accelerate, which fill in "auto" '
-        '(default: the Trainer where the file holds an "auto" of its)',
+        '(default: trainer if the file contains a Trainer "auto")',
     )
-    parser.add_argument("--fix", action="store_true", help="mend in the file what needs no decision")
+    parser.add_argument("--fix", action="store_true", help="fix in place what needs no decision")
     parser.add_argument(
-        "--format", choices=("text", "json", "github"), default="text", help="json: one object a file, one a line"
+        "--format", choices=("text", "json", "github"), default="text", help="json: one object per file, one per line"
     )
     model = parser.add_argument_group("memory")
-    model.add_argument("--model", metavar="M", help="a hub id or model folder: the bytes that a GPU needs")
-    model.add_argument("--gpu", metavar="NAME", help="a GPU of the catalogue, such as h100-sxm-80gb")
-    model.add_argument("--sequence-length", type=_positive, metavar="S", help="tokens a sample (default: 4096)")
+    model.add_argument("--model", metavar="M", help="a hub id or model folder: also check that it fits in memory")
+    model.add_argument("--gpu", metavar="NAME", help="a GPU from the catalogue, such as h100-sxm-80gb")
+    model.add_argument("--sequence-length", type=_positive, metavar="S", help="tokens per sample (default: 4096)")
 
 
 def _positive(text: str) -> int:

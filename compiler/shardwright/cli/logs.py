@@ -16,9 +16,9 @@ POLL_SECONDS = 0.3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", type=Path, help="a folder that `shardwright compile` wrote")
-    parser.add_argument("--rank", type=int, metavar="N", help="one rank's own output; without it the launcher's")
-    parser.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
+    parser.add_argument("folder", metavar="DIR", type=Path, help="a compiled folder")
+    parser.add_argument("--rank", type=int, metavar="N", help="show this rank's own output (default: the launcher's)")
+    parser.add_argument("-f", "--follow", action="store_true", help="keep printing until the run ends")
 
 
 def run(args: argparse.Namespace) -> int:

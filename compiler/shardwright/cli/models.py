@@ -26,10 +26,8 @@ _TITLES: dict[str, str] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "type", nargs="?", metavar="TYPE", help="a model type (the model_type of config.json), or a model's name"
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object: the whole matrix, or one type")
+    parser.add_argument("type", nargs="?", metavar="TYPE", help="a model_type of config.json, or a model's name")
+    parser.add_argument("--json", action="store_true", help="print one JSON object: the whole matrix, or one type")
 
 
 def run(args: argparse.Namespace) -> int:

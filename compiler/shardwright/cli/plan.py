@@ -37,34 +37,43 @@ MOST_LOST = 5  # regions that the page names; --json has them all
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "recipe", metavar="RECIPE|MODEL", help="the recipe file; or a hub id or model folder, with --gpu and --nodes"
-    )
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--top", type=_positive, default=10, metavar="N", help="how many plans to show (default 10)")
-    parser.add_argument(
-        "--pin", type=_positive, metavar="ROW", help="write the layout of this row of the table into the recipe"
+        "recipe", metavar="RECIPE|MODEL", help="a recipe file; or a hub id or model folder, with --gpu and --nodes"
     )
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="with --pin: where to write the pinned recipe to instead"
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a key, such as training.steps=10; repeatable",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    model = parser.add_argument_group("for a MODEL, in place of a recipe")
-    model.add_argument("--gpu", metavar="NAME", help="a GPU of the catalogue, such as h100-sxm-80gb")
-    model.add_argument("--nodes", type=_positive, metavar="N")
-    model.add_argument("--gpus-per-node", type=_positive, metavar="N", help=f"default {GPUS_PER_NODE}")
+    parser.add_argument("--top", type=_positive, default=10, metavar="N", help="how many layouts to show (default 10)")
+    parser.add_argument(
+        "--pin", type=_positive, metavar="ROW", help="pin the layout of this row of the table in the recipe"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="with --pin: write the pinned recipe here instead of in place"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    model = parser.add_argument_group("for a MODEL instead of a recipe")
+    model.add_argument("--gpu", metavar="NAME", help="a GPU from the catalogue, such as h100-sxm-80gb")
+    model.add_argument("--nodes", type=_positive, metavar="N", help="number of nodes")
+    model.add_argument(
+        "--gpus-per-node", type=_positive, metavar="N", help=f"GPUs on each node (default {GPUS_PER_NODE})"
+    )
     model.add_argument(
         "--sequence-length",
         type=_positive,
         metavar="S",
-        help=f"default: the model's longest, at most {LONGEST_ASSUMED_SEQUENCE}",
+        help=f"tokens per sequence (default: the model's longest, at most {LONGEST_ASSUMED_SEQUENCE})",
     )
     model.add_argument(
         "--global-batch-size",
         type=_positive,
         metavar="B",
-        help="sequences a step (default: about 4 M tokens, a multiple of the GPUs)",
+        help="sequences per step (default: about 4 M tokens, a multiple of the number of GPUs)",
     )
-    model.add_argument("--precision", metavar="P", help=f"default {PRECISION}")
+    model.add_argument("--precision", metavar="P", help=f"bf16, fp16 or fp32 (default {PRECISION})")
 
 
 def _positive(text: str) -> int:

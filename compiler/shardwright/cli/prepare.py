@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", type=Path, help="a folder that `shardwright compile` wrote")
+    parser.add_argument("folder", metavar="DIR", type=Path, help="a compiled folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 

@@ -9,7 +9,7 @@ from shardwright.strict_json import strict_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", type=Path, help="a folder that `shardwright compile` wrote")
+    parser.add_argument("folder", metavar="DIR", type=Path, help="a compiled folder")
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="the HTML file to write")
     parser.add_argument(
         "--trace", metavar="FILE", type=Path, help="also write the predicted step for Perfetto or chrome://tracing"

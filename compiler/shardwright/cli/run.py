@@ -7,17 +7,18 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "folder", metavar="DIR", type=Path, help="a folder that `compile` wrote; its scripts are executed"
-    )
-    parser.add_argument("--hostfile", type=Path, help="hosts to run on, a line `name slots=N` each")
+    parser.add_argument("folder", metavar="DIR", type=Path, help="a compiled folder; `run` executes its scripts")
+    parser.add_argument("--hostfile", type=Path, help="the hosts to run on: one `name slots=N` per line")
     parser.add_argument(
         "--resume",
         default="auto",
         metavar="auto|never|PATH",
-        help="auto (default): from the newest checkpoint, else start; never: start; PATH: one step folder",
+        help="auto (default): resume from the newest checkpoint if there is one; never: start from step 1; "
+        "PATH: resume from this step folder",
     )
-    parser.add_argument("--detach", action="store_true", help="go on without this terminal; see status, logs and stop")
+    parser.add_argument(
+        "--detach", action="store_true", help="keep running without this terminal; see status, logs and stop"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

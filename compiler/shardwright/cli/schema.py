@@ -9,7 +9,7 @@ from pathlib import Path
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "-o", "--output", metavar="FILE", type=Path, help="write it there instead of to standard output"
+        "-o", "--output", metavar="FILE", type=Path, help="write it to this file instead of standard output"
     )
 
 

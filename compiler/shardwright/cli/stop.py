@@ -20,7 +20,7 @@ NOT_FINISHED, DETACHED = 3, 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", type=Path, help="a folder that `shardwright compile` wrote")
+    parser.add_argument("folder", metavar="DIR", type=Path, help="a compiled folder")
 
 
 def run(args: argparse.Namespace) -> int:
