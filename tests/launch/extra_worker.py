@@ -23,7 +23,7 @@ from shardwright.checkpoint.master_check import check_masters
 from shardwright.checkpoint.write import load_checkpoint, named_parameters, save_checkpoint
 from shardwright.compile import compile_recipe
 from shardwright.engines.deepspeed.ds_config import ds_config
-from shardwright.engines.deepspeed.optimizer_state import live_fragments, optimizer_step
+from shardwright.engines.deepspeed.live import live_fragments, optimizer_step
 from shardwright.engines.deepspeed.trainer import StepResult, Trainer, build_trainer
 from shardwright.lower.folder import write_folder
 from shardwright.plan.plan import Plan

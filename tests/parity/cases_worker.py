@@ -23,7 +23,7 @@ from shardwright.checkpoint.master_check import check_masters
 from shardwright.checkpoint.write import named_parameters
 from shardwright.compile import compile_recipe
 from shardwright.data.dataset import open_dataset
-from shardwright.engines.deepspeed.optimizer_state import live_fragments
+from shardwright.engines.deepspeed.live import live_fragments
 from shardwright.engines.deepspeed.trainer import StepResult, Trainer, build_trainer
 from shardwright.modules.batches import Batches
 from shardwright.modules.learning_rate import learning_rate

@@ -20,7 +20,7 @@ from deepspeed.utils import groups
 
 from shardwright.checkpoint.write import load_checkpoint, named_parameters, save_checkpoint
 from shardwright.data.dataset import open_dataset
-from shardwright.engines.deepspeed import optimizer_state
+from shardwright.engines.deepspeed import live
 from shardwright.engines.deepspeed import trainer as engine
 from shardwright.engines.deepspeed.ds_config import ds_config
 from shardwright.engines.deepspeed.trainer import Trainer, build_trainer
@@ -65,12 +65,12 @@ def _weight_difference(case: Case, plan: Plan, folder: Path, trainer: Trainer) -
     if case.tensor > 1 or case.lora_rank or case.precision != "fp32":
         return 0.0
     wanted = reference(case, np.load(folder / "tokens.npy")).weights
-    fragments = optimizer_state.live_fragments(trainer.engine, named_parameters(plan, trainer.engine.module))
+    fragments = live.live_fragments(trainer.engine, named_parameters(plan, trainer.engine.module))
     return fragments_apart(fragments, trainer.transposed, wanted)
 
 
 def fragments_apart(
-    fragments: Iterable[optimizer_state.LiveFragment], transposed: Container[str], wanted: dict[str, torch.Tensor]
+    fragments: Iterable[live.LiveFragment], transposed: Container[str], wanted: dict[str, torch.Tensor]
 ) -> float:
     off = []
     for f in fragments:
@@ -126,11 +126,11 @@ def resumed(folder: Path) -> dict[str, list[float]]:
     again = build_trainer(plan, folder, resumes=True)
     load_checkpoint(plan, again, step)
     found["resumed"] = losses(again)
-    forget = optimizer_state.forget_secondary
-    optimizer_state.forget_secondary = lambda module: None
+    forget = live.forget_secondary
+    live.forget_secondary = lambda module: None
     stale = build_trainer(plan, folder, resumes=True)
     load_checkpoint(plan, stale, step)
-    optimizer_state.forget_secondary = forget
+    live.forget_secondary = forget
     found["stale"] = losses(stale)
     return found
 

@@ -16,7 +16,7 @@ from shardwright.checkpoint.index import published_steps
 from shardwright.checkpoint.master_check import check_masters
 from shardwright.checkpoint.write import named_parameters, save_checkpoint
 from shardwright.diagnostics import Refusal
-from shardwright.engines.deepspeed.optimizer_state import LiveFragment, live_fragments
+from shardwright.engines.deepspeed.live import LiveFragment, live_fragments
 from shardwright.engines.deepspeed.trainer import Trainer, build_trainer
 from shardwright.plan.plan import Plan
 from shardwright.rules.registry import RUNTIME_RULES

@@ -19,7 +19,7 @@ ENGINE = (
     "partition",
     "plan",
     "engines/deepspeed/fixes.py",
-    "engines/deepspeed/distributed.py",
+    "engines/deepspeed/runtime.py",
     "modules/dropout.py",
     "engines/deepspeed/trainer.py",
     "modules/lora.py",
@@ -44,7 +44,7 @@ CHECKPOINTS = (
     "checkpoint/store.py",
     "checkpoint/lineage.py",
     "checkpoint/master_check.py",
-    "engines/deepspeed/optimizer_state.py",
+    "engines/deepspeed/live.py",
     "checkpoint/step_folders.py",
     "checkpoint/tensor_files.py",
 )

@@ -13,7 +13,7 @@ import torch
 from deepspeed import comm as dist
 
 from shardwright.diagnostics import Diagnostic, Refusal
-from shardwright.engines.deepspeed.optimizer_state import LiveFragment
+from shardwright.engines.deepspeed.live import LiveFragment
 
 PIECE_ELEMENTS = 2**24
 """Compared at a time: what is made for it stays small beside the weights."""

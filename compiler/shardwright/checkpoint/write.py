@@ -50,7 +50,7 @@ from shardwright.checkpoint.step_folders import (
 from shardwright.checkpoint.store import CheckpointStore
 from shardwright.checkpoint.tensor_files import save_readable
 from shardwright.diagnostics import Diagnostic, Refusal
-from shardwright.engines.deepspeed.optimizer_state import (
+from shardwright.engines.deepspeed.live import (
     LiveFragment,
     live_fragments,
     optimizer_step,

@@ -187,7 +187,7 @@ def open_session(folder: str | os.PathLike[str], resume: str = "auto") -> Iterat
     plan, rank = load_plan(path), int(os.environ["RANK"])
     if plan.is_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
-    from shardwright.engines.deepspeed.distributed import check_world, close_groups, open_groups
+    from shardwright.engines.deepspeed.runtime import check_world, close_groups, open_groups
     from shardwright.train.agreement import check_same_files
 
     check_world(plan)

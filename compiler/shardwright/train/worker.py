@@ -96,7 +96,7 @@ def _train(plan: Plan, folder: Path, rank: int, watch: Watch, lease: Lease | Non
         os.environ["DS_ACCELERATOR"] = "cpu"
         # DeepSpeed looks whether the optimizer is its Muon, whose torch.compile imports all of inductor: 2 s a rank.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    from shardwright.engines.deepspeed.distributed import check_world, close_groups, open_groups
+    from shardwright.engines.deepspeed.runtime import check_world, close_groups, open_groups
     from shardwright.train.agreement import check_same_files
     from shardwright.train.attempt import begin_on_ranks
 
