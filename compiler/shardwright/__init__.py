@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwright.engines.deepspeed.trainer import StepResult as StepResult
+    from shardwright.engines.protocol import StepResult as StepResult
     from shardwright.train.session import Session as Session
     from shardwright.train.session import open_session as open_session
 
@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "open_session": "shardwright.train.session",
     "Session": "shardwright.train.session",
-    "StepResult": "shardwright.engines.deepspeed.trainer",
+    "StepResult": "shardwright.engines.protocol",
 }
 """Public name -> the module that has it. The modules may move; the names stay."""
 

@@ -26,6 +26,7 @@ from shardwright.checkpoint import write as checkpoint
 from shardwright.checkpoint.index import choose_checkpoint, tell
 from shardwright.checkpoint.lineage import Origin
 from shardwright.diagnostics import Refusal
+from shardwright.engines.deepspeed.base import DeepSpeedTrainer
 from shardwright.modules.model_config import load_config
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
@@ -33,7 +34,7 @@ from shardwright.train.attempt import begin_attempt
 from shardwright.train.ownership import held_by_run
 from shardwright.watch.journal import Metrics
 
-ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as runtime.distributed does
+ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as engines.deepspeed.runtime does
 
 STEPS, EVERY, KEEP = 8, 2, 2
 
@@ -133,7 +134,9 @@ def _trainer(plan: Plan, out: Path) -> Any:
     model = AutoModelForCausalLM.from_config(load_config(plan, out))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine = SimpleNamespace(module=model, optimizer=optimizer, global_steps=0, global_samples=0)
-    return SimpleNamespace(engine=engine, transposed=frozenset())
+    trainer = DeepSpeedTrainer()
+    trainer.plan, trainer.engine, trainer.transposed = plan, engine, frozenset()
+    return trainer
 
 
 def _step(trainer: Any, step: int) -> tuple[float, float]:

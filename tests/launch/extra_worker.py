@@ -20,11 +20,11 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from shardwright.checkpoint.master_check import check_masters
-from shardwright.checkpoint.write import load_checkpoint, named_parameters, save_checkpoint
+from shardwright.checkpoint.write import load_checkpoint, save_checkpoint
 from shardwright.compile import compile_recipe
 from shardwright.engines.deepspeed.ds_config import ds_config
-from shardwright.engines.deepspeed.live import live_fragments, optimizer_step
-from shardwright.engines.deepspeed.trainer import StepResult, Trainer, build_trainer
+from shardwright.engines.deepspeed.trainer import build_trainer
+from shardwright.engines.protocol import StepResult, Trainer
 from shardwright.lower.folder import write_folder
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
@@ -68,7 +68,7 @@ def figures(results: list[StepResult], trainer: Trainer) -> dict[str, Any]:
     return {
         "losses": [r.loss for r in results],
         "norms": [r.grad_norm for r in results],
-        "updates": optimizer_step(trainer.engine),
+        "updates": trainer.counters().updates,
     }
 
 
@@ -78,7 +78,7 @@ def measure(key: str, layout: str, plans: dict[str, tuple[Plan, Path]]) -> dict[
     train(plan, folder, trainer, 1, SAVED)
     save_checkpoint(plan, folder, trainer, SAVED)
     found = {"run": figures(train(plan, folder, trainer, SAVED + 1, LAST), trainer)}
-    check_masters(live_fragments(trainer.engine, named_parameters(plan, trainer.engine.module)))
+    check_masters(trainer.owned())
     trainer.engine.destroy()
     other = RESUMED_ON[layout]
     plan, other_folder = plans[other] = plans.get(other) or compiled("", other)

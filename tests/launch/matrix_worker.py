@@ -18,7 +18,8 @@ from deepspeed import ops
 from shardwright.checkpoint.write import load_checkpoint, save_checkpoint
 from shardwright.compile import compile_recipe
 from shardwright.data.dataset import open_dataset
-from shardwright.engines.deepspeed.trainer import Trainer, build_trainer
+from shardwright.engines.deepspeed.trainer import build_trainer
+from shardwright.engines.protocol import Trainer
 from shardwright.lower.folder import write_folder
 from shardwright.modules.batches import Batches
 from shardwright.modules.dropout import seed_dropout
@@ -51,7 +52,7 @@ def train(plan: Plan, trainer: Trainer, batches: Batches, first: int, last: int)
     losses = []
     for step in range(first, last + 1):
         rate = learning_rate(plan.optimizer, plan.scheduler, plan.training.steps, step)
-        micro_batches = batches.micro_batches(step, trainer.grid.get_data_parallel_rank())
+        micro_batches = batches.micro_batches(step, plan.ranks[dist.get_rank()].data)
         losses.append(trainer.step(micro_batches, rate).loss)
     return losses
 

@@ -21,7 +21,8 @@ from shardwright.checkpoint.export import export_checkpoint
 from shardwright.checkpoint.write import save_checkpoint
 from shardwright.compile import compile_recipe
 from shardwright.data.dataset import open_dataset
-from shardwright.engines.deepspeed.trainer import Trainer, build_trainer
+from shardwright.engines.deepspeed.trainer import build_trainer
+from shardwright.engines.protocol import Trainer
 from shardwright.ir.apart import tensor_apart
 from shardwright.lower.folder import write_folder
 from shardwright.model import graph

@@ -20,11 +20,10 @@ from deepspeed import comm as dist
 from deepspeed import ops
 
 from shardwright.checkpoint.master_check import check_masters
-from shardwright.checkpoint.write import named_parameters
 from shardwright.compile import compile_recipe
 from shardwright.data.dataset import open_dataset
-from shardwright.engines.deepspeed.live import live_fragments
-from shardwright.engines.deepspeed.trainer import StepResult, Trainer, build_trainer
+from shardwright.engines.deepspeed.trainer import build_trainer
+from shardwright.engines.protocol import StepResult, Trainer
 from shardwright.modules.batches import Batches
 from shardwright.modules.learning_rate import learning_rate
 from shardwright.modules.loss import CausalLoss
@@ -42,7 +41,7 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
     trainer = build_trainer(plan, folder)
     widest = _watch_logits()
     results = train(plan, folder, trainer, 1, STEPS)
-    check_masters(live_fragments(trainer.engine, named_parameters(plan, trainer.engine.module)))
+    check_masters(trainer.owned())
     everyone: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, results)
     assert all(other == results for other in everyone), everyone  # what a rank decides by its loss, all decide

@@ -20,7 +20,8 @@ from deepspeed import ops
 
 from shardwright.compile import compile_recipe
 from shardwright.data.dataset import open_dataset
-from shardwright.engines.deepspeed.trainer import Trainer, build_trainer
+from shardwright.engines.deepspeed.trainer import build_trainer
+from shardwright.engines.protocol import Trainer
 from shardwright.modules.batches import Batches
 from shardwright.modules.dropout import seed_dropout
 from shardwright.plan.plan import Plan
@@ -118,7 +119,7 @@ def trained(plan: Plan, folder: Path, record: bool) -> tuple[list[float], str, M
     masks = Masks(trainer, plan.model.cut.stack) if record else None
     results = []
     for step in range(1, STEPS + 1):
-        micro_batches = batches.micro_batches(step, trainer.grid.get_data_parallel_rank())
+        micro_batches = batches.micro_batches(step, plan.ranks[dist.get_rank()].data)
         if masks is not None and step == 1:
             with masks:
                 results.append(trainer.step(micro_batches, 1e-3))

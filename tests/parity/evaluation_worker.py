@@ -18,7 +18,8 @@ from shardwright.checkpoint.step_folders import published_steps
 from shardwright.data.dataset import open_dataset
 from shardwright.data.prepare import prepare
 from shardwright.data.rows import SomeRows
-from shardwright.engines.deepspeed.trainer import Trainer, build_trainer
+from shardwright.engines.deepspeed.trainer import build_trainer
+from shardwright.engines.protocol import Trainer
 from shardwright.ir.apart import series_apart
 from shardwright.modules.batches import HeldOut
 from shardwright.plan.plan import Plan

@@ -18,12 +18,13 @@ from deepspeed import comm as dist
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import groups
 
-from shardwright.checkpoint.write import load_checkpoint, named_parameters, save_checkpoint
+from shardwright.checkpoint.write import load_checkpoint, save_checkpoint
 from shardwright.data.dataset import open_dataset
 from shardwright.engines.deepspeed import live
 from shardwright.engines.deepspeed import trainer as engine
 from shardwright.engines.deepspeed.ds_config import ds_config
-from shardwright.engines.deepspeed.trainer import Trainer, build_trainer
+from shardwright.engines.deepspeed.trainer import build_trainer
+from shardwright.engines.protocol import LiveFragment, Trainer
 from shardwright.ir.apart import series_apart, tensor_apart, worst
 from shardwright.layout.hpz import HPZ
 from shardwright.modules.batches import HeldOut
@@ -65,12 +66,12 @@ def _weight_difference(case: Case, plan: Plan, folder: Path, trainer: Trainer) -
     if case.tensor > 1 or case.lora_rank or case.precision != "fp32":
         return 0.0
     wanted = reference(case, np.load(folder / "tokens.npy")).weights
-    fragments = live.live_fragments(trainer.engine, named_parameters(plan, trainer.engine.module))
+    fragments = trainer.owned()
     return fragments_apart(fragments, trainer.transposed, wanted)
 
 
 def fragments_apart(
-    fragments: Iterable[live.LiveFragment], transposed: Container[str], wanted: dict[str, torch.Tensor]
+    fragments: Iterable[LiveFragment], transposed: Container[str], wanted: dict[str, torch.Tensor]
 ) -> float:
     off = []
     for f in fragments:

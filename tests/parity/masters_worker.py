@@ -14,18 +14,14 @@ from deepspeed.accelerator import get_accelerator
 
 from shardwright.checkpoint.index import published_steps
 from shardwright.checkpoint.master_check import check_masters
-from shardwright.checkpoint.write import named_parameters, save_checkpoint
+from shardwright.checkpoint.write import save_checkpoint
 from shardwright.diagnostics import Refusal
-from shardwright.engines.deepspeed.live import LiveFragment, live_fragments
-from shardwright.engines.deepspeed.trainer import Trainer, build_trainer
+from shardwright.engines.deepspeed.trainer import build_trainer
+from shardwright.engines.protocol import Trainer
 from shardwright.plan.plan import Plan
 from shardwright.rules.registry import RUNTIME_RULES
 from tests.parity.cases_worker import compiled, main, train
 from tests.parity.harness import Case
-
-
-def fragments(plan: Plan, trainer: Trainer) -> list[LiveFragment]:
-    return list(live_fragments(trainer.engine, named_parameters(plan, trainer.engine.module)))
 
 
 def refused(plan: Plan, folder: Path, trainer: Trainer) -> str:
@@ -53,10 +49,10 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
         train(plan, folder, trainer, 1, 2)
         assert "elements of DeepSpeed's fp32 master" in refused(plan, folder, trainer)
         return {}
-    check_masters(fragments(plan, trainer))
+    check_masters(trainer.owned())
     train(plan, folder, trainer, 1, 2)
-    check_masters(fragments(plan, trainer))
-    *_, planted = [f for f in fragments(plan, trainer) if "fp32" in f.states]
+    check_masters(trainer.owned())
+    *_, planted = [f for f in trainer.owned() if "fp32" in f.states]
     names = [None] * dist.get_world_size()
     dist.all_gather_object(names, planted.name)
     if dist.get_rank() == 1:

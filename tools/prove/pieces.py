@@ -20,6 +20,8 @@ ENGINE = (
     "plan",
     "engines/deepspeed/fixes.py",
     "engines/deepspeed/runtime.py",
+    "engines/protocol.py",
+    "engines/deepspeed/base.py",
     "modules/dropout.py",
     "engines/deepspeed/trainer.py",
     "modules/lora.py",

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
+from torch import distributed as dist
 
 from shardwright.diagnostics import Diagnostic, Refusal
-from shardwright.engines.deepspeed.live import LiveFragment
+from shardwright.engines.protocol import LiveFragment
 
 PIECE_ELEMENTS = 2**24
 """Compared at a time: what is made for it stays small beside the weights."""
@@ -28,7 +28,7 @@ def check_masters(fragments: Iterable[LiveFragment]) -> bool:
     other = next(((f.name, count, f.live.numel()) for f in suspects if (count := _differing(f))), None)
     finite = all(bool(finite) for *_, finite in looked)
     everyone: list[Any] = [None] * dist.get_world_size()
-    torch.distributed.all_gather_object(everyone, (other, finite))
+    dist.all_gather_object(everyone, (other, finite))
     for rank, (found, _) in enumerate(everyone):
         if found is not None:
             raise Refusal(_other_weights(rank, *found))

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
 from safetensors import SafetensorError
-from torch import nn
+from torch import distributed as dist
 
 from shardwright.checkpoint.index import checkpoint_root, same_ranks
 from shardwright.checkpoint.lineage import RUN_FILE, UNKNOWN_ORIGIN, Line, Origin, line_of, write_line
@@ -50,15 +49,8 @@ from shardwright.checkpoint.step_folders import (
 from shardwright.checkpoint.store import CheckpointStore
 from shardwright.checkpoint.tensor_files import save_readable
 from shardwright.diagnostics import Diagnostic, Refusal
-from shardwright.engines.deepspeed.live import (
-    LiveFragment,
-    live_fragments,
-    optimizer_step,
-    set_optimizer_step,
-    use_masters,
-)
+from shardwright.engines.protocol import Counters, LiveFragment, Trainer
 from shardwright.ir.partition import ParameterSplit
-from shardwright.modules.lora import plain_name
 from shardwright.modules.random_state import random_state, set_random_state
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import plan_to_json, read_plan
@@ -66,7 +58,6 @@ from shardwright.plan.serialize import plan_to_json, read_plan
 FILE_BYTES = 2 * 2**30
 """A rank's file grows to about this: what is on the device is copied to the host a file at a time."""
 _RANK_FILE = re.compile(r"(rank|random)-\d.*")
-_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 Files = list[tuple[str, int, str]]
 """(name, bytes, SHA-256) of each."""
@@ -78,7 +69,7 @@ Written = tuple[int, str, tuple[int, ...], bool, tuple[str, ...], int, int, int]
 def save_checkpoint(
     plan: Plan,
     folder: Path,
-    trainer: Any,
+    trainer: Trainer,
     step: int,
     *,
     last: bool = True,
@@ -94,7 +85,7 @@ def save_checkpoint(
     root = checkpoint_root(plan, folder)
     name, rank = step_name(step), dist.get_rank()
     partial = root / f".{name}.partial"
-    finite = check_masters(live_fragments(trainer.engine, named_parameters(plan, trainer.engine.module)))
+    finite = check_masters(trainer.owned())
     origin = replace(origin, finite=origin.finite and finite)
     # Twice, for hosts that do not see rank 0's file system.
     leads = (rank == 0, rank != 0 and plan.ranks[rank].slot == 0)
@@ -177,7 +168,7 @@ def _upload(store: CheckpointStore, step: Path, mine: list[str], line: Line) -> 
         except Refusal as refusal:
             error = refusal
         everyone: list[Any] = [None] * dist.get_world_size()
-        torch.distributed.all_gather_object(everyone, error.diagnostics[0] if error else None)
+        dist.all_gather_object(everyone, error.diagnostics[0] if error else None)
         if diagnostics := [d for d in everyone if d is not None]:
             return Refusal(diagnostics[0])
     return None
@@ -216,7 +207,7 @@ def _together(work: Any, partial: Path, code: str = "SW6205") -> list[Any]:
     except (OSError, SafetensorError) as error:
         mine = (None, (error.strerror if isinstance(error, OSError) else None) or str(error))
     everyone: list[Any] = [None] * dist.get_world_size()
-    torch.distributed.all_gather_object(everyone, mine)
+    dist.all_gather_object(everyone, mine)
     failed = [(rank, error) for rank, (_, error) in enumerate(everyone) if error is not None]
     if not failed:
         return [value for value, _ in everyone]
@@ -234,9 +225,9 @@ def _together(work: Any, partial: Path, code: str = "SW6205") -> list[Any]:
     )
 
 
-def _write_rank(plan: Plan, trainer: Any, partial: Path, rank: int) -> tuple[list[Written], Files]:
+def _write_rank(plan: Plan, trainer: Trainer, partial: Path, rank: int) -> tuple[list[Written], Files]:
     """This rank's files. Returns what is in them, and which they are."""
-    mine = owned_fragments(plan, trainer, rank)
+    mine = written_fragments(plan, trainer, rank)
     rooms = itertools.accumulate(sum(t.numel() * t.element_size() for t in f.states.values()) for _, f in mine)
     written: list[Written] = []
     files: Files = []
@@ -257,27 +248,17 @@ def _write_rank(plan: Plan, trainer: Any, partial: Path, rank: int) -> tuple[lis
     return written, files
 
 
-def owned_fragments(plan: Plan, trainer: Any, rank: int) -> list[tuple[int, LiveFragment]]:
+def written_fragments(plan: Plan, trainer: Trainer, rank: int) -> list[tuple[int, LiveFragment]]:
     """(shard, fragment) of what this rank writes: of copies of the same elements one rank writes its own."""
     at = plan.ranks[rank]
     splits = parameter_splits(plan)
     mine = []
-    named = named_parameters(plan, trainer.engine.module)
-    for f in live_fragments(trainer.engine, named):
-        if getattr(named[f.name], "ds_pipe_replicated", False):
-            continue  # the copy of a tied parameter on another stage
+    for f in trainer.owned():
         split = splits.get(f.name)
         cut = split is not None and split.dimension is not None
         copies = split.copies if split is not None and cut else plan.strategy.tensor
-        if at.tensor % copies == 0 and (f.partitioned or at.data == 0):
+        if not f.copied and at.tensor % copies == 0 and (f.partitioned or at.data == 0):
             mine.append((at.tensor // copies if cut else 0, f))
-    if at.data == at.tensor == 0:
-        for name, buffer in named_buffers(trainer.engine.module).items():
-            value = {"value": buffer.detach().reshape(-1)}
-            shape, live = tuple(buffer.shape), value["value"]
-            mine.append(
-                (0, LiveFragment(name=name, shard_shape=shape, start=0, states=value, live=live, partitioned=False))
-            )
     return mine
 
 
@@ -285,29 +266,10 @@ def parameter_splits(plan: Plan) -> dict[str, ParameterSplit]:
     return {p.name: p for module in plan.tensor_parallel.modules for p in module.parameters}
 
 
-def _uncut(name: str, shape: tuple[int, ...], trainer: Any) -> ParameterSplit:
+def _uncut(name: str, shape: tuple[int, ...], trainer: Trainer) -> ParameterSplit:
     """Of a parameter that every tensor rank has whole. shape: as this process holds it."""
     shape = shape[::-1] if name in trainer.transposed else shape
     return ParameterSplit(name=name, shape=shape, dimension=None, blocks=(), sizes=())
-
-
-def named_parameters(plan: Plan, module: nn.Module) -> dict[str, nn.Parameter]:
-    """Of this rank, by one name each: of tied parameters the name that the plan lists, on every stage."""
-    first = {alias: group[0] for group in plan.model.tied for alias in group}
-    named = ((plain_name(name), parameter) for name, parameter in module.named_parameters())
-    return {first.get(name, name): parameter for name, parameter in named}
-
-
-def named_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Persistent ones of this rank, by Hugging Face name."""
-    pieces = {path for path, _ in module.named_children()} if hasattr(module, "stage_id") else None
-    found = {}
-    for path, owner in module.named_modules():
-        for leaf, buffer in owner.named_buffers(recurse=False):
-            if leaf not in owner._non_persistent_buffers_set:
-                name = f"{path}.{leaf}" if path else leaf
-                found[name.split(".", 1)[1] if pieces is not None else plain_name(name)] = buffer
-    return found
 
 
 def _flushed(path: Path, partial: Path) -> tuple[str, int, str]:
@@ -324,7 +286,9 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _finish(plan: Plan, folder: Path, trainer: Any, partial: Path, step: int, told: list[Any], origin: Origin) -> None:
+def _finish(
+    plan: Plan, folder: Path, trainer: Trainer, partial: Path, step: int, told: list[Any], origin: Origin
+) -> None:
     """What all ranks wrote, put together; the folder's own model, tokenizer and plan beside it; checksums of all."""
     for part in ("model", "tokenizer"):
         if (folder / part).is_dir():
@@ -341,7 +305,7 @@ def _finish(plan: Plan, folder: Path, trainer: Any, partial: Path, step: int, to
     _flush(partial)
 
 
-def _manifest(plan: Plan, trainer: Any, step: int, told: list[tuple[list[Written], Files]]) -> Manifest:
+def _manifest(plan: Plan, trainer: Trainer, step: int, told: list[tuple[list[Written], Files]]) -> Manifest:
     splits = parameter_splits(plan)
     files: list[SavedFile] = []
     tensors: dict[str, SavedTensor] = {}
@@ -361,36 +325,29 @@ def _manifest(plan: Plan, trainer: Any, step: int, told: list[tuple[list[Written
             states=tensors[name].states,
             shards=tuple(tuple(sorted(by_shard[s], key=lambda f: f.start)) for s in sorted(by_shard)),
         )
-    scaler = getattr(trainer.engine.optimizer, "loss_scaler", None) if plan.training.precision == "fp16" else None
+    counters = trainer.counters()
     return Manifest(
         version=MANIFEST_VERSION,
         step=step,
-        optimizer_step=optimizer_step(trainer.engine),
-        loss_scale=None if scaler is None else {k: float(getattr(scaler, k)) for k in _SCALER if hasattr(scaler, k)},
+        optimizer_step=counters.updates,
+        loss_scale=counters.loss_scale,
         tensors=tensors,
         files=tuple(files),
     )
 
 
-def load_checkpoint(plan: Plan, trainer: Any, checkpoint: Path) -> int:
+def load_checkpoint(plan: Plan, trainer: Trainer, checkpoint: Path) -> int:
     """Collective. Of any layout. Returns the step that the checkpoint closed. Raises Refusal: SW6201."""
     _fetch_missing(plan, checkpoint)
-    rank, engine = dist.get_rank(), trainer.engine
+    rank = dist.get_rank()
     splits, at = parameter_splits(plan), plan.ranks[rank]
     with CheckpointReader(checkpoint) as reader, torch.no_grad():
-        for f in live_fragments(engine, named_parameters(plan, engine.module)):
+        for f in trainer.owned():
             split = splits.get(f.name) or _uncut(f.name, f.shard_shape, trainer)
             for state, values in f.states.items():
                 values.copy_(reader.fragment(f.name, state, split, at.tensor, f.start, values.numel()))
-        for name, buffer in named_buffers(engine.module).items():
-            buffer.copy_(reader.whole(name, "value"))
         manifest = reader.manifest
-    set_optimizer_step(engine, manifest.optimizer_step)
-    use_masters(engine)
-    if plan.training.precision == "fp16" and (scaler := engine.optimizer.loss_scaler).dynamic:
-        for attribute, value in (manifest.loss_scale or {}).items():
-            setattr(scaler, attribute, type(getattr(scaler, attribute))(value))
-    engine.global_steps, engine.global_samples = manifest.step, manifest.step * plan.training.global_batch_size
+    trainer.restored(manifest.step, Counters(updates=manifest.optimizer_step, loss_scale=manifest.loss_scale))
     if same_ranks(plan, read_plan(checkpoint)):
         path = checkpoint / f"random-{rank:05d}.json"
         try:

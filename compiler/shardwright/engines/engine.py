@@ -36,8 +36,8 @@ class Traits:
 class Engine:
     """title: as a sentence names it.
 
-    runtime: the module that its ranks call, by its path, for only they import it; None: its runs are estimated, not
-        started.
+    runtime: the module that its ranks call (engines.protocol.Runtime), by its path, for only they import it; None: its
+        runs are estimated, not started.
     rules: code -> what it does not run.
     axes: keys of a layout, beyond those of every engine, that it has.
     """

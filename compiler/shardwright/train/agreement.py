@@ -1,4 +1,5 @@
-"""Whether the compiled folder is the one that was compiled, and the same on every host, and the data too.
+"""Whether the world is the plan's, and the compiled folder the one that was compiled; and the same on every host, and
+the data too.
 
 No torch at module level: `run` looks at this host's folder in the user's shell; the ranks compare their hosts'.
 """
@@ -20,6 +21,20 @@ from shardwright.plan.plan import Plan
 ABSENT = "absent"
 Digests = Mapping[str, str]
 """File of the folder, or data.path -> sha256 (hex), or ABSENT."""
+
+
+def check_world(plan: Plan) -> None:
+    """Raises Refusal where the world is not the plan's."""
+    world = int(os.environ["WORLD_SIZE"])
+    if world != plan.strategy.world_size:
+        raise Refusal(
+            Diagnostic(
+                code="SW6003",
+                message=f"the launcher started {world} ranks, the plan is for {plan.strategy.world_size} "
+                f"({plan.nodes} x {plan.gpus_per_node})",
+                help="Give the hosts that the plan was made for, or compile for the cluster at hand.",
+            )
+        )
 
 
 def check_unchanged(plan: Plan, folder: Path) -> None:

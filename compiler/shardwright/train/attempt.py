@@ -73,7 +73,7 @@ def begin_on_ranks(plan: Plan, folder: Path, rank: int, resume: str | None, leas
     resume: as for `run`; None where `run` has begun the attempt. lease: rank 0's, taken here where it is not yet.
     Process groups exist. Raises Refusal on every rank.
     """
-    from deepspeed import comm as dist
+    from torch import distributed as dist
 
     from shardwright.diagnostics import Refusal
 

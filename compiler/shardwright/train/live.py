@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 
-from torch import nn
-
+from shardwright.engines.protocol import HeldParameter
 from shardwright.ir.json_value import JsonValue
-from shardwright.modules.lora import plain_name
 
 
-def live_record(module: nn.Module, rank: int) -> dict[str, JsonValue]:
+def live_record(held: Mapping[str, HeldParameter], rank: int) -> dict[str, JsonValue]:
     """parameter_bytes: resident parameters in the compute dtype (under ZeRO-3, this data rank's partitions).
 
     shapes: Hugging Face name -> the shape of this rank's part, before ZeRO's flattening.
     """
-    total, shapes = 0, {}
-    for name, p in module.named_parameters():
-        # ds_tensor is ZeRO-3's own partition of the parameter, ds_shape the shape that it cuts.
-        resident = getattr(p, "ds_tensor", p)
-        total += resident.numel() * p.element_size()
-        shapes[plain_name(name)] = list(getattr(p, "ds_shape", p.shape))
-    return {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "parameter_bytes": total, "shapes": shapes}
+    return {
+        "rank": rank,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "parameter_bytes": sum(p.resident_bytes for p in held.values()),
+        "shapes": {name: list(p.shape) for name, p in held.items()},
+    }

@@ -8,7 +8,7 @@ from collections import deque
 from pathlib import Path
 
 import torch
-from deepspeed import comm as dist
+from torch import distributed as dist
 
 from shardwright.figures import rate
 from shardwright.ir.json_value import JsonValue

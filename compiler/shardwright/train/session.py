@@ -13,19 +13,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import distributed as dist
+
 from shardwright.checkpoint.lineage import Origin
 from shardwright.checkpoint.resume_notes import other_data, other_schedule
 from shardwright.checkpoint.write import load_checkpoint, prepare_root, save_checkpoint
 from shardwright.data.dataset import resolve
 from shardwright.data.prepare import LARGEST_UNPREPARED_BYTES, prepare
-from shardwright.engines.deepspeed.trainer import StepResult, build_trainer
+from shardwright.engines.protocol import StepResult, runtime_of
 from shardwright.lease import Lease
 from shardwright.modules.batches import Batches, HeldOut, MicroBatch
 from shardwright.modules.dropout import seed_dropout
 from shardwright.modules.learning_rate import learning_rate
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import load_plan
-from shardwright.train.agreement import check_same_data
+from shardwright.train.agreement import check_same_data, check_same_files, check_world
 from shardwright.train.attempt import Attempt, begin_on_ranks
 from shardwright.train.confidential import forget_environment, load_environment
 from shardwright.train.divergence import Divergence
@@ -37,15 +40,13 @@ from shardwright.watch.journal import Evaluations, Metrics, write_json, write_st
 
 
 class Session:
-    """done: optimizer steps that are in the weights. engine: DeepSpeed's. Every rank makes the same calls.
+    """done: optimizer steps that are in the weights. engine: the engine's own object. Every rank makes the same calls.
 
     plan: with the number of steps, also where the recipe counts epochs.
     """
 
     def __init__(self, plan: Plan, folder: Path, rank: int, attempt: Attempt, lease: Lease | None = None) -> None:
         """Process groups exist. lease: rank 0's."""
-        from deepspeed import comm as dist
-
         prepare_root(plan, folder, attempt.number, attempt.step)
         if int(os.environ["LOCAL_RANK"]) == 0:
             prepare(plan, folder, limit_bytes=LARGEST_UNPREPARED_BYTES)
@@ -55,9 +56,9 @@ class Session:
         self.folder, self.rank, self.attempt = folder, rank, attempt.number
         self._lease, resume = lease, attempt.resume
         self._batches = Batches(self.plan, data)
-        self._trainer = build_trainer(self.plan, folder, resumes=bool(resume))
-        write_json(folder / "run" / "ranks" / f"rank-{rank:05d}.json", live_record(self.engine.module, rank))
-        self.data_rank = self._trainer.grid.get_data_parallel_rank()
+        self._trainer = runtime_of(self.plan).build_trainer(self.plan, folder, resumes=bool(resume))
+        write_json(folder / "run" / "ranks" / f"rank-{rank:05d}.json", live_record(self._trainer.held(), rank))
+        self.data_rank = self.plan.ranks[rank].data
         seed_dropout(self.plan, rank)
         self.done = load_checkpoint(self.plan, self._trainer, Path(resume)) if resume else 0
         self._origin = Origin(line=attempt.line, rows=data.parts, data=digests)
@@ -81,6 +82,10 @@ class Session:
     @property
     def engine(self) -> Any:
         return self._trainer.engine
+
+    @property
+    def device(self) -> torch.device:
+        return self._trainer.device
 
     def steps(self) -> range:
         """Those still to train, counted from 1."""
@@ -162,8 +167,6 @@ class Session:
 
     def finish(self, status: str = "done") -> None:
         """Writes run/summary.json and run/status.json. status: done | preempted."""
-        from deepspeed import comm as dist
-
         self._measured.write(self.folder, status, self.done, self.attempt)
         if self._tracking:
             self._tracking.close()
@@ -185,13 +188,10 @@ def open_session(folder: str | os.PathLike[str], resume: str = "auto") -> Iterat
     load_environment()
     path = Path(folder).resolve()
     plan, rank = load_plan(path), int(os.environ["RANK"])
-    if plan.is_cpu:
-        os.environ["DS_ACCELERATOR"] = "cpu"
-    from shardwright.engines.deepspeed.runtime import check_world, close_groups, open_groups
-    from shardwright.train.agreement import check_same_files
-
+    runtime = runtime_of(plan)
+    runtime.prepare_process(plan, own_loop=True)
     check_world(plan)
-    open_groups(plan)
+    runtime.open_groups(plan)
     forget_environment()
     check_same_files(plan, path)
     lease = lease_of(plan, path, RANKS) if rank == 0 else None
@@ -206,4 +206,4 @@ def open_session(folder: str | os.PathLike[str], resume: str = "auto") -> Iterat
     finally:
         if lease is not None:
             lease.release()
-    close_groups()
+    runtime.close_groups()

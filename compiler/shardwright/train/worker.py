@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright.diagnostics import Refusal
+from shardwright.engines.protocol import runtime_of
 from shardwright.lease import Lease
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
@@ -22,6 +23,8 @@ from shardwright.watch.journal import read_json, write_json, write_status
 from shardwright.watch.watch import Watch
 
 if TYPE_CHECKING:
+    import torch
+
     from shardwright.train.session import Session
 
 ECHO_GRACE_SECONDS = 4.0
@@ -92,12 +95,9 @@ def _failure(plan: Plan, rank: int, error: BaseException) -> Event:
 
 def _train(plan: Plan, folder: Path, rank: int, watch: Watch, lease: Lease | None) -> int:
     """lease: rank 0's. Returns the exit code: 0, or what a scheduler wants of a run that was told to stop."""
-    if plan.is_cpu:
-        os.environ["DS_ACCELERATOR"] = "cpu"
-        # DeepSpeed looks whether the optimizer is its Muon, whose torch.compile imports all of inductor: 2 s a rank.
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    from shardwright.engines.deepspeed.runtime import check_world, close_groups, open_groups
-    from shardwright.train.agreement import check_same_files
+    runtime = runtime_of(plan)
+    runtime.prepare_process(plan, own_loop=False)
+    from shardwright.train.agreement import check_same_files, check_world
     from shardwright.train.attempt import begin_on_ranks
 
     stop = _StopRequest(folder)
@@ -109,7 +109,7 @@ def _train(plan: Plan, folder: Path, rank: int, watch: Watch, lease: Lease | Non
         resume = None
     watch.join()
     watch.at("connecting to the other ranks", 0)
-    open_groups(plan)
+    runtime.open_groups(plan)
     forget_environment()  # every rank is there
     check_same_files(plan, folder)
     attempt = begin_on_ranks(plan, folder, rank, resume, lease)
@@ -124,7 +124,7 @@ def _train(plan: Plan, folder: Path, rank: int, watch: Watch, lease: Lease | Non
     status = train_steps(session, watch, stop)
     session.finish(status)
     watch.leave()
-    close_groups()
+    runtime.close_groups()
     return int(os.environ.get("SHARDWRIGHT_PREEMPTED_EXIT", "0")) if status == "preempted" else 0
 
 
@@ -140,7 +140,7 @@ def train_steps(session: Session, watch: Watch, stop: _StopRequest) -> str:
             watch.at(f"saving step {step}", step)
             session.save()
         _evaluate(session, watch)
-        if step < steps.stop - 1 and stop.agreed():
+        if step < steps.stop - 1 and stop.agreed(session.device):
             status = "preempted"
             break
     watch.at("saving its last step", session.done)
@@ -165,12 +165,12 @@ class _StopRequest:
     def _on_signal(self, *_: object) -> None:
         self.signalled = True
 
-    def agreed(self) -> bool:
+    def agreed(self, device: torch.device) -> bool:
+        """Collective."""
         import torch
-        from deepspeed import comm as dist
-        from deepspeed.accelerator import get_accelerator
+        from torch import distributed as dist
 
         asked = self.signalled or (os.environ["RANK"] == "0" and self.file.exists())
-        flag = torch.tensor([float(asked)], device=get_accelerator().current_device_name())
+        flag = torch.tensor([float(asked)], device=device)
         dist.all_reduce(flag)
         return bool(flag.item())

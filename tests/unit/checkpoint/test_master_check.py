@@ -10,7 +10,7 @@ import torch
 from shardwright.checkpoint import master_check
 from shardwright.checkpoint.master_check import check_masters
 from shardwright.diagnostics import Refusal
-from shardwright.engines.deepspeed.live import LiveFragment
+from shardwright.engines.protocol import LiveFragment
 
 HALVES = [torch.bfloat16, torch.float16, torch.float32]
 

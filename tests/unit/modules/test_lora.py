@@ -14,6 +14,7 @@ from transformers import AutoConfig
 
 from shardwright.checkpoint.index import check_fits
 from shardwright.diagnostics import Refusal
+from shardwright.engines.deepspeed.live import held_parameters
 from shardwright.launch.preconditions import check_machine
 from shardwright.modules.lora import add_adapters, merged, plain_name
 from shardwright.modules.materialize import DrawnByLayer, Filler, empty_model
@@ -91,7 +92,7 @@ def test_adapters_beside_parameters_that_are_filled_later(model_type: str, modul
     assert without.keys() == {name for name in found if "lora_" not in name}
     assert all(torch.equal(found[name], p) for name, p in without.items())
     assert {name for name, p in found.items() if p.requires_grad} == {name for name in found if "lora_" in name}
-    assert set(live_record(model, 0)["shapes"]) == set(found)  # type: ignore[arg-type]
+    assert set(live_record(held_parameters(model), 0)["shapes"]) == set(found)  # type: ignore[arg-type]
 
     torch.manual_seed(plan(lora).training.seed)
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(modules), task_type="CAUSAL_LM")

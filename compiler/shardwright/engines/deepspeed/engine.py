@@ -8,7 +8,7 @@ from shardwright.engines.engine import Engine, Traits
 DEEPSPEED = Engine(
     name="deepspeed",
     title="DeepSpeed",
-    runtime="shardwright.engines.deepspeed.trainer",
+    runtime="shardwright.engines.deepspeed.runtime",
     traits=Traits(
         selective_repeats_projections=True,
         fuses_accumulation=False,

@@ -7,7 +7,6 @@ fp32 master weights and of Adam's moments. Everything here is a view: copying in
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,24 +16,12 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from shardwright.engines.deepspeed.secondary import forget_secondary
+from shardwright.engines.protocol import HeldParameter, LiveFragment
+from shardwright.modules.lora import plain_name
+from shardwright.plan.plan import Plan
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiveFragment:
-    """start: of states' elements in the flattened shard. states: state -> 1-D view. live: the same elements of the
-    weights that the model computes with, in their type.
-
-    partitioned: other data ranks hold other fragments of the same shard; else each holds the same whole one.
-    """
-
-    name: str
-    shard_shape: tuple[int, ...]
-    start: int
-    states: dict[str, torch.Tensor]
-    live: torch.Tensor
-    partitioned: bool
+_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def base_optimizer(engine: Any) -> Any:
@@ -81,10 +68,51 @@ def set_optimizer_step(engine: Any, step: int) -> None:
             state["step"] = step
 
 
-def live_fragments(engine: Any, named: dict[str, nn.Parameter]) -> Iterator[LiveFragment]:
-    """Of every parameter of `named` (this rank's, by Hugging Face name), trained or not."""
+def loss_scale(engine: Any) -> dict[str, float] | None:
+    """Of fp16. None where the optimizer has no scaler."""
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    return None if scaler is None else {key: float(getattr(scaler, key)) for key in _SCALER if hasattr(scaler, key)}
+
+
+def set_loss_scale(engine: Any, saved: dict[str, float]) -> None:
+    """A loss scale that the recipe fixes stays."""
+    scaler = engine.optimizer.loss_scaler
+    for attribute, value in saved.items() if scaler.dynamic else ():
+        setattr(scaler, attribute, type(getattr(scaler, attribute))(value))
+
+
+def named_parameters(plan: Plan, module: nn.Module) -> dict[str, nn.Parameter]:
+    """Of this rank, by one name each: of tied parameters the name that the plan lists, on every stage."""
+    first = {alias: group[0] for group in plan.model.tied for alias in group}
+    named = ((plain_name(name), parameter) for name, parameter in module.named_parameters())
+    return {first.get(name, name): parameter for name, parameter in named}
+
+
+def named_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Persistent ones of this rank, by Hugging Face name."""
+    in_pieces = hasattr(module, "stage_id")  # of a pipeline, whose names begin with the piece's number
+    found = {}
+    for path, owner in module.named_modules():
+        for leaf, buffer in owner.named_buffers(recurse=False):
+            if leaf not in owner._non_persistent_buffers_set:
+                name = f"{path}.{leaf}" if path else leaf
+                found[name.split(".", 1)[1] if in_pieces else plain_name(name)] = buffer
+    return found
+
+
+def held_parameters(module: nn.Module) -> dict[str, HeldParameter]:
+    held = {}
+    for name, p in module.named_parameters():
+        # ds_tensor is ZeRO-3's own partition of the parameter.
+        resident = getattr(p, "ds_tensor", p).numel() * p.element_size()
+        held[plain_name(name)] = HeldParameter(shape=_shard_shape(p), resident_bytes=resident)
+    return held
+
+
+def live_fragments(plan: Plan, engine: Any) -> Iterator[LiveFragment]:
+    """Of every parameter of this rank, trained or not, and of every persistent buffer."""
     masters = _masters(engine)
-    for name, parameter in named.items():
+    for name, parameter in named_parameters(plan, engine.module).items():
         if not parameter.requires_grad:
             yield _constant(engine, name, parameter)
             continue
@@ -101,6 +129,13 @@ def live_fragments(engine: Any, named: dict[str, nn.Parameter]) -> Iterator[Live
             states={state: flat.view(-1).narrow(0, begin, numel) for state, flat in flats.items()},
             live=_live(parameter, start, numel),
             partitioned=group is not None,
+            copied=getattr(parameter, "ds_pipe_replicated", False),
+        )
+
+    for name, buffer in named_buffers(engine.module).items():
+        value, shape = buffer.detach().view(-1), tuple(buffer.shape)
+        yield LiveFragment(
+            name=name, shard_shape=shape, start=0, states={"value": value}, live=value, partitioned=False
         )
 
 
@@ -150,6 +185,7 @@ def _constant(engine: Any, name: str, parameter: Any) -> LiveFragment:
         states={"value": value},
         live=value,
         partitioned=partitioned,
+        copied=getattr(parameter, "ds_pipe_replicated", False),
     )
 
 

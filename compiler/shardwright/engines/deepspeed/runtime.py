@@ -1,33 +1,29 @@
-"""Process groups of a run: opened before DeepSpeed builds anything, closed in order."""
+"""DeepSpeed's half of a run on its ranks: engines.protocol.Runtime. Imports it only once the process is prepared."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
-import deepspeed
-import torch
-from deepspeed.accelerator import get_accelerator
-
-from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.engines.protocol import Trainer
 from shardwright.plan.plan import Plan
 
 
-def check_world(plan: Plan) -> None:
-    """Raises Refusal where the world is not the plan's."""
-    world = int(os.environ["WORLD_SIZE"])
-    if world != plan.strategy.world_size:
-        raise Refusal(
-            Diagnostic(
-                code="SW6003",
-                message=f"the launcher started {world} ranks, the plan is for {plan.strategy.world_size} "
-                f"({plan.nodes} x {plan.gpus_per_node})",
-                help="Give the hosts that the plan was made for, or compile for the cluster at hand.",
-            )
-        )
+def prepare_process(plan: Plan, *, own_loop: bool) -> None:
+    if plan.is_cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        if not own_loop:
+            # DeepSpeed looks whether the optimizer is its Muon, whose torch.compile imports all of inductor: 2 s a
+            # rank.
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
 def open_groups(plan: Plan) -> None:
     """Shares the host's cores between its ranks on a CPU."""
+    import deepspeed
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
     if plan.is_cpu:
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_SIZE", str(plan.gpus_per_node)))))
@@ -37,6 +33,12 @@ def open_groups(plan: Plan) -> None:
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed(dist_init_required=True, auto_mpi_discovery=False)
+
+
+def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer:
+    from shardwright.engines.deepspeed.trainer import build_trainer as build
+
+    return build(plan, folder, resumes=resumes)
 
 
 def close_groups() -> None:

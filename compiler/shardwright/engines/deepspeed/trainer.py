@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import deepspeed
 import torch
@@ -16,9 +15,11 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataP
 from deepspeed.runtime.zero.partition_parameters import Init
 from torch import nn
 
+from shardwright.engines.deepspeed.base import DeepSpeedTrainer
 from shardwright.engines.deepspeed.fixes import apply_fixes
 from shardwright.engines.deepspeed.pipeline import build_pipeline
 from shardwright.engines.deepspeed.secondary import secondary_group
+from shardwright.engines.protocol import StepResult, Trainer
 from shardwright.hf.flash import position_keywords
 from shardwright.modules.batches import HeldOut, MicroBatch
 from shardwright.modules.dropout import TENSOR_RANDOM
@@ -34,30 +35,6 @@ from shardwright.plan.plan import Plan
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """loss: before the update. grad_norm: before clipping; both global."""
-
-    loss: float
-    grad_norm: float
-
-
-class Trainer(Protocol):
-    """engine: DeepSpeed's; grid: the process groups. transposed: weights that are held the other way round than
-    Hugging Face has them, by name."""
-
-    engine: Any
-    grid: PipelineParallelGrid
-    device: torch.device
-    transposed: frozenset[str]
-
-    def step(self, micro_batches: list[MicroBatch], learning_rate: float) -> StepResult: ...
-
-    def evaluate(self, held_out: HeldOut) -> tuple[float, int]:
-        """(loss over all predicted tokens of every rank, their number)."""
-        ...
-
-
 def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer:
     """Builds the model, cuts it as the plan says and hands it to the right engine. Process groups exist already.
 
@@ -71,7 +48,7 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer
     filler = Filler(model, weights, splits, transposed, plan.ranks[dist.get_rank()].tensor)
     add_adapters(model, plan)
     config = json.loads((folder / "ds_config.json").read_text(encoding="utf-8"))
-    trainer: Trainer = (PipelineTrainer if plan.strategy.pipeline > 1 else DataTrainer)(plan, model, config, filler)
+    trainer = (PipelineTrainer if plan.strategy.pipeline > 1 else DataTrainer)(plan, model, config, filler)
     trainer.transposed = transposed
     random_is_cut = plan.model.dropout > 0 and plan.strategy.tensor > 1
     TENSOR_RANDOM.use(trainer.grid.get_slice_parallel_rank() if random_is_cut else None)
@@ -87,7 +64,9 @@ def _causal_loss(plan: Plan, grid: PipelineParallelGrid) -> CausalLoss:
 
 
 def _buffers(module: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    return [(m, name, buffer.clone()) for m in module.modules() for name, buffer in m.named_buffers(recurse=False)]
+    """Copies, contiguous: a checkpoint has flat views of them."""
+    named = ((m, name, buffer) for m in module.modules() for name, buffer in m.named_buffers(recurse=False))
+    return [(m, name, buffer.clone(memory_format=torch.contiguous_format)) for m, name, buffer in named]
 
 
 def _initialize(plan: Plan, module: nn.Module, config: dict[str, Any], mpu: PipelineParallelGrid | None) -> Any:
@@ -122,10 +101,8 @@ def _sum(number: int, group: dist.ProcessGroup, device: torch.device) -> int:
     return int(total.item())
 
 
-class PipelineTrainer:
+class PipelineTrainer(DeepSpeedTrainer):
     """PipelineModule x tensor-parallel layers x ZeRO-1, 1F1B or DualPipeV."""
-
-    transposed: frozenset[str]
 
     def __init__(self, plan: Plan, model: nn.Module, config: dict[str, Any], filler: Filler) -> None:
         self.plan = plan
@@ -162,10 +139,8 @@ class PipelineTrainer:
         return inputs, m.labels
 
 
-class DataTrainer:
+class DataTrainer(DeepSpeedTrainer):
     """The Hugging Face model itself under DeepSpeedEngine: ZeRO 0 to 3, tensor-parallel layers, no pipeline."""
-
-    transposed: frozenset[str]
 
     def __init__(self, plan: Plan, model: nn.Module, config: dict[str, Any], filler: Filler) -> None:
         self.plan = plan

@@ -1,0 +1,25 @@
+"""Every engine of the table that trains has what training asks for, with the arguments that it is asked with."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+
+import pytest
+
+from shardwright.engines.protocol import Runtime
+from shardwright.engines.table import ENGINES
+
+ASKED = [name for name, _ in inspect.getmembers(Runtime, inspect.isfunction) if not name.startswith("_")]
+
+
+RUNTIMES = [engine.runtime for engine in ENGINES.values() if engine.runtime]
+
+
+@pytest.mark.parametrize("path", RUNTIMES)
+def test_the_runtime(path: str) -> None:
+    assert len(ASKED) == 4
+    module = import_module(path)
+    for asked in ASKED:
+        _, *wanted = inspect.signature(getattr(Runtime, asked)).parameters.values()
+        assert list(inspect.signature(getattr(module, asked)).parameters.values()) == wanted
