@@ -92,6 +92,38 @@ def model_shapes(graph: ModelGraph, tensor: int) -> ModelShapes:
 
 
 def _model_shapes(graph: ModelGraph, tensor: int) -> ModelShapes:
+    kinds, kind_of, numel = _split_layers(graph, tensor)
+    decoder = [layer for layer in graph.layers if layer.kind == "decoder"]
+
+    def prefix(value: Callable[[LayerShape], int]) -> tuple[int, ...]:
+        return (0, *itertools.accumulate(0 if k < 0 else value(kinds[k]) for k in kind_of))
+
+    mapped = graph.tensor_kind != ""  # without a map the estimate is of what tensor parallelism usually is
+    return ModelShapes(
+        kinds=kinds,
+        kind_of=kind_of,
+        numel=(0, *itertools.accumulate(numel)),
+        gathered_products=prefix(lambda kind: kind.gathered_products),
+        gathered_features=prefix(lambda kind: kind.gathered_features),
+        decoder_flops=(
+            sum(layer.matmul_flops_per_token for layer in decoder),
+            sum(layer.attention_module_flops_per_token for layer in decoder),
+            sum(layer.attention_flops_per_token_per_position for layer in decoder),
+        ),
+        largest_layer=max((kind.numel for kind in kinds), default=0),
+        largest_product=max((p.n * p.k * p.batch for kind in kinds for p in kind.products), default=0),
+        head_flops=sum(layer.matmul_flops_per_token for layer in graph.layers if layer.kind != "decoder"),
+        attention_degree=tensor if attention_is_cut(graph) or not mapped else 1,
+        feed_forward_degree=tensor if feed_forward_is_cut(graph) or not mapped else 1,
+        matrices=sum(len(kinds[k].products) for k in kind_of if k >= 0),
+        shared_numel=_shared_numel(graph, tensor),
+        head_width=-(-graph.vocabulary_size // tensor),
+        positions=sum(len(p.shape) == 2 for p in graph.layers[0].parameters) > 1,
+    )
+
+
+def _split_layers(graph: ModelGraph, tensor: int) -> tuple[tuple[LayerShape, ...], tuple[int, ...], tuple[int, ...]]:
+    """ModelShapes.kinds and kind_of, and each layer's parameters on one tensor rank."""
     styles = dict(graph.tensor_styles)
     # Layers that differ in their number alone are split once, if no style and no number of heads is one layer's own.
     alike = all(pattern(path) == path for path, _ in (*graph.tensor_styles, *graph.tensor_heads))
@@ -108,37 +140,13 @@ def _model_shapes(graph: ModelGraph, tensor: int) -> ModelShapes:
         shape, held = known[key]
         numel.append(held)
         kind_of.append(-1 if shape is None else kinds.setdefault(shape, len(kinds)))
+    return tuple(kinds), tuple(kind_of), tuple(numel)
+
+
+def _shared_numel(graph: ModelGraph, tensor: int) -> int:
     shared = {p.name for p in graph.layers[0].parameters} & {p.name for p in graph.layers[-1].parameters}
-    shared_numel = sum(
+    return sum(
         split_parameter(graph, p, tensor).shard_numel(0) for p in graph.layers[-1].parameters if p.name in shared
-    )
-    decoder = [layer for layer in graph.layers if layer.kind == "decoder"]
-    distinct = tuple(kinds)
-
-    def prefix(value: Callable[[LayerShape], int]) -> tuple[int, ...]:
-        return (0, *itertools.accumulate(0 if k < 0 else value(distinct[k]) for k in kind_of))
-
-    mapped = graph.tensor_kind != ""  # without a map the estimate is of what tensor parallelism usually is
-    return ModelShapes(
-        kinds=distinct,
-        kind_of=tuple(kind_of),
-        numel=(0, *itertools.accumulate(numel)),
-        gathered_products=prefix(lambda kind: kind.gathered_products),
-        gathered_features=prefix(lambda kind: kind.gathered_features),
-        decoder_flops=(
-            sum(layer.matmul_flops_per_token for layer in decoder),
-            sum(layer.attention_module_flops_per_token for layer in decoder),
-            sum(layer.attention_flops_per_token_per_position for layer in decoder),
-        ),
-        largest_layer=max((kind.numel for kind in distinct), default=0),
-        largest_product=max((p.n * p.k * p.batch for kind in distinct for p in kind.products), default=0),
-        head_flops=sum(layer.matmul_flops_per_token for layer in graph.layers if layer.kind != "decoder"),
-        attention_degree=tensor if attention_is_cut(graph) or not mapped else 1,
-        feed_forward_degree=tensor if feed_forward_is_cut(graph) or not mapped else 1,
-        matrices=sum(len(distinct[k].products) for k in kind_of if k >= 0),
-        shared_numel=shared_numel,
-        head_width=-(-graph.vocabulary_size // tensor),
-        positions=sum(len(p.shape) == 2 for p in graph.layers[0].parameters) > 1,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardwright.schedule.streams import (
     BACKWARD,
@@ -74,85 +74,115 @@ def simulate(
     """forward, backward: per stage, one micro-batch, recomputation included; send: per boundary between pipeline ranks,
     one message. Stages are p for 1f1b and 2 p for dualpipev, whose rank r holds r and 2 p - 1 - r."""
     stages = len(forward_seconds)
-    ranks = stages // 2 if schedule == "dualpipev" else stages
-    programs = [grouped(stream(schedule, ranks, rank, micro_batches), schedule) for rank in range(ranks)]
-    messages: dict[Link, list[_Message]] = defaultdict(list)
-    posted: dict[tuple[Link, int], int] = defaultdict(int)
-    waiting: list[list[_Message] | None] = [None] * ranks
-    now, at = [0.0] * ranks, [0] * ranks
-    done: list[list[Interval]] = [[] for _ in range(ranks)]
-    exchanged: list[list[Exchange]] = [[] for _ in range(ranks)]
-
-    def post(rank: int, group: tuple[Instruction, ...]) -> list[_Message]:
-        found = []
-        for instruction in group:
-            link, end = link_of(instruction, rank)
-            number = posted[link, end]
-            posted[link, end] = number + 1
-            if number == len(messages[link]):
-                messages[link].append(_Message([None, None]))
-            message = messages[link][number]
-            message.ready[end] = now[rank]
-            sent, taken = message.ready
-            if sent is not None and taken is not None:
-                before = messages[link][number - 1].arrived if number else None
-                message.started = max(sent, taken, before or 0.0)
-                message.arrived = message.started + send_seconds[min(link)]
-            found.append(message)
-        return found
-
-    def advance(rank: int) -> bool:
-        """One instruction (or one group of messages) further; False where the rank has to wait, or is done."""
-        pending = waiting[rank]
-        if pending is not None:
-            arrived = [m.arrived for m in pending if m.arrived is not None]
-            if len(arrived) < len(pending):
-                return False
-            if pending:
-                exchanged[rank].append(
-                    Exchange(
-                        ready_seconds=now[rank],
-                        start_seconds=max(now[rank], min(m.started for m in pending if m.started is not None)),
-                        stop_seconds=max([now[rank], *arrived]),
-                    )
-                )
-            now[rank] = max([now[rank], *arrived])
-            waiting[rank] = None
-            return True
-        if at[rank] == len(programs[rank]):
-            return False
-        step = programs[rank][at[rank]]
-        at[rank] += 1
-        if not isinstance(step, Instruction):
-            waiting[rank] = post(rank, step)
-            return True
-        stage = stages - 1 - rank if step.phase else rank
-        seconds = (forward_seconds if step.name == FORWARD else backward_seconds)[stage]
-        done[rank].append(
-            Interval(
-                name=step.name,
-                stage=stage,
-                micro_batch=step.micro_batch,
-                start_seconds=now[rank],
-                stop_seconds=now[rank] + seconds,
-            )
+    count = stages // 2 if schedule == "dualpipev" else stages
+    links = _Links(send_seconds)
+    ranks = [
+        _Rank(
+            number=rank,
+            program=grouped(stream(schedule, count, rank, micro_batches), schedule),
+            stage_seconds=[
+                {FORWARD: forward_seconds[stage], BACKWARD: backward_seconds[stage]}
+                for stage in (rank, stages - 1 - rank)
+            ],
+            stages=(rank, stages - 1 - rank),
         )
-        now[rank] += seconds
-        return True
-
+        for rank in range(count)
+    ]
     moved = True
     while moved:
         moved = False
-        for rank in range(ranks):
-            while advance(rank):
+        for rank in ranks:
+            while rank.advance(links):
                 moved = True
-    if any(w is not None for w in waiting):
-        raise ValueError(f"{schedule} over {ranks} ranks and {micro_batches} micro-batches waits for itself")
+    if any(rank.waiting is not None for rank in ranks):
+        raise ValueError(f"{schedule} over {count} ranks and {micro_batches} micro-batches waits for itself")
     return Timeline(
-        seconds=max(now),
-        ranks=tuple(tuple(intervals) for intervals in done),
-        exchanges=tuple(tuple(exchanges) for exchanges in exchanged),
+        seconds=max(rank.now for rank in ranks),
+        ranks=tuple(tuple(rank.done) for rank in ranks),
+        exchanges=tuple(tuple(rank.exchanged) for rank in ranks),
     )
+
+
+class _Links:
+    """Every message of the step, by its link. Those of one link follow each other."""
+
+    def __init__(self, send_seconds: Sequence[float]) -> None:
+        self._send_seconds = send_seconds
+        self._messages: dict[Link, list[_Message]] = defaultdict(list)
+        self._posted: dict[tuple[Link, int], int] = defaultdict(int)
+
+    def post(self, rank: int, now: float, instruction: Instruction) -> _Message:
+        """The message, which the rank has come to now; it starts where the other end has, too."""
+        link, end = link_of(instruction, rank)
+        number = self._posted[link, end]
+        self._posted[link, end] = number + 1
+        messages = self._messages[link]
+        if number == len(messages):
+            messages.append(_Message([None, None]))
+        message = messages[number]
+        message.ready[end] = now
+        sent, taken = message.ready
+        if sent is not None and taken is not None:
+            before = messages[number - 1].arrived if number else None
+            message.started = max(sent, taken, before or 0.0)
+            message.arrived = message.started + self._send_seconds[min(link)]
+        return message
+
+
+@dataclass(slots=True, kw_only=True)
+class _Rank:
+    """One pipeline rank: where its program stands, and what it has done. stages, stage_seconds: by an instruction's
+    phase. waiting: messages that the next instruction waits for."""
+
+    number: int
+    program: list[Instruction | tuple[Instruction, ...]]
+    stages: tuple[int, int]
+    stage_seconds: list[dict[str, float]]
+    now: float = 0.0
+    at: int = 0
+    waiting: list[_Message] | None = None
+    done: list[Interval] = field(default_factory=list)
+    exchanged: list[Exchange] = field(default_factory=list)
+
+    def advance(self, links: _Links) -> bool:
+        """One instruction (or one group of messages) further; False where the rank has to wait, or is done."""
+        if self.waiting is not None:
+            return self._receive(self.waiting)
+        if self.at == len(self.program):
+            return False
+        step = self.program[self.at]
+        self.at += 1
+        if isinstance(step, Instruction):
+            self._compute(step)
+        else:
+            self.waiting = [links.post(self.number, self.now, message) for message in step]
+        return True
+
+    def _receive(self, pending: list[_Message]) -> bool:
+        """Whether all of them have arrived."""
+        arrived = [m.arrived for m in pending if m.arrived is not None]
+        if len(arrived) < len(pending):
+            return False
+        stop = max([self.now, *arrived])
+        if pending:
+            started = min(m.started for m in pending if m.started is not None)
+            self.exchanged.append(
+                Exchange(ready_seconds=self.now, start_seconds=max(self.now, started), stop_seconds=stop)
+            )
+        self.now, self.waiting = stop, None
+        return True
+
+    def _compute(self, step: Instruction) -> None:
+        start, self.now = self.now, self.now + self.stage_seconds[step.phase][step.name]
+        self.done.append(
+            Interval(
+                name=step.name,
+                stage=self.stages[step.phase],
+                micro_batch=step.micro_batch,
+                start_seconds=start,
+                stop_seconds=self.now,
+            )
+        )
 
 
 def grouped(instructions: tuple[Instruction, ...], schedule: str) -> list[Instruction | tuple[Instruction, ...]]:

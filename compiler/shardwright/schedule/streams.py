@@ -57,69 +57,78 @@ def _one_forward_one_backward(ranks: int, rank: int, micro_batches: int) -> Iter
 
 def _dualpipev(ranks: int, rank: int, micro_batches: int) -> Iterator[Instruction]:
     """DualPipeVSchedule (github.com/deepseek-ai/DualPipe): its eight steps, weight gradients inside the backward."""
-    last = rank == ranks - 1
-    counts: dict[tuple[str, int], int] = {}
-
-    def one(name: str, phase: int) -> Instruction:
-        number = counts.get((name, phase), 0)
-        counts[name, phase] = number + 1
-        return Instruction(name, number, phase)
-
-    def message(name: str, phase: int) -> list[Instruction]:
-        """Nothing at either end of the model, and where it turns around on the last rank."""
-        comes = name in (RECV_ACTIVATION, SEND_GRADIENT)  # at the border where activations come in
-        border = (last if phase else rank == 0) if comes else (rank == 0 if phase else last)
-        return [] if border else [one(name, phase)]
-
-    commit = Instruction(COMMIT, -1)
-
-    def forward(phase: int, *, receive: bool = True, send: bool = True) -> list[Instruction]:
-        before = message(RECV_ACTIVATION, phase) if receive else []
-        middle = [commit, one(FORWARD, phase)]
-        return before + middle + (message(SEND_ACTIVATION, phase) if send else [])
-
-    def backward(phase: int, *, send: bool = True) -> list[Instruction]:
-        before = message(RECV_GRADIENT, phase)
-        return [*before, commit, one(BACKWARD, phase), *(message(SEND_GRADIENT, phase) if send else [])]
-
-    def both(ahead: int, back: int, *, receive: bool = True) -> list[Instruction]:
-        before = message(RECV_ACTIVATION, ahead) if receive else []
-        before += message(RECV_GRADIENT, back)
-        middle = [commit, one(FORWARD, ahead), one(BACKWARD, back)]
-        return before + middle + message(SEND_ACTIVATION, ahead) + message(SEND_GRADIENT, back)
-
+    v = _Vee(first=rank == 0, last=rank == ranks - 1)
     after = ranks - rank - 1
     for _ in range(2 * after):
-        yield from forward(0)
-    yield from message(RECV_ACTIVATION, 0)
+        yield from v.forward(0)
+    yield from v.message(RECV_ACTIVATION, 0)
     for i in range(rank + 1):
-        yield from forward(0, receive=False, send=False)
-        yield from message(RECV_ACTIVATION, 0)
-        yield from forward(1, send=not last or i < rank)
-        yield from message(SEND_ACTIVATION, 0)
+        yield from v.forward(0, receive=False, send=False)
+        yield from v.message(RECV_ACTIVATION, 0)
+        yield from v.forward(1, send=not v.last or i < rank)
+        yield from v.message(SEND_ACTIVATION, 0)
     for _ in range(after):
-        yield from backward(1)
-        yield from message(RECV_ACTIVATION, 1)
-        yield commit
-        yield from forward(1, receive=False)
+        yield from v.backward(1)
+        yield from v.message(RECV_ACTIVATION, 1)
+        yield _COMMIT
+        yield from v.forward(1, receive=False)
     for i in range(micro_batches - 2 * ranks + rank + 1):
-        if i == 0 and last:
-            yield from forward(0, receive=False, send=False)
-            yield from message(SEND_ACTIVATION, 1)
-            yield from backward(1, send=False)
-            yield from message(SEND_ACTIVATION, 0)
-            yield from message(SEND_GRADIENT, 1)
+        if i == 0 and v.last:
+            yield from v.forward(0, receive=False, send=False)
+            yield from v.message(SEND_ACTIVATION, 1)
+            yield from v.backward(1, send=False)
+            yield from v.message(SEND_ACTIVATION, 0)
+            yield from v.message(SEND_GRADIENT, 1)
         else:
-            yield from both(0, 1, receive=i > 0)
-        yield from both(1, 0)
+            yield from v.both(0, 1, receive=i > 0)
+        yield from v.both(1, 0)
     for _ in range(after):
-        yield from backward(1)
-        yield from both(1, 0)
+        yield from v.backward(1)
+        yield from v.both(1, 0)
     for _ in range(rank + 1):
-        yield from backward(1)
-        yield from backward(0)
+        yield from v.backward(1)
+        yield from v.backward(0)
     for _ in range(after):
-        yield commit
-        yield from backward(0)
+        yield _COMMIT
+        yield from v.backward(0)
     for _ in range(rank + 2):
-        yield commit
+        yield _COMMIT
+
+
+_COMMIT = Instruction(COMMIT, -1)
+
+
+class _Vee:
+    """One rank of DualPipeV. Each method gives the next such passes with their messages; micro-batches are counted by
+    instruction and phase."""
+
+    def __init__(self, *, first: bool, last: bool) -> None:
+        self.first, self.last = first, last
+        self._counts: dict[tuple[str, int], int] = {}
+
+    def forward(self, phase: int, *, receive: bool = True, send: bool = True) -> list[Instruction]:
+        before = self.message(RECV_ACTIVATION, phase) if receive else []
+        middle = [_COMMIT, self._one(FORWARD, phase)]
+        return before + middle + (self.message(SEND_ACTIVATION, phase) if send else [])
+
+    def backward(self, phase: int, *, send: bool = True) -> list[Instruction]:
+        before = self.message(RECV_GRADIENT, phase)
+        after = [_COMMIT, self._one(BACKWARD, phase)]
+        return before + after + (self.message(SEND_GRADIENT, phase) if send else [])
+
+    def both(self, ahead: int, back: int, *, receive: bool = True) -> list[Instruction]:
+        before = self.message(RECV_ACTIVATION, ahead) if receive else []
+        before += self.message(RECV_GRADIENT, back)
+        middle = [_COMMIT, self._one(FORWARD, ahead), self._one(BACKWARD, back)]
+        return before + middle + self.message(SEND_ACTIVATION, ahead) + self.message(SEND_GRADIENT, back)
+
+    def message(self, name: str, phase: int) -> list[Instruction]:
+        """Nothing at either end of the model, and where it turns around on the last rank."""
+        comes = name in (RECV_ACTIVATION, SEND_GRADIENT)  # at the border where activations come in
+        border = (self.last if phase else self.first) if comes else (self.first if phase else self.last)
+        return [] if border else [self._one(name, phase)]
+
+    def _one(self, name: str, phase: int) -> Instruction:
+        number = self._counts.get((name, phase), 0)
+        self._counts[name, phase] = number + 1
+        return Instruction(name, number, phase)
