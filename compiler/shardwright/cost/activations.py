@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from shardwright.cost.shapes import kept_products, model_shapes
 from shardwright.ir.model_graph import Layer, ModelGraph, kept_entry
+from shardwright.remembered import remembered
 
 # Published runs of plain GPTs in PyTorch come as a GPT-2 recipe, and are none: nobody pretrains Hugging Face's GPT-2 at
 # those sizes. They are MPT and its like, whose GELU and loss are fused (decision 011).
@@ -63,21 +64,8 @@ def keeps_products(graph: ModelGraph, kernels: str) -> bool:
     return kernels in ("hf", "compiled") and not experts
 
 
-_Key = tuple[str, str, int, int, str, str]
-# As cost.shapes: a search asks for thousands of layouts of one model.
-_CACHE: dict[_Key, Activations] = {}
-
-
+@remembered(lambda graph, *how: (graph.identity, *how))
 def activations(
-    graph: ModelGraph, sequence_length: int, element_bytes: int, checkpointing: str, kernels: str
-) -> Activations:
-    key = (graph.config_hash, graph.attention, sequence_length, element_bytes, checkpointing, kernels)
-    if key not in _CACHE:
-        _CACHE[key] = _activations(graph, sequence_length, element_bytes, checkpointing, kernels)
-    return _CACHE[key]
-
-
-def _activations(
     graph: ModelGraph, sequence_length: int, element_bytes: int, checkpointing: str, kernels: str
 ) -> Activations:
     traced = own_modules(graph, kernels)

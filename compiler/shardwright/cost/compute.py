@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from shardwright.cost.activations import keeps_products
@@ -24,6 +24,7 @@ from shardwright.ir.cluster import Gpu
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.strategy import Strategy
+from shardwright.remembered import remembered
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 # A product has two in its backward pass, each of its own size: the inputs' gradient and the weights'.
@@ -42,10 +43,6 @@ class LayerSeconds:
     again: tuple[float, ...]
 
 
-_CACHE: dict[tuple[object, ...], LayerSeconds] = {}
-_CACHED_MOST = 20_000
-
-
 def peak_flops(gpu: Gpu, precision: str) -> float:
     """Dense peak of the precision. A GPU without it (a rule reports that) computes in fp32 at best."""
     return gpu.peak_flops.get(precision) or gpu.peak_flops.get("fp32") or min(gpu.peak_flops.values())
@@ -58,26 +55,25 @@ def stops_early(graph: ModelGraph, kernels: str) -> bool:
     return kernels in ("hf", "compiled") or (kernels == "auto" and graph.max_dropout == 0)
 
 
-def layer_seconds(recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Strategy, c: Constants) -> LayerSeconds:
-    """Cached by all that it depends on: a search asks again for each pipeline, data degree and ZeRO stage."""
-    key = (
-        graph.config_hash,
-        graph.attention,
-        (gpu.name, gpu.hbm_bytes_per_second, peak_flops(gpu, recipe.training.precision)),
-        (recipe.training.precision, recipe.training.sequence_length, recipe.assume.kernels),
-        (recipe.assume.mfu, traits_of(recipe.target, recipe.assume.kernels, s), recipe.lora is not None),
+def _depends_on(recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Strategy, c: Constants) -> Hashable:
+    return (
+        graph.identity,
+        (gpu.hbm_bytes_per_second, gpu.watts, gpu.cache_bytes, gpu.compute_units, gpu.is_cpu),
+        (peak_flops(gpu, recipe.training.precision), recipe.training.precision, recipe.training.sequence_length),
+        (
+            recipe.assume.kernels,
+            recipe.assume.mfu,
+            traits_of(recipe.target, recipe.assume.kernels, s),
+            recipe.lora is not None,
+        ),
         (s.tensor, s.micro_batch_size, s.sequence_parallel, s.activation_checkpointing, s.loss),
         c,
     )
-    found = _CACHE.get(key)
-    if found is None:
-        if len(_CACHE) >= _CACHED_MOST:
-            _CACHE.clear()
-        found = _CACHE[key] = _layer_seconds(recipe, graph, gpu, s, c)
-    return found
 
 
-def _layer_seconds(recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Strategy, c: Constants) -> LayerSeconds:
+@remembered(_depends_on)
+def layer_seconds(recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Strategy, c: Constants) -> LayerSeconds:
+    """The same for each pipeline, data degree and ZeRO stage."""
     shapes = model_shapes(graph, s.tensor)
     model = _Micro(recipe, graph, gpu, s, c)
     per_kind = [model.decoder(kind) for kind in shapes.kinds]

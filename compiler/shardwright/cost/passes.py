@@ -6,11 +6,13 @@ All of it adds up over the layers, so a stage of any partition is a difference o
 from __future__ import annotations
 
 import itertools
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from shardwright.cost.collectives import all_reduce_seconds, gather_seconds, group_of, send_seconds
 from shardwright.cost.compute import ELEMENT_BYTES, layer_seconds, stops_early
 from shardwright.cost.layout import Layout
+from shardwright.remembered import remembered
 
 # Of what a micro-batch costs beyond its layers; a backward pass is two forward passes.
 FORWARD_SHARE = 1 / 3
@@ -31,40 +33,23 @@ class Passes:
     send_seconds: float
 
 
-_CACHE: dict[tuple[object, ...], Passes] = {}
-_CACHED_MOST = 20_000
-
-
-def passes(layout: Layout) -> Passes:
-    """Of the layout's model and strategy, whatever its partition. Cached: a search asks again for each ZeRO stage."""
+def _depends_on(layout: Layout) -> Hashable:
     s, r, cluster = layout.strategy, layout.recipe, layout.cluster
-    key = (
+    return (
         layer_seconds(r, layout.graph, cluster.gpu, s, layout.constants),
         (cluster.gpus_per_node, cluster.intra_node_bytes_per_second, cluster.inter_node_bytes_per_second),
-        (layout.graph.config_hash, r.training.sequence_length, layout.element_bytes, layout.accumulation_dtype),
-        (
-            layout.traits,
-            r.assume.kernels,
-            layout.adapters,
-            r.assume.mfu is None,
-            s.schedule,
-            s.pipeline,
-            s.data,
-            s.tensor,
-            s.micro_batch_size,
-        ),
+        (cluster.gpu.hbm_bytes_per_second, cluster.gpu.is_cpu, layout.graph.identity, r.training.sequence_length),
+        (layout.element_bytes, layout.accumulation_dtype, layout.adapters),
+        (layout.traits, r.assume.kernels, r.assume.mfu is None),
+        (s.schedule, s.pipeline, s.data, s.tensor, s.micro_batch_size),
         (s.activation_checkpointing, s.sequence_parallel, s.virtual_stages),
         layout.constants,
     )
-    found = _CACHE.get(key)
-    if found is None:
-        if len(_CACHE) >= _CACHED_MOST:
-            _CACHE.clear()
-        found = _CACHE[key] = _passes(layout)
-    return found
 
 
-def _passes(layout: Layout) -> Passes:
+@remembered(_depends_on)
+def passes(layout: Layout) -> Passes:
+    """Of the layout's model and strategy, wherever its layers are placed. The same for each ZeRO stage."""
     s, c, gpu = layout.strategy, layout.constants, layout.cluster.gpu
     seconds = layer_seconds(layout.recipe, layout.graph, gpu, s, c)
     backward = [b + again for b, again in zip(_each(seconds.backward), _each(seconds.again), strict=True)]

@@ -18,6 +18,7 @@ from shardwright.partition.tensor import (
     feed_forward_is_cut,
     split_parameter,
 )
+from shardwright.remembered import remembered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,18 +81,8 @@ class ModelShapes:
     positions: bool  # a table of positions is added at the embedding: no rotary kernels in the layers
 
 
-_CACHE: dict[tuple[str, str, str, int], ModelShapes] = {}
-
-
+@remembered(lambda graph, tensor: (graph.identity, tensor))
 def model_shapes(graph: ModelGraph, tensor: int) -> ModelShapes:
-    """Split each parameter once for a search over thousands of layouts."""
-    key = (graph.config_hash, graph.attention, graph.tensor_kind, tensor)
-    if key not in _CACHE:
-        _CACHE[key] = _model_shapes(graph, tensor)
-    return _CACHE[key]
-
-
-def _model_shapes(graph: ModelGraph, tensor: int) -> ModelShapes:
     kinds, kind_of, numel = _split_layers(graph, tensor)
     decoder = [layer for layer in graph.layers if layer.kind == "decoder"]
 

@@ -148,6 +148,11 @@ class ModelGraph:
     context: tuple[Kept, ...]
 
     @property
+    def identity(self) -> tuple[str, str, str]:
+        """Tells it from other graphs: all the rest follows from these."""
+        return self.config_hash, self.attention, self.tensor_kind
+
+    @property
     def decoder_layers(self) -> int:
         return len(self.layers) - 2  # all but the embedding and the head; see verify
 

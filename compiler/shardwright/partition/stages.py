@@ -13,9 +13,9 @@ import itertools
 from collections.abc import Iterator
 
 from shardwright.diagnostics import Diagnostic
-from shardwright.ir.cut import Cut
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.layout.strategy import Strategy
+from shardwright.remembered import remembered
 
 
 def layer_costs(graph: ModelGraph, sequence_length: int) -> tuple[int, ...]:
@@ -30,19 +30,16 @@ def most_stages(graph: ModelGraph) -> int:
     return len(graph.cut.blocks(graph.decoder_layers))
 
 
-# A search asks for hundreds of cuts of one model.
-_BLOCK_COSTS: dict[tuple[str, Cut, int], tuple[int, ...]] = {}
+@remembered(lambda graph, sequence_length: (graph.identity, graph.cut, sequence_length))
+def _block_costs(graph: ModelGraph, sequence_length: int) -> tuple[int, ...]:
+    costs = iter(layer_costs(graph, sequence_length))
+    return tuple(sum(itertools.islice(costs, size)) for size in graph.cut.blocks(graph.decoder_layers))
 
 
 def least_slowest_cut(graph: ModelGraph, sequence_length: int, stages: int, schedule: str) -> tuple[int, ...]:
     """Boundaries, counted in the blocks that have to stay together; there are enough of them."""
-    key = (graph.config_hash, graph.cut, sequence_length)
-    of_blocks = _BLOCK_COSTS.get(key)
-    if of_blocks is None:
-        costs = iter(layer_costs(graph, sequence_length))
-        blocks = graph.cut.blocks(graph.decoder_layers)
-        of_blocks = _BLOCK_COSTS[key] = tuple(sum(itertools.islice(costs, size)) for size in blocks)
-    return (cut_mirrored if schedule == "dualpipev" else cut_evenly)(of_blocks, stages)
+    costs = _block_costs(graph, sequence_length)
+    return (cut_mirrored if schedule == "dualpipev" else cut_evenly)(costs, stages)
 
 
 def too_few_layers(graph: ModelGraph, strategy: Strategy) -> Diagnostic:

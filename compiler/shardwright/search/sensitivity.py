@@ -47,12 +47,11 @@ def _faster_gpu(cluster: Cluster) -> Cluster:
     """At the same power a FLOP: with the old limit in watts a board would throttle away what it gains."""
     gpu = cluster.gpu
     peaks = {precision: flops * MORE for precision, flops in gpu.peak_flops.items()}
-    return _with_gpu(cluster, "FLOP/s", peak_flops=peaks, watts=None if gpu.watts is None else gpu.watts * MORE)
+    return _with_gpu(cluster, peak_flops=peaks, watts=None if gpu.watts is None else gpu.watts * MORE)
 
 
-def _with_gpu(cluster: Cluster, of: str, **changes: object) -> Cluster:
-    # Under a name of its own: the cost model remembers what it has computed by the GPU's name.
-    changed: Gpu = dataclasses.replace(cluster.gpu, name=f"{cluster.gpu.name} with more {of}", **changes)  # type: ignore[arg-type]
+def _with_gpu(cluster: Cluster, **changes: object) -> Cluster:
+    changed: Gpu = dataclasses.replace(cluster.gpu, **changes)  # type: ignore[arg-type]
     return dataclasses.replace(cluster, gpu=changed)
 
 
@@ -70,11 +69,11 @@ RESOURCES: dict[str, tuple[Callable[[Cluster], bool], Better]] = {
     ),
     "memory": (
         lambda c: True,
-        lambda c: _with_gpu(c, "memory", memory_gib=c.gpu.memory_gib * MORE),
+        lambda c: _with_gpu(c, memory_gib=c.gpu.memory_gib * MORE),
     ),
     "memory_bandwidth": (
         lambda c: True,
-        lambda c: _with_gpu(c, "bandwidth", hbm_bytes_per_second=c.gpu.hbm_bytes_per_second * MORE),
+        lambda c: _with_gpu(c, hbm_bytes_per_second=c.gpu.hbm_bytes_per_second * MORE),
     ),
     "peak_flops": (lambda c: True, _faster_gpu),
 }
