@@ -282,7 +282,7 @@ class Difference:
 
 
 def compare(case: Case, folder: Path, start: Callable[[Path], None] = run_here) -> Difference:
-    """Runs the case and raises AssertionError outside DESIGN house rule 10."""
+    """Runs the case and raises AssertionError where it trains otherwise than the plain process, too far."""
     tokens = write_inputs(case, folder)
     lines, weights = run_case(case, folder, start)
     check_live_split(folder / "out")

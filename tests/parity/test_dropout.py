@@ -1,4 +1,4 @@
-"""Dropout under tensor parallelism (DESIGN 3.5), on the real engines: who shares a mask with whom, and that
+"""Dropout under tensor parallelism, on the real engines: who shares a mask with whom, and that
 recomputation draws the same numbers again. That a resumed run draws them too is tests/launch and `make prove`."""
 
 from __future__ import annotations

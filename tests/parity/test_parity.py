@@ -1,4 +1,4 @@
-"""Every layout trains as one plain Hugging Face process does (DESIGN house rule 10)."""
+"""Every layout trains as one plain Hugging Face process does."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from shardwright.watch.events import is_echo
 from tests.figures import worst_of_ranks
 
 LOSS_ABSOLUTE, NORM_RELATIVE, WEIGHT_ABSOLUTE = 1e-5, 1e-4, 2e-5
-"""DESIGN house rule 10, over the zoo."""
+"""What a layout of the zoo may differ by from the plain process."""
 
 OFF = ("loss", "norm", "weights")
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,4 +1,4 @@
-"""Random numbers under tensor parallelism (DESIGN 3.5): whole tensors see one stream, cut tensors one stream a rank.
+"""Random numbers under tensor parallelism: whole tensors see one stream, cut tensors one stream a rank.
 
 Tensor ranks share the seed, so dropout on a tensor that each of them holds whole drops the same elements everywhere.
 Between a column-parallel layer and the row-parallel one behind it a rank works on features of its own; there it draws

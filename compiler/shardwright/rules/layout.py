@@ -1,6 +1,6 @@
 """The layout rules: one small function each, from a layout to a Diagnostic or None.
 
-Numbers like "rule 3" are those of the rule book that the project started from; lines are of DeepSpeed 0.19.8.
+Lines are of DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from shardwright.partition.stages import most_stages, too_few_layers
 from shardwright.partition.tensor import indivisible
 from shardwright.rules.precision import half_on_cpu, no_peak
 
-SLOW_LINK_BYTES_PER_SECOND = 200e9 / 8  # rule 36: ZeRO-3 across links under 200 Gb/s
+SLOW_LINK_BYTES_PER_SECOND = 200e9 / 8  # 200 Gb/s
 
 
 def world_size(x: Candidate) -> Diagnostic | None:
-    """Rules 1, 2: dp = world / (tp pp) (pipe/module.py:174)."""
+    """dp = world / (tp pp) (pipe/module.py:174)."""
     s, world = x.strategy, x.cluster.world_size
     if s.world_size == world:
         return None
@@ -39,7 +39,7 @@ def world_size(x: Candidate) -> Diagnostic | None:
 
 
 def batch(x: Candidate) -> Diagnostic | None:
-    """Rule 1: train_batch = micro x accumulation x dp (runtime/config.py:925)."""
+    """DeepSpeed asserts train_batch = micro x accumulation x dp (runtime/config.py:925)."""
     s, size = x.strategy, x.recipe.training.global_batch_size
     if s.micro_batch_size * s.gradient_accumulation_steps * s.data == size:
         return None
@@ -55,17 +55,17 @@ def batch(x: Candidate) -> Diagnostic | None:
 
 
 def heads(x: Candidate) -> Diagnostic | None:
-    """Rule 13."""
+    """Every rank holds as many attention heads."""
     return _indivisible(x, "SW3103")
 
 
 def key_value_heads(x: Candidate) -> Diagnostic | None:
-    """Rule 13: a degree beyond the key/value heads must be a multiple of them."""
+    """A degree beyond the key/value heads must be a multiple of them."""
     return _indivisible(x, "SW3104")
 
 
 def feed_forward(x: Candidate) -> Diagnostic | None:
-    """Shards of a feed-forward matrix are equal (rule 13's counterpart)."""
+    """Shards of a feed-forward matrix are equal."""
     return _indivisible(x, "SW3105")
 
 
@@ -96,7 +96,7 @@ def dualpipev_alone(x: Candidate) -> Diagnostic | None:
 
 
 def tensor_in_node(x: Candidate) -> Diagnostic | None:
-    """Rule 18, as an error: ranks are placed so that a tensor group fills part of one node."""
+    """Ranks are placed so that a tensor group fills part of one node."""
     t, slots = x.strategy.tensor, x.cluster.gpus_per_node
     if slots % t == 0:
         return None
@@ -110,7 +110,7 @@ def tensor_in_node(x: Candidate) -> Diagnostic | None:
 
 
 def tensor_styles(x: Candidate) -> Diagnostic | None:
-    """Rule 15: what is not proved against a plain process (model/tensor_proved.json) is not offered."""
+    """What is not proved against a plain process (model/tensor_proved.json) is not offered."""
     if x.strategy.tensor == 1 or x.graph.tensor_kind:
         return None
     return found(
@@ -152,7 +152,7 @@ def layer_drop(x: Candidate) -> Diagnostic | None:
 
 
 def half_precision_accumulation(x: Candidate) -> Diagnostic | None:
-    """Rule 10: bf16 has eight bits of precision, so a long sum of micro-batches loses the small ones."""
+    """bf16 has eight bits of precision, so a long sum of micro-batches loses the small ones."""
     training = x.recipe.training
     if training.precision != "bf16" or training.gradient_accumulation_dtype in (None, "fp32"):
         return None
@@ -245,7 +245,7 @@ def fp16_on_cpu(x: Candidate) -> Diagnostic | None:
 
 
 def zero_3_slow_links(x: Candidate) -> Diagnostic | None:
-    """Rule 36 (DeepSpeed#6889, #7019, #2928): parameters cross the links three times a micro-batch."""
+    """Parameters cross the links three times a micro-batch (DeepSpeed#6889, #7019, #2928)."""
     s, rate = x.strategy, x.cluster.inter_node_bytes_per_second
     if s.zero_stage < 3 or x.cluster.nodes == 1 or rate >= SLOW_LINK_BYTES_PER_SECOND:
         return None

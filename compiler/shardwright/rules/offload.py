@@ -8,7 +8,7 @@ from shardwright.layout.rule import Candidate, found
 
 
 def host_memory(x: Candidate) -> Diagnostic | None:
-    """Rule 35: a node that runs out of memory kills its ranks with signal 9 and no message."""
+    """A node that runs out of memory kills its ranks with signal 9 and no message."""
     if x.strategy.offload == "none":
         return None
     needed = offloaded_bytes(x.strategy.offload, x.graph.total_parameters, x.cluster.nodes)

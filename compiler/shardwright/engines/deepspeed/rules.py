@@ -1,6 +1,6 @@
 """What DeepSpeed, or this version's use of it, does not run.
 
-Numbers like "rule 3" are those of the rule book that the project started from; lines are of DeepSpeed 0.19.8.
+Lines are of DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ IN_A_PIPELINE = {"wall_clock_breakdown": _TIMERS, "flops_profiler": _TIMERS}
 
 
 def pipeline_zero_0(x: Candidate) -> Diagnostic | None:
-    """Measured: ZeRO-0 under a pipeline clips by a wrong norm in fp32 and cannot accumulate bf16 in fp32
-    (rule 9). ZeRO-1 does both, and costs nothing at data 1."""
+    """Measured: ZeRO-0 under a pipeline clips by a wrong norm in fp32 and cannot accumulate bf16 in fp32.
+    ZeRO-1 does both, and costs nothing at data 1."""
     if x.strategy.pipeline == 1 or x.strategy.zero_stage != 0:
         return None
     return found(
@@ -31,7 +31,7 @@ def pipeline_zero_0(x: Candidate) -> Diagnostic | None:
 
 
 def pipeline_zero_23(x: Candidate) -> Diagnostic | None:
-    """Rule 3 (pipe/engine.py:76)."""
+    """Its pipeline engine asserts stage 0 or 1 (pipe/engine.py:76)."""
     if x.strategy.pipeline == 1 or x.strategy.zero_stage < 2:
         return None
     return found(
@@ -45,7 +45,7 @@ def pipeline_zero_23(x: Candidate) -> Diagnostic | None:
 
 
 def dualpipev_micro_batches(x: Candidate) -> Diagnostic | None:
-    """Rule 12 (pipe/schedule.py:353)."""
+    """Its schedule needs two micro-batches a stage (pipe/schedule.py:353)."""
     s = x.strategy
     if s.schedule != "dualpipev" or s.pipeline == 1 or s.gradient_accumulation_steps >= 2 * s.pipeline:
         return None
@@ -59,8 +59,8 @@ def dualpipev_micro_batches(x: Candidate) -> Diagnostic | None:
 
 
 def ignored_offload(x: Candidate) -> Diagnostic | None:
-    """Rules 23, 24, found by a probe: at a stage that has nothing to offload DeepSpeed accepts it and says nothing.
-    Rule 11 (the optimizer's states in a pipeline, DeepSpeed#3866) no longer holds: tests/parity proves them."""
+    """Found by a probe: at a stage that has nothing to offload DeepSpeed accepts it and says nothing.
+    The optimizer's states in a pipeline (DeepSpeed#3866) are right by now: tests/parity proves them."""
     s = x.strategy
     needed = {"none": 0, "optimizer": 1, "parameters": 3}[s.offload]
     if s.zero_stage >= needed:
@@ -75,7 +75,7 @@ def ignored_offload(x: Candidate) -> Diagnostic | None:
 
 
 def zero_0_half_precision(x: Candidate) -> Diagnostic | None:
-    """Without ZeRO DeepSpeed cannot accumulate bf16 in fp32 (rule 9; engine.py, _do_optimizer_sanity_check), and its
+    """Without ZeRO DeepSpeed cannot accumulate bf16 in fp32 (engine.py, _do_optimizer_sanity_check), and its
     unfused half-precision optimizer (fp16/unfused_optimizer.py) drifts: measured on a tiny GPT-2 in bf16, the gradient
     norm was 7 % off the plain run after eight steps. ZeRO-1 does both right, and costs nothing at data 1."""
     s, precision = x.strategy, x.recipe.training.precision
