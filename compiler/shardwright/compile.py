@@ -18,7 +18,7 @@ from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.own_code import OwnCode
 from shardwright.ir.partition import StagePartition, TensorParallelMap
 from shardwright.ir.recipe import Recipe
-from shardwright.ir.weights import Weights
+from shardwright.ir.weights import LocatedWeights
 from shardwright.launchers.lower import check_launch, unseen_paths
 from shardwright.layout.estimate import Estimate, PredictionError
 from shardwright.layout.problem import Problem
@@ -53,7 +53,7 @@ class Inputs:
     """What the recipe names, read. weights: None where they are random. own_code: its folder and what is in it.
     cluster: of one node where the recipe says `nodes: auto`."""
 
-    weights: Weights | None
+    weights: LocatedWeights | None
     own_code: tuple[Path, OwnCode] | None
     graph: ModelGraph
     cluster: Cluster
@@ -205,7 +205,7 @@ def _lowered(plan: Plan, problem: Problem, inputs: Inputs) -> tuple[Plan, Mappin
     return plan, files, warnings
 
 
-def _tokenizer_folder(recipe: Recipe, weights: Weights | None) -> Path | None:
+def _tokenizer_folder(recipe: Recipe, weights: LocatedWeights | None) -> Path | None:
     model = recipe.model
     names = [(key, part.tokenizer) for key, part in recipe.tokenized() if part.tokenizer not in (None, "byte")]
     if not names:

@@ -11,7 +11,7 @@ import pytest
 from shardwright.cli.main import main
 from shardwright.diagnostics import Refusal
 from shardwright.diagnostics.codes.ds_config import DS_CONFIG_CODES
-from shardwright.diagnostics.explain import Explanation, texts
+from shardwright.diagnostics.explain import CodeExplanation, texts
 from shardwright.diagnostics.render import render
 from shardwright.lint.document import read_document
 from shardwright.lint.lint import diagnostic, lint, subject_of
@@ -63,7 +63,7 @@ def test_every_code_has_a_rule_and_a_text() -> None:
 
 
 @pytest.mark.parametrize("entry", [entry for entry in texts().values() if entry.example], ids=lambda entry: entry.code)
-def test_example_and_instead(entry: Explanation) -> None:
+def test_example_and_instead(entry: CodeExplanation) -> None:
     audience = cast("Audience | None", entry.audience or None)
     assert codes(entry.example, audience, entry.world_size or None) == [entry.code]
     assert codes(entry.instead, audience, entry.world_size or None) == []

@@ -13,7 +13,7 @@ from shardwright.diagnostics import Refusal
 from shardwright.diagnostics.render import render
 from shardwright.migrate.convert import convert
 from shardwright.migrate.text import recipe_text
-from shardwright.recipe.events import Lines
+from shardwright.recipe.events import LineOffsets
 from shardwright.recipe.load import load_recipe
 from shardwright.recipe.node import plain
 from shardwright.recipe.text import read_text
@@ -50,7 +50,7 @@ def try_import(text: str, launch: str | None, folder: Path) -> list[str]:
         assert render(refusal.diagnostics, refusal.source, color=False)
         return []
     recipe = recipe_text(found.draft, found.name, [])
-    node, errors = read_text(recipe, Lines("recipe.yaml", recipe))
+    node, errors = read_text(recipe, LineOffsets("recipe.yaml", recipe))
     assert node is not None and not [e for e in errors if e.code in READING], (errors, recipe)
     document: Any = plain(node)
     for key, value in found.draft.values.items():

@@ -27,27 +27,6 @@ LONG_FUNCTIONS = {
     "schedule/streams.py::_dualpipev": "to be taken apart",
 }
 LONG_FILES = {"checkpoint/write.py": "to be taken apart"}
-CLASSES_OF_ONE_NAME = {
-    "Answer": "to be renamed",
-    "Block": "to be renamed",
-    "Check": "to be renamed",
-    "Command": "to be renamed",
-    "Explanation": "to be renamed",
-    "Lines": "to be renamed",
-    "Manifest": "to be renamed",
-    "Measured": "to be renamed",
-    "Passes": "to be renamed",
-    "Piece": "to be renamed",
-    "Probed": "to be renamed",
-    "Progress": "to be renamed",
-    "Row": "to be renamed",
-    "Source": "to be renamed",
-    "State": "to be renamed",
-    "Step": "to be renamed",
-    "Subject": "to be renamed",
-    "Tokenizer": "to be renamed",
-    "Weights": "to be renamed",
-}
 
 
 TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in MODULES}
@@ -87,8 +66,7 @@ def test_a_class_has_a_name_of_its_own() -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(name)
-    shared = {name: where for name, where in places.items() if len(where) > 1}
-    assert {name: where for name, where in shared.items() if name not in CLASSES_OF_ONE_NAME} == {}
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
 
 
 def test_no_room_holds_everything() -> None:

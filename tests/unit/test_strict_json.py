@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.launch.progress import Progress
+from shardwright.launch.progress import TrainingProgress
 from shardwright.strict_json import strict_json
 from shardwright.watch.journal import PROGRESS, Evaluations, Metrics, evaluated_step, read_json, write_json
 
@@ -49,7 +49,7 @@ def test_a_runs_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert first["loss"] == 2.0 and "finite" not in first
     assert (second["loss"], second["grad_norm"], second["finite"]) == (None, None, False)
     progress = [line.removeprefix(PROGRESS) for line in capsys.readouterr().out.splitlines()]
-    Progress(2).show(progress[1])
+    TrainingProgress(2).show(progress[1])
     assert "step 2/2  loss nan  grad_norm nan" in capsys.readouterr().out
 
 

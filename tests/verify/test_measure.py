@@ -16,7 +16,7 @@ import torch
 from shardwright.cli.verify import _as_json, _as_text
 from shardwright.hf.reference import Reference
 from shardwright.verify import verify
-from shardwright.verify.verdict import Check, Verdict
+from shardwright.verify.verdict import Comparison, Verdict
 
 STEPS = [4.0, 3.0, 2.0]
 WEIGHTS = {"first": torch.ones(2, 2), "second": torch.full((3,), 2.0)}
@@ -110,7 +110,7 @@ def test_held_out_losses(bad: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_infinity_in_print() -> None:
-    check = Check(name="losses", what="of 6 steps", worst=math.inf, limit=1e-5)
+    check = Comparison(name="losses", what="of 6 steps", worst=math.inf, limit=1e-5)
     verdict = Verdict(architecture="a", parameters=1, layout="", verified="", checks=(check,), seconds=0.0)
     document = json.loads(_as_json("r", verdict), parse_constant=pytest.fail)
     assert document["checks"][0]["worst"] is None and not document["checks"][0]["passed"] and not document["same"]

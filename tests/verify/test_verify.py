@@ -16,7 +16,7 @@ import pytest
 from shardwright.hf.shrink import VOCABULARY
 from shardwright.layout.strategy import Strategy
 from shardwright.verify.tiny import ODD_VOCABULARY, tiny_config, tiny_strategy
-from shardwright.verify.verdict import Check
+from shardwright.verify.verdict import Comparison
 from tests.parity.harness import shardwright
 from tests.verify.cases import (
     ADAPTED,
@@ -163,8 +163,8 @@ def test_the_tiny_model_keeps_what_tensor_ranks_do_apart_from_sizes() -> None:
 
 
 def test_a_number_that_is_none_does_not_pass() -> None:
-    assert not Check(name="losses", what="", worst=float("nan"), limit=1e-5).passed
-    assert Check(name="losses", what="", worst=1e-5, limit=1e-5).passed
+    assert not Comparison(name="losses", what="", worst=float("nan"), limit=1e-5).passed
+    assert Comparison(name="losses", what="", worst=1e-5, limit=1e-5).passed
 
 
 def test_what_the_recipe_refuses_is_refused_here(tmp_path: Path) -> None:

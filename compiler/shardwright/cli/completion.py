@@ -35,14 +35,14 @@ def whole_parser(file: dict[str, str], directory: dict[str, str]) -> argparse.Ar
     import importlib
     from typing import cast
 
-    from shardwright.cli.main import COMMANDS, Command
+    from shardwright.cli.main import COMMANDS, CommandModule
     from shardwright.cluster.resolve import catalogue
 
     parser = argparse.ArgumentParser(prog="shardwright")
     commands = parser.add_subparsers(dest="command")
     for name, (module, summary) in COMMANDS.items():
         command = commands.add_parser(name, help=summary)
-        cast(Command, importlib.import_module(module)).add_arguments(command)
+        cast(CommandModule, importlib.import_module(module)).add_arguments(command)
         for action in command._actions:
             if "--gpu" in action.option_strings:
                 action.choices = [*catalogue()["gpus"]]

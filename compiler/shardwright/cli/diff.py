@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
-    from shardwright.cli.subject import Subject
+    from shardwright.cli.subject import PricedRecipe
     from shardwright.ir.json_value import JsonObject, JsonValue
     from shardwright.layout.estimate import Estimate
-    from shardwright.plan.resume import Resumable, Resume, Tokenizer
+    from shardwright.plan.resume import Resumable, Resume, TokenizerFiles
 
 GIB = 2**30
 Change = tuple[str, "JsonValue", "JsonValue"]
@@ -65,7 +65,7 @@ class Difference:
         return not (self.recipe or self.strategy or self.stages or self.model or self.versions)
 
 
-def difference(a: Subject, b: Subject) -> Difference:
+def difference(a: PricedRecipe, b: PricedRecipe) -> Difference:
     from shardwright.plan.resume import resume_under
 
     ours, theirs = resumable(a), resumable(b)
@@ -79,7 +79,7 @@ def difference(a: Subject, b: Subject) -> Difference:
     )
 
 
-def resumable(subject: Subject) -> Resumable:
+def resumable(subject: PricedRecipe) -> Resumable:
     """A recipe counts as compiled by what is installed."""
     from shardwright.plan.build import installed_versions, plan_lora
     from shardwright.plan.resume import Resumable
@@ -100,21 +100,21 @@ def resumable(subject: Subject) -> Resumable:
     )
 
 
-def _tokenizer(subject: Subject) -> Tokenizer | None:
+def _tokenizer(subject: PricedRecipe) -> TokenizerFiles | None:
     """All parts of the data have the same one."""
     from shardwright.ir.weights import TOKENIZER_PATTERNS
     from shardwright.plan.build import TOKENIZER_DIRECTORY
-    from shardwright.plan.resume import Tokenizer
+    from shardwright.plan.resume import TokenizerFiles
 
     name = next((part.tokenizer for _, part in subject.recipe.tokenized()), None)
     if name is None or name == "byte":
-        return None if name is None else Tokenizer(name=name, files=())
+        return None if name is None else TokenizerFiles(name=name, files=())
     folder = Path(name) if subject.plan is None else Path(subject.name) / TOKENIZER_DIRECTORY
     found = {path for pattern in TOKENIZER_PATTERNS for path in folder.glob(pattern) if path.is_file()}
     if not found or (not folder.is_absolute() and subject.plan is None):
-        return Tokenizer(name=name, files=None)
+        return TokenizerFiles(name=name, files=None)
     digests = ((path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in sorted(found))
-    return Tokenizer(name=name, files=tuple(digests))
+    return TokenizerFiles(name=name, files=tuple(digests))
 
 
 def changes(a: JsonObject, b: JsonObject) -> tuple[Change, ...]:
@@ -135,7 +135,7 @@ def _leaves(value: JsonObject, path: tuple[str, ...] = ()) -> Iterator[tuple[str
             yield ".".join((*path, key)), below
 
 
-def _stages(subject: Subject, resumable: Resumable) -> JsonObject:
+def _stages(subject: PricedRecipe, resumable: Resumable) -> JsonObject:
     names = [layer.name for layer in subject.graph.layers]
     bounds = zip(resumable.boundaries, resumable.boundaries[1:], strict=False)
     return {f"stage {i}": _span(names[start:stop]) for i, (start, stop) in enumerate(bounds)}
@@ -201,7 +201,7 @@ _SHOWN = {
 LONGEST = 60  # characters of a value in the page; --json has all
 
 
-def page(a: Subject, b: Subject, found: Difference) -> str:
+def page(a: PricedRecipe, b: PricedRecipe, found: Difference) -> str:
     from shardwright.cli.tables import table_lines, title
 
     lines = [f"A  {_who(a)}", f"B  {_who(b)}", ""]
@@ -234,7 +234,7 @@ def page(a: Subject, b: Subject, found: Difference) -> str:
     return "\n".join(lines)
 
 
-def _who(subject: Subject) -> str:
+def _who(subject: PricedRecipe) -> str:
     from shardwright.diagnostics.render import visible
 
     kind = "recipe" if subject.plan is None else "compiled folder"
@@ -260,13 +260,13 @@ def _effect_row(effect: Effect, *, is_cpu: bool) -> tuple[str, ...]:
     return words, *values, "" if change is None else "same" if change == 0 else f"{change:+.1%}"
 
 
-def as_object(a: Subject, b: Subject, found: Difference) -> JsonObject:
+def as_object(a: PricedRecipe, b: PricedRecipe, found: Difference) -> JsonObject:
     from shardwright.cli.estimate import estimate_object
 
     def listed(rows: tuple[Change, ...]) -> list[JsonValue]:
         return [{"key": key, "a": ours, "b": theirs} for key, ours, theirs in rows]
 
-    def side(subject: Subject) -> JsonObject:
+    def side(subject: PricedRecipe) -> JsonObject:
         kind = "recipe" if subject.plan is None else "folder"
         return {**estimate_object(subject.name, subject.estimate), "kind": kind, "name": subject.recipe.name}
 

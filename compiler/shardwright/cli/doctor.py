@@ -12,7 +12,7 @@ from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
-    from shardwright.launch.doctor.meeting import Check
+    from shardwright.launch.doctor.meeting import HostCheck
     from shardwright.plan.plan import Plan
 
 
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(is_red(check) for check in checks) else 0
 
 
-def _checks(plan: Plan, folder: Path, hostfile: Path | None) -> Sequence[Check]:
+def _checks(plan: Plan, folder: Path, hostfile: Path | None) -> Sequence[HostCheck]:
     """By who knows the hosts: a scheduler, a hostfile, or whoever calls launch.sh on each node.
 
     The names in a compiled hostfile of the latter two are made up, and nobody asks for them.
@@ -90,12 +90,12 @@ def read_hosts(plan: Plan, folder: Path, hostfile: Path | None) -> list[str]:
     return [host.name for host in hosts_of(str(path), text, plan.nodes, plan.gpus_per_node)]
 
 
-def is_red(check: Check) -> bool:
+def is_red(check: HostCheck) -> bool:
     """Whether a run would fail; a warning (a slow link) is told and does not stop one."""
     return any(problem.severity == "error" for problem in check.problems)
 
 
-def as_text(checks: Sequence[Check]) -> str:
+def as_text(checks: Sequence[HostCheck]) -> str:
     from shardwright.diagnostics.render import visible
 
     lines = []
@@ -113,7 +113,7 @@ def as_text(checks: Sequence[Check]) -> str:
     return "\n".join(lines)
 
 
-def as_json(checks: Sequence[Check]) -> str:
+def as_json(checks: Sequence[HostCheck]) -> str:
     return strict_json(
         {
             "ok": not any(is_red(check) for check in checks),

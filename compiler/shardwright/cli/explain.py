@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
-    from shardwright.diagnostics.explain import Explanation
+    from shardwright.diagnostics.explain import CodeExplanation
 
 WIDTH = 100
 
@@ -104,7 +104,7 @@ def _explain_code(args: argparse.Namespace) -> int:
     return 0
 
 
-def page(found: Explanation) -> str:
+def page(found: CodeExplanation) -> str:
     """The text of one code; only its title where the registry has no more."""
     lines = [f"{found.code}: {found.title}"]
     for part in (found.what, found.why):
@@ -126,13 +126,13 @@ def _indented(text: str) -> list[str]:
     return [f"  {line}" for line in text.splitlines()]
 
 
-def _flags(found: Explanation) -> str:
+def _flags(found: CodeExplanation) -> str:
     flags = [f"--for {found.audience}"] * bool(found.audience)
     flags += [f"--world-size {found.world_size}"] * bool(found.world_size)
     return f" (lint {' '.join(flags)})" if flags else ""
 
 
-def _object(found: Explanation) -> dict[str, str]:
+def _object(found: CodeExplanation) -> dict[str, str]:
     keys = ("code", "title", "what", "why", "example", "instead", "source")
     return {key: getattr(found, key) for key in keys}
 

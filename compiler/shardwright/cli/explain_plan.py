@@ -13,12 +13,12 @@ from shardwright.cost.measured import error_words
 from shardwright.figures import rate
 from shardwright.ir.weights import weights_words
 from shardwright.search.compare import hpz_words, layout_words
-from shardwright.search.explain import Alternative, Explanation, KeyReason, SecondCopy, explain
+from shardwright.search.explain import Alternative, KeyReason, PlanExplanation, SecondCopy, explain
 from shardwright.search.plainer import plainer_words
 from shardwright.search.sensitivity import MORE, Sensitivity
 
 if TYPE_CHECKING:
-    from shardwright.cli.subject import Subject
+    from shardwright.cli.subject import PricedRecipe
     from shardwright.ir.json_value import JsonObject, JsonValue
     from shardwright.ir.recipe import Recipe, TrainingSection
     from shardwright.layout.estimate import Estimate
@@ -69,11 +69,11 @@ MOST_RANKS = 16
 """Pipeline ranks in a table; of more, the first, the last, and those that matter."""
 
 
-def explained(subject: Subject) -> Explanation:
+def explained(subject: PricedRecipe) -> PlanExplanation:
     return explain(subject.recipe, subject.graph, subject.cluster, subject.estimate)
 
 
-def page(subject: Subject, found: Explanation) -> str:
+def page(subject: PricedRecipe, found: PlanExplanation) -> str:
     sections = [
         _head(subject, found),
         _memory(subject, found),
@@ -85,7 +85,7 @@ def page(subject: Subject, found: Explanation) -> str:
     return "\n\n".join("\n".join(section) for section in sections if section)
 
 
-def _head(subject: Subject, found: Explanation) -> list[str]:
+def _head(subject: PricedRecipe, found: PlanExplanation) -> list[str]:
     e, cluster, graph = found.chosen, subject.cluster, subject.graph
     memory, time = e.memory, e.time
     weights = weights_words(subject.recipe.model.weights)
@@ -151,7 +151,7 @@ def _weights(copy: SecondCopy, chosen: Estimate, recipe: Recipe) -> str:
     return f"{none}{change:+.1%} of the step, but {needs} leaves less than predictions fall short by"
 
 
-def _place(found: Explanation) -> str:
+def _place(found: PlanExplanation) -> str:
     if found.place is None:
         return f"it does not run ({', '.join(d.code for d in found.chosen.diagnostics if d.severity == 'error')})"
     pinned = [reason.key for reason in found.keys if reason.pinned]
@@ -159,7 +159,7 @@ def _place(found: Explanation) -> str:
     return f"{of}; pinned: {', '.join(pinned)}" if pinned else of
 
 
-def _memory(subject: Subject, found: Explanation) -> list[str]:
+def _memory(subject: PricedRecipe, found: PlanExplanation) -> list[str]:
     """GiB, one row a pipeline rank."""
     header = ("pipeline rank", "layers", *MEMORY_COLUMNS, "total", "free")
     capacity = found.chosen.memory.capacity_bytes
@@ -193,7 +193,7 @@ def _layers(rank: RankBreakdown, last: int) -> str:
     return " and ".join(span(*bounds) for bounds in rank.layers)
 
 
-def _shown(found: Explanation) -> list[RankBreakdown]:
+def _shown(found: PlanExplanation) -> list[RankBreakdown]:
     ranks = found.breakdown.ranks
     if len(ranks) <= MOST_RANKS:
         return list(ranks)
@@ -201,12 +201,12 @@ def _shown(found: Explanation) -> list[RankBreakdown]:
     return [rank for rank in ranks if rank.pipeline_rank in kept]
 
 
-def _left_out(found: Explanation) -> list[str]:
+def _left_out(found: PlanExplanation) -> list[str]:
     left = len(found.breakdown.ranks) - len(_shown(found))
     return [f"  {left} more pipeline ranks are in --json"] if left else []
 
 
-def _step(found: Explanation) -> list[str]:
+def _step(found: PlanExplanation) -> list[str]:
     step, total = found.breakdown.step, found.chosen.time.step_seconds
     parts = [(words, getattr(step, name)) for name, words in STEP_WORDS.items()]
     rows = [(words, _ms(seconds), f"{seconds / total:.1%}") for words, seconds in parts if seconds]
@@ -235,7 +235,7 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.1f}"
 
 
-def _reasons(found: Explanation) -> list[str]:
+def _reasons(found: PlanExplanation) -> list[str]:
     header = ("key", "value", "best other", "its step", "")
     rows = [_reason(reason) for reason in found.keys]
     return [title("Why these values"), *table_lines(header, rows, text=(0, 1, 2, 4), indent="  ")]
@@ -255,7 +255,7 @@ def _loses(other: Alternative) -> str:
     return other.because if other.slower >= 0 else f"would win by {other.because}"
 
 
-def _sensitivity(found: Explanation) -> list[str]:
+def _sensitivity(found: PlanExplanation) -> list[str]:
     if not found.sensitivity:
         return []
     step = found.chosen.time.step_seconds
@@ -264,7 +264,7 @@ def _sensitivity(found: Explanation) -> list[str]:
     return [title("What more would change"), *table_lines(header, rows, text=(0, 3), indent="  ")]
 
 
-def _more(each: Sensitivity, found: Explanation, step: float) -> tuple[str, ...]:
+def _more(each: Sensitivity, found: PlanExplanation, step: float) -> tuple[str, ...]:
     words = RESOURCE_WORDS[each.resource]
     same = _change(each.same.time.step_seconds / step - 1)
     if each.best is None:
@@ -278,7 +278,7 @@ def _change(share: float) -> str:
     return "none" if abs(share) < 5e-4 else f"{share:+.1%}"
 
 
-def _next(found: Explanation) -> list[str]:
+def _next(found: PlanExplanation) -> list[str]:
     if not found.next_best:
         return []
     where = " without the pins" if found.beyond_pins else ""
@@ -296,7 +296,7 @@ def _next(found: Explanation) -> list[str]:
     return [title(f"The next best{where}"), *table_lines(header, rows, text=(0, 4), indent="  ")]
 
 
-def as_object(subject: Subject, found: Explanation) -> JsonObject:
+def as_object(subject: PricedRecipe, found: PlanExplanation) -> JsonObject:
     """The object of `estimate --json`, with its parts taken apart."""
     from shardwright.cli.estimate import estimate_object
 
@@ -355,7 +355,7 @@ def as_object(subject: Subject, found: Explanation) -> JsonObject:
     }
 
 
-def _rank_object(rank: RankBreakdown, subject: Subject) -> JsonObject:
+def _rank_object(rank: RankBreakdown, subject: PricedRecipe) -> JsonObject:
     names = [layer.name for layer in subject.graph.layers]
     return {
         "pipeline_rank": rank.pipeline_rank,

@@ -44,7 +44,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 
-class Command(Protocol):
+class CommandModule(Protocol):
     """What each module of cli/ has."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
@@ -119,7 +119,7 @@ def _dispatch(arguments: list[str]) -> int:
     if first not in COMMANDS:
         return _no_command(first)
     module, summary = COMMANDS[first]
-    command = cast(Command, importlib.import_module(module))
+    command = cast(CommandModule, importlib.import_module(module))
     parser = _Parser(prog=f"shardwright {first}", description=f"{summary[0].upper()}{summary[1:]}.", allow_abbrev=False)
     command.add_arguments(parser)
     return command.run(parser.parse_args(rest))

@@ -23,7 +23,7 @@ from shardwright.cli.plan_model import (
 from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
-    from shardwright.cli.plan_table import Row
+    from shardwright.cli.plan_table import PlanRow
     from shardwright.ir.cluster import Cluster
     from shardwright.ir.json_value import JsonValue
     from shardwright.ir.model_graph import ModelGraph
@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
     return 1
 
 
-def ranked_rows(recipe: Recipe, graph: ModelGraph, cluster: Cluster, result: SearchResult, top: int) -> list[Row]:
+def ranked_rows(recipe: Recipe, graph: ModelGraph, cluster: Cluster, result: SearchResult, top: int) -> list[PlanRow]:
     """The best, and "what you would run today" (pipeline 1, tensor 1, ZeRO-2 and 3): within the ranking where the pins
     allow it, below it otherwise."""
     from shardwright.search.search import baselines
@@ -145,8 +145,8 @@ def ranked_rows(recipe: Recipe, graph: ModelGraph, cluster: Cluster, result: Sea
     ]
 
 
-def _row(estimate: Estimate, *, today: bool, ranked: bool) -> Row:
-    from shardwright.cli.plan_table import Row
+def _row(estimate: Estimate, *, today: bool, ranked: bool) -> PlanRow:
+    from shardwright.cli.plan_table import PlanRow
 
     s = estimate.strategy
     notes = [] if s.schedule == "1f1b" else [s.schedule]
@@ -155,13 +155,13 @@ def _row(estimate: Estimate, *, today: bool, ranked: bool) -> Row:
     notes += [f"today's ZeRO-{s.zero_stage}"] if today else []
     broken = [d.code for d in estimate.diagnostics if d.severity == "error"]
     notes += broken or ([] if ranked else ["not as pinned"])
-    return Row(estimate=estimate, note=", ".join(notes), broken=bool(broken))
+    return PlanRow(estimate=estimate, note=", ".join(notes), broken=bool(broken))
 
 
 def _object(
     path: str,
     recipe: Recipe,
-    rows: list[Row],
+    rows: list[PlanRow],
     result: SearchResult,
     sizing: Sizing | None,
     batch: OtherBatch | None,
@@ -216,7 +216,7 @@ def _bound(recipe: Recipe, sizing: Sizing, batch: OtherBatch | None) -> str:
 
 def page_lines(
     recipe: Recipe,
-    rows: list[Row],
+    rows: list[PlanRow],
     result: SearchResult,
     sizing: Sizing | None = None,
     batch: OtherBatch | None = None,
@@ -256,7 +256,7 @@ def page_lines(
     return lines
 
 
-def _unpinnable(args: argparse.Namespace, rows: list[Row]) -> str:
+def _unpinnable(args: argparse.Namespace, rows: list[PlanRow]) -> str:
     """Why --pin cannot write, or ""."""
     if args.pin > len(rows):
         return f"--pin {args.pin}: the table has {len(rows)} rows"
@@ -279,7 +279,7 @@ def _pinned_file(args: argparse.Namespace) -> Path:
     return Path(args.recipe) if model_of(args) is None else Path(f"{Path(args.recipe).name}.yaml")
 
 
-def _pin(args: argparse.Namespace, recipe: Recipe, text: str, row: Row) -> None:
+def _pin(args: argparse.Namespace, recipe: Recipe, text: str, row: PlanRow) -> None:
     from shardwright.cli.pin import pin_recipe
     from shardwright.search.compare import layout_words
 

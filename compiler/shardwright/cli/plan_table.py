@@ -14,7 +14,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class PlanRow:
     """note: what sets the row apart, such as a schedule, a broken rule, or that it is outside the pins."""
 
     estimate: Estimate
@@ -29,7 +29,7 @@ HEADER = (
 TEXT_COLUMNS = ("checkpointing", "")  # the others are numbers, and stand on the right
 
 
-def table(rows: Sequence[Row], *, is_cpu: bool) -> list[str]:
+def table(rows: Sequence[PlanRow], *, is_cpu: bool) -> list[str]:
     """Lines without a line end. Δ: step time against row 1."""
     cells = [_cells(place, row, rows[0].estimate, is_cpu=is_cpu) for place, row in enumerate(rows, start=1)]
     text = [i for i, name in enumerate(HEADER) if name in TEXT_COLUMNS]
@@ -37,7 +37,7 @@ def table(rows: Sequence[Row], *, is_cpu: bool) -> list[str]:
     return table_lines(header, cells, text=text, bold=() if rows[0].broken else (0,))
 
 
-def _cells(place: int, row: Row, first: Estimate, *, is_cpu: bool) -> tuple[str, ...]:
+def _cells(place: int, row: PlanRow, first: Estimate, *, is_cpu: bool) -> tuple[str, ...]:
     e, s = row.estimate, row.estimate.strategy
     peak, capacity, step = e.memory.peak_bytes, e.memory.capacity_bytes, e.time.step_seconds
     training = e.training

@@ -10,7 +10,7 @@ from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
     from shardwright.data.dataset import Dataset
-    from shardwright.data.summary import PartSummary, Piece
+    from shardwright.data.summary import PartSummary, TextSpan
     from shardwright.plan.plan import Plan
 
 
@@ -34,7 +34,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def as_json(plan: Plan, folder: Path, data: Dataset, parts: tuple[PartSummary, ...], shown: list[list[Piece]]) -> str:
+def as_json(
+    plan: Plan, folder: Path, data: Dataset, parts: tuple[PartSummary, ...], shown: list[list[TextSpan]]
+) -> str:
     from dataclasses import asdict
 
     t = plan.training
@@ -55,7 +57,9 @@ def as_json(plan: Plan, folder: Path, data: Dataset, parts: tuple[PartSummary, .
     )
 
 
-def summary(plan: Plan, folder: Path, data: Dataset, parts: tuple[PartSummary, ...], shown: list[list[Piece]]) -> str:
+def summary(
+    plan: Plan, folder: Path, data: Dataset, parts: tuple[PartSummary, ...], shown: list[list[TextSpan]]
+) -> str:
     """What the run will read, in a few lines, and three samples of it."""
     import sys
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
-    from shardwright.launch.state import State
+    from shardwright.launch.state import RunState
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def as_text(state: State, folder: Path) -> str:
+def as_text(state: RunState, folder: Path) -> str:
     from shardwright.checkpoint.step_folders import step_name
     from shardwright.cli.console import shell_word
     from shardwright.diagnostics.render import visible

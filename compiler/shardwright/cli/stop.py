@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from shardwright.diagnostics import Diagnostic, Refusal
 
 if TYPE_CHECKING:
-    from shardwright.launch.state import State
+    from shardwright.launch.state import RunState
     from shardwright.plan.plan import Plan
 
 POLL_SECONDS = 0.5
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     return NOT_FINISHED if state.status == "failed" else 0
 
 
-def _wait(plan: Plan, folder: Path) -> State:
+def _wait(plan: Plan, folder: Path) -> RunState:
     from shardwright.launch.state import holds_lock, read_state
 
     said = 0.0

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class PricedRecipe:
     """estimate: of the chosen layout, by this version's cost model. plan: where it is a compiled folder.
     is_predicted_anew: the plan's own prediction is another one."""
 
@@ -30,17 +30,17 @@ class Subject:
     is_predicted_anew: bool
 
 
-def read_subject(name: str, overrides: Sequence[str] = ()) -> Subject:
+def read_subject(name: str, overrides: Sequence[str] = ()) -> PricedRecipe:
     """Raises Refusal: read_folder's, and all that a recipe can be refused for."""
     return _folder(name) if os.path.isdir(name) else read_recipe(name, overrides)
 
 
-def read_recipe(name: str, overrides: Sequence[str] = ()) -> Subject:
+def read_recipe(name: str, overrides: Sequence[str] = ()) -> PricedRecipe:
     from shardwright.compile import estimate_recipe
     from shardwright.recipe.load import load_recipe
 
     problem, estimate = estimate_recipe(load_recipe(Path(name), overrides))
-    return Subject(
+    return PricedRecipe(
         name=name,
         recipe=problem.recipe,
         graph=problem.graph,
@@ -51,11 +51,11 @@ def read_recipe(name: str, overrides: Sequence[str] = ()) -> Subject:
     )
 
 
-def _folder(name: str) -> Subject:
+def _folder(name: str) -> PricedRecipe:
     from shardwright.folder import read_folder
 
     read = read_folder(Path(name))
-    return Subject(
+    return PricedRecipe(
         name=name,
         recipe=read.recipe,
         graph=read.graph,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shardwright.diagnostics import Diagnostic
-    from shardwright.verify.verdict import Check, Verdict
+    from shardwright.verify.verdict import Comparison, Verdict
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,6 +90,6 @@ def _as_text(name: str, verdict: Verdict) -> str:
     return "\n".join(f"{label:<{width}}{text}" for label, text in rows)
 
 
-def _row(check: Check) -> str:
+def _row(check: Comparison) -> str:
     mark = "ok " if check.passed else "BAD"
     return f"{mark}  off by {check.worst:<8.2g} limit {check.limit:<6g} {check.what}".rstrip()

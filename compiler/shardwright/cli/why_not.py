@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from shardwright.cli.plan_table import GIB
 from shardwright.cli.tables import table_lines
 from shardwright.search.compare import PARTS, layout_words
-from shardwright.search.why_not import CHOSEN, LOSES, TOO_LARGE, WINS, Answer
+from shardwright.search.why_not import CHOSEN, LOSES, TOO_LARGE, WINS, WhyNotAnswer
 from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
-    from shardwright.cli.subject import Subject
+    from shardwright.cli.subject import PricedRecipe
     from shardwright.diagnostics import Diagnostic
     from shardwright.ir.json_value import JsonObject
     from shardwright.ir.recipe import Recipe
@@ -87,7 +87,9 @@ def _nearest(key: str, known: Sequence[str]) -> tuple[str, ...]:
     return tuple(difflib.get_close_matches(key, known, n=2))
 
 
-def ask(subject: Subject, overrides: Sequence[str], asked: Mapping[str, str]) -> tuple[Answer, tuple[str, ...]]:
+def ask(
+    subject: PricedRecipe, overrides: Sequence[str], asked: Mapping[str, str]
+) -> tuple[WhyNotAnswer, tuple[str, ...]]:
     """The answer, and the keys that the recipe pins and the question sets aside: all of the layout that it does not
     name is free."""
     from shardwright.diagnostics import Refusal
@@ -109,7 +111,7 @@ def ask(subject: Subject, overrides: Sequence[str], asked: Mapping[str, str]) ->
     return why_not(recipe, subject.graph, subject.cluster, subject.estimate), freed
 
 
-def page(subject: Subject, asked: Mapping[str, str], freed: Sequence[str], answer: Answer) -> str:
+def page(subject: PricedRecipe, asked: Mapping[str, str], freed: Sequence[str], answer: WhyNotAnswer) -> str:
     lines = [f"asked    {' '.join(f'{key}={value}' for key, value in asked.items())}"]
     if freed:
         lines[0] += f" (set aside: the recipe's own {', '.join(freed)})"
@@ -125,7 +127,7 @@ def page(subject: Subject, asked: Mapping[str, str], freed: Sequence[str], answe
     return "\n".join(lines)
 
 
-def sentence(subject: Subject, answer: Answer) -> str:
+def sentence(subject: PricedRecipe, answer: WhyNotAnswer) -> str:
     found = answer.estimate
     if found is None:
         return f"it cannot be: {answer.because}"
@@ -166,7 +168,9 @@ def _row(words: str, ours: float, theirs: float) -> tuple[str, ...]:
     return words, f"{ours:,.1f}", f"{theirs:,.1f}", f"{theirs - ours:+,.1f}"
 
 
-def as_object(subject: Subject, asked: Mapping[str, str], freed: Sequence[str], answer: Answer) -> JsonObject:
+def as_object(
+    subject: PricedRecipe, asked: Mapping[str, str], freed: Sequence[str], answer: WhyNotAnswer
+) -> JsonObject:
     from shardwright.cli.estimate import diagnostic_objects, estimate_object
 
     plan, found = subject.estimate, answer.estimate

@@ -19,10 +19,10 @@ from pathlib import Path
 
 from shardwright.atomic import write_atomically
 from shardwright.data import chat
-from shardwright.data.progress import Progress, progress
+from shardwright.data.progress import ReadingProgress, progress
 from shardwright.data.records import records, text_pieces, texts
-from shardwright.data.sources import Source, locate, prepared_parts
-from shardwright.data.store import Manifest, Writer, open_documents, read_manifest
+from shardwright.data.sources import DataSource, locate, prepared_parts
+from shardwright.data.store import TokenManifest, Writer, open_documents, read_manifest
 from shardwright.data.tokenizers import Tokenizer, load_tokenizer
 from shardwright.data.trouble import refusal, writing
 from shardwright.data.whole import store_table
@@ -97,7 +97,7 @@ def locate_settings(part: PlanData, folder: Path) -> str:
     return locate(part, folder, look=False).settings
 
 
-def _found(at: Path, source: Source) -> Manifest | None:
+def _found(at: Path, source: DataSource) -> TokenManifest | None:
     return read_manifest(at / source.key)
 
 
@@ -110,7 +110,7 @@ def _remembered(at: Path, settings: str) -> str | None:
     return name if read_manifest(at / name) is not None else None
 
 
-def _remember(at: Path, sources: Iterable[Source]) -> None:
+def _remember(at: Path, sources: Iterable[DataSource]) -> None:
     try:
         known = json.loads((at / CURRENT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -134,7 +134,7 @@ def _alone(at: Path) -> Iterator[None]:
         yield
 
 
-def _build(plan: Plan, folder: Path, at: Path, source: Source) -> None:
+def _build(plan: Plan, folder: Path, at: Path, source: DataSource) -> None:
     """Under a name of its own, then published by one rename. Locks do not hold across hosts on every file system: a
     second writer there finds the folder taken, with the same content."""
     tokenizer = load_tokenizer(str(source.part.tokenizer), folder)
@@ -177,7 +177,7 @@ def _check_ids(plan: Plan, tokenizer: Tokenizer, writer: Writer) -> None:
 
 
 def _read(
-    part: PlanData, files: tuple[str, ...], tokenizer: Tokenizer, writer: Writer, shown: Progress
+    part: PlanData, files: tuple[str, ...], tokenizer: Tokenizer, writer: Writer, shown: ReadingProgress
 ) -> Iterator[None]:
     """Yields after each batch that is written."""
     if part.kind == "chat":
@@ -218,7 +218,7 @@ def _pieces(part: PlanData, files: tuple[str, ...]) -> Iterator[Piece]:
                 yield text, size, True
 
 
-def _flush(batch: list[Piece], tokenizer: Tokenizer, writer: Writer, shown: Progress) -> None:
+def _flush(batch: list[Piece], tokenizer: Tokenizer, writer: Writer, shown: ReadingProgress) -> None:
     encoded = tokenizer.encode([text for text, _, _ in batch])
     for ids, (_, _, ends) in zip(encoded, batch, strict=True):
         if len(ids):

@@ -13,7 +13,7 @@ PLAIN_SECONDS = 2.0
 """From one plain line to the next; what takes less than that says nothing."""
 
 
-class Progress:
+class ReadingProgress:
     """total: bytes of the sources."""
 
     def __init__(self, what: str, total: int) -> None:
@@ -46,8 +46,8 @@ class Progress:
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Progress]:
-    shown = Progress(what, total)
+def progress(what: str, total: int) -> Iterator[ReadingProgress]:
+    shown = ReadingProgress(what, total)
     try:
         yield shown
     finally:

@@ -17,7 +17,7 @@ PADDING_ID = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class TokenBlock:
     """tokens: (B, S) ids. starts: (B, S) bool, True where a document begins; None where rows are whole.
 
     trained: (B, S) bool, False where a token is no label; None where all are.
@@ -31,7 +31,7 @@ class Block:
 class Rows(Protocol):
     def __len__(self) -> int: ...
 
-    def read(self, indices: Indices) -> Block: ...
+    def read(self, indices: Indices) -> TokenBlock: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class ArrayRows:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def read(self, indices: Indices) -> Block:
-        return Block(tokens=self.tokens[indices], starts=None, trained=None)
+    def read(self, indices: Indices) -> TokenBlock:
+        return TokenBlock(tokens=self.tokens[indices], starts=None, trained=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +61,17 @@ class StreamRows:
     def __len__(self) -> int:
         return len(self.documents.tokens) // self.length
 
-    def read(self, indices: Indices) -> Block:
+    def read(self, indices: Indices) -> TokenBlock:
         size, tokens, ends = self.length, self.documents.tokens, self.documents.ends
         cut = np.stack([tokens[i * size : (i + 1) * size] for i in indices])
         if not self.packed:
-            return Block(tokens=cut, starts=None, trained=None)
+            return TokenBlock(tokens=cut, starts=None, trained=None)
         starts = np.zeros(cut.shape, dtype=np.bool_)
         for row, i in enumerate(indices):
             first, last = np.searchsorted(ends, (i * size, (i + 1) * size))
             starts[row, ends[first:last] - i * size] = True  # where one ends, the next begins
             starts[row, 0] |= i == 0
-        return Block(tokens=cut, starts=starts, trained=None)
+        return TokenBlock(tokens=cut, starts=starts, trained=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class DocumentRows:
     def __len__(self) -> int:
         return len(self.bounds) - 1
 
-    def read(self, indices: Indices) -> Block:
+    def read(self, indices: Indices) -> TokenBlock:
         d, shape = self.documents, (len(indices), self.length)
         tokens = np.full(shape, PADDING_ID, dtype=d.tokens.dtype)
         starts, trained = np.zeros(shape, dtype=np.bool_), np.zeros(shape, dtype=np.bool_)
@@ -105,7 +105,7 @@ class DocumentRows:
                 at += size
             if at < self.length:
                 starts[row, at] = True  # the padding sees itself alone
-        return Block(tokens=tokens, starts=starts if self.packed else None, trained=trained)
+        return TokenBlock(tokens=tokens, starts=starts if self.packed else None, trained=trained)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class SomeRows:
     def __len__(self) -> int:
         return len(self.chosen)
 
-    def read(self, indices: Indices) -> Block:
+    def read(self, indices: Indices) -> TokenBlock:
         return self.rows.read(self.chosen[indices])
 
 
@@ -131,7 +131,7 @@ class JoinedRows:
     def __len__(self) -> int:
         return sum(len(part) for part in self.parts)
 
-    def read(self, indices: Indices) -> Block:
+    def read(self, indices: Indices) -> TokenBlock:
         firsts = np.cumsum([0, *(len(part) for part in self.parts)])
         owner = np.searchsorted(firsts, indices, side="right") - 1
         blocks = [(owner == p, self.parts[p].read(indices[owner == p] - firsts[p])) for p in np.unique(owner)]
@@ -146,4 +146,4 @@ class JoinedRows:
                 trained[where] = block.trained
         packed = any(block.starts is not None for _, block in blocks)
         masked = any(block.trained is not None for _, block in blocks)
-        return Block(tokens=tokens, starts=starts if packed else None, trained=trained if masked else None)
+        return TokenBlock(tokens=tokens, starts=starts if packed else None, trained=trained if masked else None)

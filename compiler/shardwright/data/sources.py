@@ -22,7 +22,7 @@ _SKIPPED_STDLIB = ("site-packages", "test", "tests", "idlelib", "lib2to3", "__py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class DataSource:
     """files: in a fixed order, () where this host has none; size_bytes: of all of them.
 
     settings: hash of all that decides how they are read; key: of that and of the files' names, sizes and times.
@@ -56,7 +56,7 @@ def packs(plan: Plan) -> bool:
     return any(part.packing and part.kind in DOCUMENT_KINDS for part in every_part(plan))
 
 
-def locate(part: PlanData, folder: Path, *, look: bool = True) -> Source:
+def locate(part: PlanData, folder: Path, *, look: bool = True) -> DataSource:
     """folder: the compiled one, which holds the tokenizer. look: for the files, too."""
     files = tuple(files_behind(str(part.path))) if look else ()
     settings = _digest(
@@ -80,7 +80,7 @@ def locate(part: PlanData, folder: Path, *, look: bool = True) -> Source:
             "Let no other program change the data while it is read, and start again.",
         ) from None
     listed = [[name, s.st_size, s.st_mtime_ns] for name, s in zip(files, stats, strict=True)]
-    return Source(
+    return DataSource(
         part=part,
         files=files,
         size_bytes=sum(s.st_size for s in stats),

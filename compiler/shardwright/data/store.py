@@ -26,8 +26,8 @@ BUFFER_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """settings: of the Source; dtype: of tokens.bin; trained: labels among the tokens, None where all are;
+class TokenManifest:
+    """settings: of the DataSource; dtype: of tokens.bin; trained: labels among the tokens, None where all are;
     empty: source files and records that held nothing; digest: SHA-256 (hex) of all that was written, "" in what an
     earlier version wrote."""
 
@@ -104,10 +104,10 @@ class Writer:
         self._write(self._ends, np.int64(self.tokens).tobytes())
         self.documents += 1
 
-    def finish(self, *, settings: str, kind: str, source_bytes: int) -> Manifest:
+    def finish(self, *, settings: str, kind: str, source_bytes: int) -> TokenManifest:
         """Everything on disk, the manifest last."""
         self.close(sync=True)
-        manifest = Manifest(
+        manifest = TokenManifest(
             format=FORMAT,
             settings=settings,
             kind=kind,
@@ -136,10 +136,10 @@ class Writer:
                         os.fsync(file.fileno())
 
 
-def read_manifest(folder: Path) -> Manifest | None:
+def read_manifest(folder: Path) -> TokenManifest | None:
     """None where the folder was not finished, or is of another format."""
     try:
-        found = Manifest(**json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
+        found = TokenManifest(**json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
     return found if found.format == FORMAT else None

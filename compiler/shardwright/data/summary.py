@@ -12,7 +12,7 @@ import numpy as np
 from shardwright.data.dataset import Dataset
 from shardwright.data.megatron import open_megatron
 from shardwright.data.prepare import prepared_folder
-from shardwright.data.rows import Block
+from shardwright.data.rows import TokenBlock
 from shardwright.data.sources import parts_of
 from shardwright.data.store import Documents, open_documents, read_manifest
 from shardwright.data.tokenizers import Ids, load_tokenizer
@@ -45,7 +45,7 @@ class PartSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TextSpan:
     """A stretch of a sample: its text, and whether the model learns to write it."""
 
     text: str
@@ -106,7 +106,7 @@ def _trained(documents: Documents, part: PlanData) -> int:
     return len(documents.tokens) - (len(firsts) if part.packing else 1)
 
 
-def samples(plan: Plan, folder: Path, data: Dataset) -> list[list[Piece]]:
+def samples(plan: Plan, folder: Path, data: Dataset) -> list[list[TextSpan]]:
     """The beginnings of the first sequences of the training."""
     names = [part.tokenizer for part in parts_of(plan.data) if part.tokenizer]
     tokenizer = load_tokenizer(names[0], folder) if names else None
@@ -118,7 +118,7 @@ def samples(plan: Plan, folder: Path, data: Dataset) -> list[list[Piece]]:
     return [_pieces(data.train.read(rows[n : n + 1]), text) for n in range(len(rows))]
 
 
-def _pieces(block: Block, text: Callable[[Ids], str]) -> list[Piece]:
+def _pieces(block: TokenBlock, text: Callable[[Ids], str]) -> list[TextSpan]:
     """Of the first document of a row."""
     ids = block.tokens[0]
     trained = np.ones(len(ids), dtype=np.bool_) if block.trained is None else block.trained[0].copy()
@@ -130,9 +130,9 @@ def _pieces(block: Block, text: Callable[[Ids], str]) -> list[Piece]:
         stop = int(begins[0]) if len(begins) else stop
     stop = min(stop, SAMPLE_TOKENS)
     borders = [0, *(np.flatnonzero(np.diff(trained[:stop])) + 1).tolist(), stop]
-    return [Piece(text=text(ids[a:b]), trained=bool(trained[a])) for a, b in itertools.pairwise(borders) if b > a]
+    return [TextSpan(text=text(ids[a:b]), trained=bool(trained[a])) for a, b in itertools.pairwise(borders) if b > a]
 
 
-def marked(pieces: Sequence[Piece], begin: str, end: str) -> str:
+def marked(pieces: Sequence[TextSpan], begin: str, end: str) -> str:
     """One text, with what is trained between the two marks."""
     return "".join(f"{begin}{p.text}{end}" if p.trained else p.text for p in pieces)

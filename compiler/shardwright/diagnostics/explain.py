@@ -12,7 +12,7 @@ from shardwright.diagnostics.codes import CODES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
+class CodeExplanation:
     """title: the registry's line. example, instead: a ds_config with the fault and without; "" where there is none.
     audience: "" or what `--for` has to say for the example; world_size: 0 or what `--world-size` has to.
     source: where in DeepSpeed it stands, and the threads of users who met it."""
@@ -29,25 +29,25 @@ class Explanation:
 
 
 @functools.cache
-def texts() -> Mapping[str, Explanation]:
+def texts() -> Mapping[str, CodeExplanation]:
     """Of every code that has more than the registry's line."""
     file = resources.files("shardwright.diagnostics.codes").joinpath("ds_config.toml")
     table: dict[str, dict[str, str | int]] = tomllib.loads(file.read_text("utf-8"))
     return {code: _explanation(code, entry) for code, entry in table.items()}
 
 
-def explanation(code: str) -> Explanation | None:
+def explanation(code: str) -> CodeExplanation | None:
     """None where there is no such code."""
     if code not in CODES:
         return None
-    return texts().get(code) or Explanation(code=code, title=CODES[code])
+    return texts().get(code) or CodeExplanation(code=code, title=CODES[code])
 
 
-def _explanation(code: str, entry: Mapping[str, str | int]) -> Explanation:
+def _explanation(code: str, entry: Mapping[str, str | int]) -> CodeExplanation:
     def text(key: str) -> str:
         return str(entry.get(key, ""))
 
-    return Explanation(
+    return CodeExplanation(
         code=code,
         title=CODES[code],
         what=text("what"),

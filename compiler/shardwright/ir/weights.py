@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
+class LocatedWeights:
     """path: absolute folder of config.json and safetensors files. revision: its commit, None for a local folder."""
 
     path: str

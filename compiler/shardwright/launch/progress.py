@@ -15,13 +15,13 @@ PLAIN_SECONDS = 2.0
 """At most one plain line in this time, the first and the last step always."""
 
 
-class Progress:
+class TrainingProgress:
     def __init__(self, steps: int) -> None:
         self.steps = steps
         self._bar = tqdm(total=steps, unit="step", dynamic_ncols=True) if sys.stderr.isatty() else None
         self._last = 0.0
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> TrainingProgress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

@@ -28,7 +28,7 @@ from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.weights import weights_words
 from shardwright.launch.failure import report_failure
 from shardwright.launch.preconditions import check_machine, check_versions, program_path
-from shardwright.launch.progress import Progress
+from shardwright.launch.progress import TrainingProgress
 from shardwright.launch.submit import submit, submits
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import load_plan
@@ -207,7 +207,7 @@ def _stream(process: subprocess.Popen[str], plan: Plan, folder: Path) -> None:
     assert process.stdout is not None
     ender: threading.Timer | None = None
     blot = blotter(plan.launch.env_from)
-    with _private(folder / "run" / "launcher.log") as file, Progress(plan.training.steps) as progress:
+    with _private(folder / "run" / "launcher.log") as file, TrainingProgress(plan.training.steps) as progress:
         for text in map(blot, process.stdout):
             file.write(text)
             file.flush()

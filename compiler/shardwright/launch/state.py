@@ -25,7 +25,7 @@ GONE = "it ended without a word: the machine went down, or its processes were ki
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class RunState:
     """status: not started | starting | running | done | preempted | failed. eta_seconds: to the last step.
 
     step: the last one that this attempt goes on from or has trained; steps: of its training, which a later compile may
@@ -77,7 +77,7 @@ def is_alive(folder: Path) -> bool:
         return False
 
 
-def read_state(plan: Plan, folder: Path) -> State:
+def read_state(plan: Plan, folder: Path) -> RunState:
     status = read_json(folder / "run" / "status.json")
     begun = read_json(folder / "run" / "attempt.json")
     attempt = begun.get("attempt")
@@ -88,7 +88,7 @@ def read_state(plan: Plan, folder: Path) -> State:
         name, cause = "failed", GONE
     step, loss, rate, pace = _last_steps(folder / "run" / "metrics.jsonl", begun)
     numbers = {key: status.get(key) for key in ("rank", "stage")}
-    return State(
+    return RunState(
         status=name,
         attempt=None if attempt is None else int(str(attempt)),
         step=step,

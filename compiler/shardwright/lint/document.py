@@ -17,7 +17,7 @@ from typing import cast
 
 from shardwright.diagnostics import Diagnostic, KeyPath, Location, Refusal, Source
 from shardwright.ir.json_value import JsonObject, JsonValue
-from shardwright.recipe.events import Lines
+from shardwright.recipe.events import LineOffsets
 from shardwright.recipe.read_json import json_events
 from shardwright.safe_read import is_too_deep, read_regular
 
@@ -90,7 +90,7 @@ def read_document(name: str, text: str) -> Document:
     except RecursionError:
         raise _refused(name, "SW4009", f"{name} is nested too deeply", "Is it a ds_config.json?", text) from None
     places = _places(bare) if placed else _Places()
-    lines = Lines(name, text)
+    lines = LineOffsets(name, text)
     wrong = [
         Diagnostic(
             code="SW4006",
@@ -155,7 +155,7 @@ def _no_constant(word: str) -> None:
 
 
 def _not_json(name: str, text: str, bare: str) -> Diagnostic:
-    lines = Lines(name, text)
+    lines = LineOffsets(name, text)
     try:
         json.loads(bare, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
@@ -181,7 +181,7 @@ _PYTHON: dict[str, str] = {"True": "true", "False": "false", "None": "null"}
 
 
 def _syntax(
-    lines: Lines,
+    lines: LineOffsets,
     start: int,
     message: str,
     end: int | None = None,

@@ -8,17 +8,17 @@ from shardwright.engines.deepspeed.schema.read import snapshot
 from shardwright.lint.document import Document
 from shardwright.lint.registry import RULES
 from shardwright.lint.rules.values import FILLED
-from shardwright.lint.subject import Audience, Found, Subject, dotted
+from shardwright.lint.subject import Audience, Found, LintedConfig, dotted
 
 
-def subject_of(document: Document, audience: Audience | None = None, world_size: int | None = None) -> Subject:
+def subject_of(document: Document, audience: Audience | None = None, world_size: int | None = None) -> LintedConfig:
     """audience None: the Trainer's where the file holds an "auto" that the Trainer fills in."""
     known = snapshot()
     found = misfits(document.config, known)
     guessed: Audience = "deepspeed"
     if any(misfit.kind == "auto" and dotted(misfit.path) in FILLED for misfit in found):
         guessed = "trainer"
-    return Subject(
+    return LintedConfig(
         config=document.config,
         misfits=found,
         snapshot=known,
@@ -29,7 +29,7 @@ def subject_of(document: Document, audience: Audience | None = None, world_size:
     )
 
 
-def lint(document: Document, subject: Subject) -> tuple[Found, ...]:
+def lint(document: Document, subject: LintedConfig) -> tuple[Found, ...]:
     """By place in the file; at one place errors first."""
     found = [finding for rule in RULES.values() for finding in rule(subject)]
     return tuple(sorted(found, key=lambda f: _order(document, f)))

@@ -22,7 +22,7 @@ from shardwright.layout.hpz import HPZ
 from shardwright.layout.strategy import Strategy
 from shardwright.lint.rules.batch import MICRO, STEPS, TRAIN
 from shardwright.lint.rules.precision import dtype, precision
-from shardwright.lint.subject import Found, Subject
+from shardwright.lint.subject import Found, LintedConfig
 from shardwright.model.build import build_model_graph
 from shardwright.model.popular.shipped import shipped_name
 from shardwright.recipe.load import load_recipe
@@ -33,7 +33,7 @@ GIB = 2**30
 
 
 def memory(
-    subject: Subject, model: str, gpu: str | None, sequence_length: int | None
+    subject: LintedConfig, model: str, gpu: str | None, sequence_length: int | None
 ) -> tuple[tuple[Found, ...], tuple[str, ...]]:
     """(SW4801 where it does not fit, lines to print). Raises Refusal: SW2xxx the model, SW3001 the GPU."""
     why = _unknown(subject)
@@ -75,7 +75,7 @@ def memory(
     return (risk,), tuple(lines)
 
 
-def _unknown(subject: Subject) -> str:
+def _unknown(subject: LintedConfig) -> str:
     """What the file leaves open, "" where nothing is."""
     if subject.has_pipeline:
         return "the pipeline's degree is not in the file"
@@ -90,7 +90,7 @@ def _unknown(subject: Subject) -> str:
     return "" if world % tensor == 0 else f"autotp_size {tensor} does not divide {world} ranks"
 
 
-def _world(subject: Subject) -> int | None:
+def _world(subject: LintedConfig) -> int | None:
     train, micro, steps = (subject.integer(key) for key in (TRAIN, MICRO, STEPS))
     if subject.world_size is not None:
         return subject.world_size
@@ -99,7 +99,7 @@ def _world(subject: Subject) -> int | None:
     return None
 
 
-def _strategy(subject: Subject) -> Strategy:
+def _strategy(subject: LintedConfig) -> Strategy:
     """What is filled in later counts as micro-batch 1 without accumulation: the least memory."""
     world = _world(subject) or 1
     tensor = max(1, subject.integer("tensor_parallel", "autotp_size") or 1)
@@ -129,7 +129,7 @@ def _strategy(subject: Subject) -> Strategy:
     )
 
 
-def _recipe(subject: Subject, strategy: Strategy, model: str, gpu: str, length: int) -> Recipe:
+def _recipe(subject: LintedConfig, strategy: Strategy, model: str, gpu: str, length: int) -> Recipe:
     """The recipe that stands for the file: what the cost model reads."""
     world = strategy.world_size
     per_node = 8 if world % 8 == 0 else world if world <= 1024 else 1

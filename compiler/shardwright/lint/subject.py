@@ -40,7 +40,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Subject:
+class LintedConfig:
     """declared: `--for` was given. world_size: ranks, or None. is_json: no Hjson in the file."""
 
     config: JsonObject
@@ -113,7 +113,7 @@ class Subject:
         return self.text("zero_optimization", what, "device") or "none"
 
 
-Rule = Callable[[Subject], Iterator[Found]]
+Rule = Callable[[LintedConfig], Iterator[Found]]
 
 
 def dotted(path: KeyPath) -> str:

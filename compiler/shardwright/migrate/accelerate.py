@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from shardwright.diagnostics import Diagnostic, Location, Refusal, Source
 from shardwright.ir.json_value import JsonObject, JsonValue
-from shardwright.recipe.events import Lines
+from shardwright.recipe.events import LineOffsets
 from shardwright.recipe.node import plain
 from shardwright.recipe.text import LONGEST_TEXT, read_text
 from shardwright.safe_read import read_regular_text
@@ -24,7 +24,7 @@ def read_accelerate(path: str) -> dict[str, str]:
     except (OSError, ValueError) as error:
         cause = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise Refusal(_error(path, f"--config_file: {path} cannot be read: {cause}")) from None
-    node, errors = read_text(text, Lines(path, text))
+    node, errors = read_text(text, LineOffsets(path, text))
     source = Source(file=path, texts={path: text})
     if errors:
         raise Refusal(*(_as_ours(error) for error in errors), source=source)

@@ -43,7 +43,7 @@ _LAUNCHERS: dict[tuple[str, ...], str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class LaunchCommand:
     """launcher: deepspeed | accelerate | torchrun | python. options: of the launcher, "" for a switch. words: of the
     script, each with its values; a word is written with underscores. rest: words of the script without a name."""
 
@@ -59,7 +59,7 @@ class Command:
         return next(((f"--{name}", self.options[name]) for name in names if name in self.options), None)
 
 
-def read_command(text: str) -> Command:
+def read_command(text: str) -> LaunchCommand:
     """Raises Refusal (SW1451)."""
     try:
         words = shlex.split(re.sub(r"\\\r?\n", " ", text))
@@ -81,7 +81,7 @@ def read_command(text: str) -> Command:
         )
     options, rest = _options(behind, launcher)
     named, unnamed = _script_words(rest[1:])
-    return Command(
+    return LaunchCommand(
         launcher=launcher,
         environment=environment,
         options=options,

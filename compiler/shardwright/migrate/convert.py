@@ -12,7 +12,7 @@ from shardwright.lint.lint import lint, subject_of
 from shardwright.lint.subject import dotted
 from shardwright.migrate import batch, cluster, engine, optimizer, trainer
 from shardwright.migrate.accelerate import beside, read_accelerate
-from shardwright.migrate.command import Command, read_command
+from shardwright.migrate.command import LaunchCommand, read_command
 from shardwright.migrate.draft import Draft
 from shardwright.migrate.sources import Sources
 
@@ -34,7 +34,7 @@ class Imported:
 def convert(path: str | None, launch: str | None, model: str | None, folder: str) -> Imported:
     """path: ds_config, "-" for standard input, None where the launch names it or there is none. folder: absolute, of
     the recipe. Raises Refusal: SW1451, SW1452, SW4001 to SW4009."""
-    command = Command() if launch is None else read_command(launch)
+    command = LaunchCommand() if launch is None else read_command(launch)
     written = command.option("config_file")
     if written is not None:
         command = replace(command, options={**read_accelerate(written[1]), **command.options})

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from shardwright.engines.deepspeed.schema.check import AUTO, FALSE_WORDS, TRUE_WORDS
 from shardwright.ir.json_value import JsonObject, JsonValue
-from shardwright.migrate.command import Command
+from shardwright.migrate.command import LaunchCommand
 from shardwright.migrate.draft import Draft, shown
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ class Sources:
 
     draft: Draft
     config: JsonObject
-    command: Command
+    command: LaunchCommand
     is_trainer: bool
     has_command: bool
     nodes: int | None = None

@@ -28,7 +28,7 @@ class Bytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class PieceMeasure:
     """One run.
 
     forward_flops, backward_flops: multiply and add are two; attention_forward_flops: the attention module's share.
@@ -187,7 +187,7 @@ def measure(
     width: int,
     count_flops: bool,
     starts_after: nn.Module | None = None,
-) -> Measured:
+) -> PieceMeasure:
     """Runs `run(hidden)` once, and backward where FLOPs are counted.
 
     known: tensors that are there anyway (parameters, context). width: elements of the hidden states. starts_after:
@@ -230,7 +230,7 @@ def measure(
             torch.autograd.backward(roots, [torch.empty_like(t) for t in roots])
         backward = total() - forward
     own = Bytes(whole=0 if hidden is None else hidden.untyped_storage().nbytes(), divided=0)
-    return Measured(
+    return PieceMeasure(
         forward_flops=forward - counted["before"],
         attention_forward_flops=counted["attention"],
         backward_flops=backward,

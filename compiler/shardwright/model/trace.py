@@ -25,7 +25,7 @@ from shardwright.hf.sizes import size_of
 from shardwright.hf.skeleton import Skeleton, State
 from shardwright.ir.cut import Cut
 from shardwright.ir.model_graph import CHECKPOINTING, Kept
-from shardwright.model.measure import Bytes, Measured, measure
+from shardwright.model.measure import Bytes, PieceMeasure, measure
 
 BASE_LENGTH = 128
 """Traced at this length and at twice it: FLOPs and bytes of ordinary layers are a S + b S^2, so two lengths tell."""
@@ -66,7 +66,7 @@ class Traced:
 class _Pass:
     """All layers at one length, in one precision and window."""
 
-    pieces: list[Measured | str]
+    pieces: list[PieceMeasure | str]
     context_bytes: int
 
 
@@ -105,7 +105,7 @@ def _trace(model: PreTrainedModel, cut: Cut, attention_module: str, shorter: int
     window = min((size for name in _WINDOWS if (size := _size(text, name))), default=0)
     # A window bends the mask: it is not there up to that length (sdpa builds none), and beyond it is.
     regimes = ((0, 4 * base), (window + 1, base // 2)) if window else ((0, 0),)
-    first: list[tuple[Measured | str, Measured | str]] = []
+    first: list[tuple[PieceMeasure | str, PieceMeasure | str]] = []
     kept: list[list[Kept]] = [[] for _ in range(len(list(model.get_submodule(cut.stack).children())) + 2)]
     context: list[Kept] = []
     for element_bytes, dtype in _DTYPES.items():
@@ -119,7 +119,7 @@ def _trace(model: PreTrainedModel, cut: Cut, attention_module: str, shorter: int
             pairs = list(zip(short.pieces, long.pieces, strict=True))
             first = first or pairs
             for entries, (a, b) in zip(kept, pairs, strict=True):
-                if isinstance(a, Measured) and isinstance(b, Measured):
+                if isinstance(a, PieceMeasure) and isinstance(b, PieceMeasure):
                     for mode, (x, y) in zip(CHECKPOINTING, zip(a.kept, b.kept, strict=True), strict=True):
                         _add(entries, _kept(base, x, y, mode, element_bytes, from_length))
             a_context, b_context = (Bytes(whole=p.context_bytes, divided=0) for p in (short, long))
@@ -137,7 +137,7 @@ def _loops(model: PreTrainedModel, cut: Cut) -> bool:
         for length in (LOOP_LENGTH, 2 * LOOP_LENGTH)
     )
     return any(
-        isinstance(a, Measured) and isinstance(b, Measured) and a.saves != b.saves
+        isinstance(a, PieceMeasure) and isinstance(b, PieceMeasure) and a.saves != b.saves
         for a, b in zip(short.pieces, long.pieces, strict=True)
     )
 
@@ -171,8 +171,8 @@ class _Run:
 
     def all_pieces(self) -> _Pass:
         layers = self.skeleton.layers
-        pieces: list[Measured | str] = [self._piece(self.outside, self._embed, None, layer=None)]
-        known: dict[str, Measured | str] = {}
+        pieces: list[PieceMeasure | str] = [self._piece(self.outside, self._embed, None, layer=None)]
+        known: dict[str, PieceMeasure | str] = {}
         for index, layer in enumerate(layers):
             key = _identity(layer, self.contexts.get(index))
             if key not in known:
@@ -184,7 +184,7 @@ class _Run:
 
     def _piece(
         self, modules: list[nn.Module], run: Any, given: torch.Tensor | None, *, layer: nn.Module | None, **options: Any
-    ) -> Measured | str:
+    ) -> PieceMeasure | str:
         """The reason where it cannot be measured."""
         attention = "" if layer is None else self.attention_module
         with _fake_parameters(modules, self.fake) as parameters:
@@ -334,7 +334,7 @@ def _add(entries: list[Kept], entry: Kept) -> None:
         entries.append(entry)
 
 
-def _layer(base: int, short: Measured | str, long: Measured | str, kept: list[Kept]) -> TracedLayer | str:
+def _layer(base: int, short: PieceMeasure | str, long: PieceMeasure | str, kept: list[Kept]) -> TracedLayer | str:
     if isinstance(short, str):
         return short
     if isinstance(long, str):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from shardwright.data.dataset import Dataset, validation_batches
-from shardwright.data.rows import Block, Indices, Rows
+from shardwright.data.rows import Indices, Rows, TokenBlock
 from shardwright.data.sources import packs
 from shardwright.plan.plan import Plan
 
@@ -81,7 +81,7 @@ class HeldOut:
             yield batch
 
 
-def _micro_batch(block: Block, packed: bool) -> MicroBatch:
+def _micro_batch(block: TokenBlock, packed: bool) -> MicroBatch:
     """packed: with position ids, whether this block needs them or not: what crosses stages must not change its form."""
     input_ids = torch.from_numpy(block.tokens.astype(np.int64))
     labels = input_ids.clone()

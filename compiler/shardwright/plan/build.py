@@ -15,7 +15,7 @@ from shardwright.ir.model_graph import Layer, ModelGraph
 from shardwright.ir.own_code import OwnCode
 from shardwright.ir.partition import StagePartition, TensorParallelMap
 from shardwright.ir.recipe import TOKENIZED_KINDS, DataSection, LaunchSection, Recipe, SlurmSection, TrainingSection
-from shardwright.ir.weights import Weights
+from shardwright.ir.weights import LocatedWeights
 from shardwright.layout.estimate import Estimate
 from shardwright.layout.strategy import Strategy
 from shardwright.plan.graph_file import GRAPH_FILE
@@ -81,7 +81,7 @@ def build_plan(
     partition: StagePartition,
     tensor_map: TensorParallelMap,
     versions: Versions,
-    weights: Weights | None,
+    weights: LocatedWeights | None,
     own_code: OwnCode | None,
 ) -> Plan:
     """weights: where they are, None for random ones.
@@ -187,7 +187,7 @@ def accumulation_dtype(training: TrainingSection) -> str:
 
 
 def _model(
-    recipe: Recipe, graph: ModelGraph, strategy: Strategy, weights: Weights | None, own_code: OwnCode | None
+    recipe: Recipe, graph: ModelGraph, strategy: Strategy, weights: LocatedWeights | None, own_code: OwnCode | None
 ) -> PlanModel:
     return PlanModel(
         model_type=graph.model_type,

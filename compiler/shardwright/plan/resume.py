@@ -19,7 +19,7 @@ _SAMPLES = ("sequence_length", "global_batch_size", "seed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tokenizer:
+class TokenizerFiles:
     """files: (name, sha256 hex) of each; () for the byte tokenizer; None where they are not on this machine."""
 
     name: str
@@ -36,7 +36,7 @@ class Resumable:
     boundaries: tuple[int, ...]
     config_hash: str
     attention: str
-    tokenizer: Tokenizer | None
+    tokenizer: TokenizerFiles | None
     lora: PlanLora | None
     versions: Versions | None
 
@@ -85,7 +85,7 @@ def _compute_keys(strategy: Strategy) -> tuple[str, ...]:
     return tuple(field.name for field in fields(strategy) if field.name not in (*_PLACEMENT, *_TRAFFIC))
 
 
-def _other_tokenizer(a: Tokenizer | None, b: Tokenizer | None) -> str:
+def _other_tokenizer(a: TokenizerFiles | None, b: TokenizerFiles | None) -> str:
     """By what is in their files, as `run` does it; by their names where the files of one are not here."""
     if a is None or b is None:
         return ""

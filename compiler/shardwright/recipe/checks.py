@@ -43,7 +43,7 @@ class View:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class CrossCheck:
     keys: tuple[str, ...]
     find: Callable[[View], Iterable[Diagnostic]]
 
@@ -65,7 +65,7 @@ def _error(code: str, key: str, message: str, help: str, valid: tuple[str, ...] 
     return Diagnostic(code=code, message=message, help=help, key=tuple(key.split(".")), valid=valid)
 
 
-def _exactly_one(section: str, names: tuple[str, ...], example: str) -> Check:
+def _exactly_one(section: str, names: tuple[str, ...], example: str) -> CrossCheck:
     keys = tuple(f"{section}.{name}" for name in names)
 
     def find(view: View) -> Iterable[Diagnostic]:
@@ -76,10 +76,10 @@ def _exactly_one(section: str, names: tuple[str, ...], example: str) -> Check:
             shown = " and ".join(f"`{key.rpartition('.')[2]}`" for key in given)
             yield _error("SW1202", given[1], f"`{section}` has {shown}; they exclude each other", "Keep one of them.")
 
-    return Check(keys=keys, find=find)
+    return CrossCheck(keys=keys, find=find)
 
 
-def _at_most_one(section: str, first: str, second: str) -> Check:
+def _at_most_one(section: str, first: str, second: str) -> CrossCheck:
     keys = (f"{section}.{first}", f"{section}.{second}")
 
     def find(view: View) -> Iterable[Diagnostic]:
@@ -87,7 +87,7 @@ def _at_most_one(section: str, first: str, second: str) -> Check:
             message = f"`{section}` has `{first}` and `{second}`; they exclude each other"
             yield _error("SW1202", keys[1], message, "Keep one of them.")
 
-    return Check(keys=keys, find=find)
+    return CrossCheck(keys=keys, find=find)
 
 
 def _weights(view: View) -> Iterable[Diagnostic]:
@@ -287,16 +287,16 @@ def _epochs(view: View) -> Iterable[Diagnostic]:
 
 _LAYOUT = ("cluster.nodes", "cluster.gpus_per_node", *_DEGREES, "parallelism.context")
 
-CHECKS: tuple[Check, ...] = (
+CHECKS: tuple[CrossCheck, ...] = (
     _exactly_one("model", ("source", "config"), "source: org/name"),
     _exactly_one("training", ("steps", "tokens", "epochs"), "steps: 1000"),
     _at_most_one("training.scheduler", "warmup_steps", "warmup_ratio"),
     _at_most_one("training.scheduler", "min_lr", "min_lr_ratio"),
-    Check(keys=("model.weights", "model.config"), find=_weights),
-    Check(keys=("model.trust_remote_code", "model.source"), find=_trust),
-    Check(keys=_LAYOUT, find=_world),
-    Check(keys=(*_LAYOUT, "training.global_batch_size", "parallelism.micro_batch_size"), find=_batch),
-    Check(
+    CrossCheck(keys=("model.weights", "model.config"), find=_weights),
+    CrossCheck(keys=("model.trust_remote_code", "model.source"), find=_trust),
+    CrossCheck(keys=_LAYOUT, find=_world),
+    CrossCheck(keys=(*_LAYOUT, "training.global_batch_size", "parallelism.micro_batch_size"), find=_batch),
+    CrossCheck(
         keys=(
             "training.scheduler.name",
             "training.scheduler.warmup_steps",
@@ -308,14 +308,14 @@ CHECKS: tuple[Check, ...] = (
         ),
         find=_schedule,
     ),
-    Check(keys=("training.scheduler.min_lr", "training.optimizer.lr"), find=_min_lr),
-    Check(keys=("training.gradient_accumulation_dtype", "training.precision"), find=_accumulation),
-    Check(keys=("cluster.nodes", "training.days_at_most"), find=_auto_nodes),
-    Check(keys=("launch.launcher", "launch.slurm", "launch.kubernetes"), find=_schedulers),
-    Check(keys=("launch.slurm.extra",), find=_slurm),
-    Check(keys=("launch.kubernetes", "launch.env_from"), find=_kubernetes),
-    Check(keys=("launch.kubernetes", "launch.env_from"), find=_pod_patch),
-    Check(keys=("launch.env", "launch.env_from"), find=_environment),
-    Check(keys=("training.epochs", "data.kind"), find=_epochs),
+    CrossCheck(keys=("training.scheduler.min_lr", "training.optimizer.lr"), find=_min_lr),
+    CrossCheck(keys=("training.gradient_accumulation_dtype", "training.precision"), find=_accumulation),
+    CrossCheck(keys=("cluster.nodes", "training.days_at_most"), find=_auto_nodes),
+    CrossCheck(keys=("launch.launcher", "launch.slurm", "launch.kubernetes"), find=_schedulers),
+    CrossCheck(keys=("launch.slurm.extra",), find=_slurm),
+    CrossCheck(keys=("launch.kubernetes", "launch.env_from"), find=_kubernetes),
+    CrossCheck(keys=("launch.kubernetes", "launch.env_from"), find=_pod_patch),
+    CrossCheck(keys=("launch.env", "launch.env_from"), find=_environment),
+    CrossCheck(keys=("training.epochs", "data.kind"), find=_epochs),
     _exactly_one("validation", ("fraction", "kind"), "fraction: 0.01"),
 )

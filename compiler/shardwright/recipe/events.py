@@ -26,7 +26,7 @@ class Event:
     tag: str | None = None
 
 
-class Lines:
+class LineOffsets:
     """Offsets -> places. `text` is the whole text as it will be shown; `offset` is where the part being read begins."""
 
     def __init__(self, file: str, text: str, offset: int = 0) -> None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from shardwright.diagnostics import Diagnostic, Location
-from shardwright.recipe.events import Lines
+from shardwright.recipe.events import LineOffsets
 from shardwright.recipe.node import Entry, MapNode, Node, ScalarNode, map_node
 from shardwright.recipe.paths import rebase
 from shardwright.recipe.text import LONGEST_TEXT, read_text
@@ -78,12 +78,12 @@ class Layers:
             self.texts[COMMAND_LINE] = text
         offset = 0
         for override in overrides:
-            layer = self._override(root, override, Lines(COMMAND_LINE, text, offset), text, offset)
+            layer = self._override(root, override, LineOffsets(COMMAND_LINE, text, offset), text, offset)
             root = root if layer is None else merge(root, layer, keep_places=True)
             offset += len(override) + 1
         return root
 
-    def _override(self, root: MapNode, override: str, lines: Lines, text: str, offset: int) -> MapNode | None:
+    def _override(self, root: MapNode, override: str, lines: LineOffsets, text: str, offset: int) -> MapNode | None:
         keys_text, equals, value_text = override.partition("=")
         keys = keys_text.strip().split(".")
         place = lines.at(0, len(keys_text))
@@ -108,7 +108,7 @@ class Layers:
             if entry is None:
                 break
             below = entry.node
-        value, errors = read_text(value_text, Lines(COMMAND_LINE, text, offset + len(keys_text) + 1))
+        value, errors = read_text(value_text, LineOffsets(COMMAND_LINE, text, offset + len(keys_text) + 1))
         self.errors.extend(errors)
         if value is None:
             if errors:
@@ -121,7 +121,7 @@ class Layers:
 
     def _root(self, name: str, text: str) -> MapNode | None:
         self.texts[name] = text
-        root, errors = read_text(text, Lines(name, text))
+        root, errors = read_text(text, LineOffsets(name, text))
         self.errors.extend(errors)
         if isinstance(root, MapNode):
             return root
@@ -167,7 +167,7 @@ class Layers:
             self._error(
                 "SW1003",
                 f"byte 0x{data[error.start]:02x} at offset {error.start} is not UTF-8 text",
-                Lines(name, self.texts[name]).at(len(before.removeprefix("\ufeff")), len(before) + 1),
+                LineOffsets(name, self.texts[name]).at(len(before.removeprefix("\ufeff")), len(before) + 1),
                 "Save the file as UTF-8.",
             )
             return None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shardwright.diagnostics import Diagnostic, Location
-from shardwright.recipe.events import Event, Lines, SyntaxProblem
+from shardwright.recipe.events import Event, LineOffsets, SyntaxProblem
 from shardwright.recipe.node import Entry, ListNode, MapNode, Node, ScalarNode, list_node, map_node
 from shardwright.recipe.read_json import is_json, json_events
 from shardwright.recipe.read_yaml import yaml_events
@@ -34,7 +34,7 @@ class _Stop(Exception):
     """Reading cannot go on; the cause is among the errors."""
 
 
-def read_text(text: str, lines: Lines) -> tuple[Node | None, tuple[Diagnostic, ...]]:
+def read_text(text: str, lines: LineOffsets) -> tuple[Node | None, tuple[Diagnostic, ...]]:
     """The tree (None where the text has none) and everything wrong with it."""
     builder = _Builder(text, lines)
     try:
@@ -49,7 +49,7 @@ def read_text(text: str, lines: Lines) -> tuple[Node | None, tuple[Diagnostic, .
 
 
 class _Builder:
-    def __init__(self, text: str, lines: Lines) -> None:
+    def __init__(self, text: str, lines: LineOffsets) -> None:
         self.text, self.lines = text, lines
         self.root: Node | None = None
         self.errors: list[Diagnostic] = []

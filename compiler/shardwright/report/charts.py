@@ -24,7 +24,7 @@ from bokeh.plotting import figure
 
 from shardwright.layout.estimate import Memory
 from shardwright.report.palette import BARS, CHOSEN, MEMORY, ORANGE, STEP, VERDICTS
-from shardwright.report.run import Evaluation, Measured
+from shardwright.report.run import Evaluation, MeasuredRun
 from shardwright.report.space import VERDICTS as VERDICT_NAMES
 from shardwright.report.space import Point, Space
 from shardwright.report.timeline import KINDS, StepTimeline, drawn_ranks
@@ -329,7 +329,7 @@ def _space_hover(drawn: object) -> HoverTool:
     return hover(rows, renderers=[drawn])
 
 
-def loss_chart(run: Measured) -> figure:
+def loss_chart(run: MeasuredRun) -> figure:
     steps = [s.step for s in run.drawn]
     made = plot(name="loss", height=300, x_axis_label="step", y_axis_label="loss")
     drawn = made.line(
@@ -369,7 +369,7 @@ def _validation(made: figure, evaluations: Sequence[Evaluation]) -> HoverTool:
     return hover(rows, renderers=[points])
 
 
-def seconds_chart(run: Measured, predicted_seconds: float) -> figure:
+def seconds_chart(run: MeasuredRun, predicted_seconds: float) -> figure:
     """What each step took, against the prediction."""
     made = plot(name="seconds", height=260, x_axis_label="step", y_axis_label="seconds")
     steps, seconds = [s.step for s in run.drawn], [s.step_seconds for s in run.drawn]

@@ -28,7 +28,7 @@ from shardwright.plan.plan import Plan
 from shardwright.report import charts
 from shardwright.report.cluster_map import AXES, cluster_map, held_layers
 from shardwright.report.palette import groups
-from shardwright.report.run import Measured, read_run
+from shardwright.report.run import MeasuredRun, read_run
 from shardwright.report.space import Space, whole_space
 from shardwright.report.timeline import StepTimeline, drawn_ranks, step_timeline
 from shardwright.resources import templates_dir
@@ -101,7 +101,7 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
 
 
 def _charts(
-    subject: CompiledFolder, timeline: StepTimeline, space: Space, run: Measured | None
+    subject: CompiledFolder, timeline: StepTimeline, space: Space, run: MeasuredRun | None
 ) -> Iterator[tuple[str, figure]]:
     plan = subject.plan
     yield "cluster", cluster_map(plan)

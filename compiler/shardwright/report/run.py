@@ -19,7 +19,7 @@ MOST_POINTS = 4_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StepMetrics:
     step: int
     loss: float
     grad_norm: float
@@ -38,14 +38,14 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredRun:
     """drawn: at most MOST_POINTS of the steps, evenly. peak_bytes: of the fullest rank, as run/summary.json
     tells it; None where it does not."""
 
     status: str
     cause: str
     steps: int
-    drawn: tuple[Step, ...]
+    drawn: tuple[StepMetrics, ...]
     median_step_seconds: float
     tokens_per_second_per_gpu: float
     first_loss: float
@@ -54,10 +54,10 @@ class Measured:
     evaluations: tuple[Evaluation, ...]
 
 
-Row = TypeVar("Row", Step, Evaluation)
+Row = TypeVar("Row", StepMetrics, Evaluation)
 
 
-def read_run(folder: Path, plan: Plan) -> Measured | None:
+def read_run(folder: Path, plan: Plan) -> MeasuredRun | None:
     """None where no step was finished."""
     steps = _steps(folder / "run" / "metrics.jsonl")
     if not steps:
@@ -67,7 +67,7 @@ def read_run(folder: Path, plan: Plan) -> Measured | None:
     median = statistics.median(settled)
     tokens = plan.training.global_batch_size * plan.training.sequence_length
     stride = max(1, math.ceil(len(steps) / MOST_POINTS))
-    return Measured(
+    return MeasuredRun(
         status=str(status.get("status", "unknown")),
         cause=str(status.get("cause") or ""),
         steps=steps[-1].step,
@@ -81,9 +81,9 @@ def read_run(folder: Path, plan: Plan) -> Measured | None:
     )
 
 
-def _steps(path: Path) -> list[Step]:
-    def step(row: Mapping[str, Any]) -> Step:
-        return Step(
+def _steps(path: Path) -> list[StepMetrics]:
+    def step(row: Mapping[str, Any]) -> StepMetrics:
+        return StepMetrics(
             step=int(row["step"]),
             loss=number(row["loss"]),
             grad_norm=number(row["grad_norm"]),

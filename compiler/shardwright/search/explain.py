@@ -66,7 +66,7 @@ class SecondCopy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
+class PlanExplanation:
     """place: of the chosen layout among all that run, counted from 1, without the recipe's pins; None where it does
     not run. next_best: those that follow the chosen one within the pins, or, where the pins leave it alone, the best of
     the others without them. rejected: without the pins, a region a code. second_copy: None where there can be none.
@@ -86,7 +86,7 @@ class Explanation:
     plainer: Plainer | None
 
 
-def explain(recipe: Recipe, graph: ModelGraph, cluster: Cluster, chosen: Estimate) -> Explanation:
+def explain(recipe: Recipe, graph: ModelGraph, cluster: Cluster, chosen: Estimate) -> PlanExplanation:
     """chosen: of a layout whose world and batch work out. Runs the search about seven times."""
     layout, _ = settle(recipe, graph, cluster, chosen.strategy)
     within = search(recipe, graph, cluster)
@@ -97,7 +97,7 @@ def explain(recipe: Recipe, graph: ModelGraph, cluster: Cluster, chosen: Estimat
     if beyond_pins:
         after = [e for e in everywhere.ranked if e.strategy != chosen.strategy]
     order = [e.strategy for e in everywhere.ranked]
-    return Explanation(
+    return PlanExplanation(
         chosen=chosen,
         breakdown=break_down(layout, chosen),
         binding=binding_constraint(chosen, within.beyond_memory),

@@ -18,7 +18,7 @@ MEMORY_CODE = "SW3201"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class WhyNotAnswer:
     """verdict: chosen (it is the plan), loses (it runs, and ranks behind the plan), wins (it ranks before the plan,
     which other pins hold), forbidden (a rule), does not fit (memory).
 
@@ -32,7 +32,7 @@ class Answer:
     because: str
 
 
-def why_not(asked: Recipe, graph: ModelGraph, cluster: Cluster, chosen: Estimate) -> Answer:
+def why_not(asked: Recipe, graph: ModelGraph, cluster: Cluster, chosen: Estimate) -> WhyNotAnswer:
     """asked: the recipe with the region that is asked about pinned, and nothing else of the layout."""
     try:
         best = pinned_estimate(asked, graph, cluster)
@@ -41,19 +41,21 @@ def why_not(asked: Recipe, graph: ModelGraph, cluster: Cluster, chosen: Estimate
     errors = [d for d in best.diagnostics if d.severity == "error"]
     if errors:
         verdict = TOO_LARGE if all(d.code == MEMORY_CODE for d in errors) else FORBIDDEN
-        return Answer(verdict=verdict, estimate=best, diagnostics=best.diagnostics, because=errors[0].message)
+        return WhyNotAnswer(verdict=verdict, estimate=best, diagnostics=best.diagnostics, because=errors[0].message)
     if best.strategy == chosen.strategy:
-        return Answer(verdict=CHOSEN, estimate=best, diagnostics=best.diagnostics, because="")
+        return WhyNotAnswer(verdict=CHOSEN, estimate=best, diagnostics=best.diagnostics, because="")
     if not chosen.feasible or _place(asked, best) < _place(asked, chosen):
         reason = because(asked, chosen, best) if chosen.feasible else "the plan itself does not run"
-        return Answer(verdict=WINS, estimate=best, diagnostics=best.diagnostics, because=reason)
-    return Answer(verdict=LOSES, estimate=best, diagnostics=best.diagnostics, because=because(asked, best, chosen))
+        return WhyNotAnswer(verdict=WINS, estimate=best, diagnostics=best.diagnostics, because=reason)
+    return WhyNotAnswer(
+        verdict=LOSES, estimate=best, diagnostics=best.diagnostics, because=because(asked, best, chosen)
+    )
 
 
-def refused(refusal: Refusal) -> Answer:
+def refused(refusal: Refusal) -> WhyNotAnswer:
     """Where nothing multiplies out to the GPUs and the batch."""
     found = refusal.diagnostics
-    return Answer(verdict=FORBIDDEN, estimate=None, diagnostics=tuple(found), because=found[0].message)
+    return WhyNotAnswer(verdict=FORBIDDEN, estimate=None, diagnostics=tuple(found), because=found[0].message)
 
 
 def _place(recipe: Recipe, estimate: Estimate) -> tuple[bool, tuple[float | int | str, ...]]:

@@ -23,7 +23,7 @@ KEPT = 1000
 GIB = 2**30
 
 
-class Measured:
+class AttemptSummary:
     """Of one attempt. Every rank has one: peak memory is the fullest rank's."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:

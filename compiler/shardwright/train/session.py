@@ -33,7 +33,7 @@ from shardwright.train.attempt import Attempt, begin_on_ranks
 from shardwright.train.confidential import forget_environment, load_environment
 from shardwright.train.divergence import Divergence
 from shardwright.train.live import live_record
-from shardwright.train.measured import Measured
+from shardwright.train.measured import AttemptSummary
 from shardwright.train.ownership import RANKS, lease_of, taken_over
 from shardwright.train.tracking import Tracking
 from shardwright.watch.journal import Evaluations, Metrics, write_json, write_status
@@ -68,7 +68,7 @@ class Session:
                 print(warning, flush=True)
         self._saved = self.done
         self._held_out = HeldOut(self.plan, data.validation, self.data_rank) if data.validation else None
-        self._measured = Measured(self.plan, self._trainer.device)
+        self._measured = AttemptSummary(self.plan, self._trainer.device)
         self._divergence = Divergence(self.plan)
         first = rank == 0
         self._metrics = Metrics(folder, self.attempt, self.done) if first else None

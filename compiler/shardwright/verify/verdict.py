@@ -8,7 +8,7 @@ LOSS_ABSOLUTE, NORM_RELATIVE, WEIGHT_ABSOLUTE, RATE_ABSOLUTE = 1e-5, 1e-4, 2e-5,
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class Comparison:
     """worst: the largest difference (ir/apart.py: infinite, never NaN), in the unit that `what` names; it passes up to
     limit."""
 
@@ -30,7 +30,7 @@ class Verdict:
     parameters: int
     layout: str
     verified: str
-    checks: tuple[Check, ...]
+    checks: tuple[Comparison, ...]
     seconds: float
 
     @property

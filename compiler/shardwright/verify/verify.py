@@ -39,7 +39,7 @@ from shardwright.verify.verdict import (
     NORM_RELATIVE,
     RATE_ABSOLUTE,
     WEIGHT_ABSOLUTE,
-    Check,
+    Comparison,
     Verdict,
 )
 
@@ -222,7 +222,7 @@ def _no_copy(graph: ModelGraph, why: str) -> Diagnostic:
     )
 
 
-def _measure(folder: Path, plan: Plan, wanted: Reference, say: Say) -> tuple[Check, ...]:
+def _measure(folder: Path, plan: Plan, wanted: Reference, say: Say) -> tuple[Comparison, ...]:
     """Where the training differs already, its resumption says no more."""
     out = folder / "out"
     _launch(out)
@@ -256,7 +256,7 @@ def _measure(folder: Path, plan: Plan, wanted: Reference, say: Say) -> tuple[Che
     )
 
 
-def _held_out(out: Path, wanted: Reference) -> tuple[Check, ...]:
+def _held_out(out: Path, wanted: Reference) -> tuple[Comparison, ...]:
     """Where the recipe has `validation`."""
     if not wanted.held_out:
         return ()
@@ -266,8 +266,8 @@ def _held_out(out: Path, wanted: Reference) -> tuple[Check, ...]:
     return (_check("held-out losses", f"after each {tiny.EVERY} steps", off, LOSS_ABSOLUTE),)
 
 
-def _check(name: str, what: str, worst: float, limit: float) -> Check:
-    return Check(name=name, what=what, worst=worst, limit=limit)
+def _check(name: str, what: str, worst: float, limit: float) -> Comparison:
+    return Comparison(name=name, what=what, worst=worst, limit=limit)
 
 
 def _off(rows: list[Row], key: str, wanted: Sequence[float | None], *, relative: bool = False) -> float:

@@ -67,7 +67,7 @@ class Welcome(_Strict):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step(_Strict):
+class StepDone(_Strict):
     """step: the last one that is finished."""
 
     step: int
@@ -112,7 +112,7 @@ class End(_Strict):
     kind: Literal["end"] = "end"
 
 
-Message = Challenge | Hello | Welcome | Step | StackTaken | Failed | Bye | Dump | End
+Message = Challenge | Hello | Welcome | StepDone | StackTaken | Failed | Bye | Dump | End
 _READER: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])
 
 
@@ -152,7 +152,7 @@ def _proof(token: str, challenge: Challenge, *said: object) -> str:
     return hmac.new(token.encode("utf-8", "replace"), text, hashlib.sha256).hexdigest()
 
 
-class Lines:
+class LineReader:
     """Whole lines out of what arrives on a connection, none of them longer than `most_bytes`."""
 
     def __init__(self, connection: socket.socket, most_bytes: int) -> None:

@@ -31,10 +31,10 @@ from shardwright.watch.channel import (
     End,
     Failed,
     Hello,
-    Lines,
+    LineReader,
     Message,
     StackTaken,
-    Step,
+    StepDone,
     decode,
     encode,
     new_nonce,
@@ -77,7 +77,7 @@ class _Peer:
 
     def __init__(self, connection: socket.socket, came: float) -> None:
         self.connection, self.came = connection, came
-        self.lines = Lines(connection, MOST_HELLO_BYTES)
+        self.lines = LineReader(connection, MOST_HELLO_BYTES)
         self.challenge = Challenge(nonce=new_nonce())
         self.hello: Hello | None = None
         self.said_why = False
@@ -196,7 +196,7 @@ class Hub(threading.Thread):
     def _take(self, peer: _Peer, rank: int, message: Message | None) -> None:
         """What a rank may not say is passed over: it has proved to be one of ours, and its line is its life."""
         match message:
-            case Step(step=step):
+            case StepDone(step=step):
                 self._advance(rank, step)
             case StackTaken(stack=stack):
                 if self._stacks is not None:

@@ -26,10 +26,10 @@ from shardwright.watch.channel import (
     Dump,
     End,
     Failed,
-    Lines,
+    LineReader,
     Message,
     StackTaken,
-    Step,
+    StepDone,
     call,
     decode,
     encode,
@@ -148,7 +148,7 @@ class Watch:
         self.phase = phase
         if step != self.step:
             self.step = step
-            self._say(Step(step=step))
+            self._say(StepDone(step=step))
 
     def failed(self, event: Event) -> None:
         """This rank's own error, to the launcher's output and to rank 0."""
@@ -169,14 +169,14 @@ class Watch:
     def _watch(self) -> None:
         reader = select.poll()
         reader.register(self.output, 0)
-        lines: Lines | None = None
+        lines: LineReader | None = None
         while True:
             if any(flags & (select.POLLERR | select.POLLHUP) for _, flags in reader.poll(0)):
                 self._reader_is_gone()
             if self._line is None:
                 time.sleep(0.5)
                 continue
-            lines = lines or Lines(self._line, MOST_LINE_BYTES)
+            lines = lines or LineReader(self._line, MOST_LINE_BYTES)
             if not select.select([self._line], [], [], 0.5)[0]:
                 continue
             said = lines.read()

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwright.data.rows import Block
+from shardwright.data.rows import TokenBlock
 from shardwright.data.sources import files_behind
 from tests.unit.data.plans import opened, part, plan, refused
 
 
-def every_row(data: object) -> Block:
+def every_row(data: object) -> TokenBlock:
     rows = data.train  # type: ignore[attr-defined]
     return rows.read(np.arange(len(rows)))  # type: ignore[no-any-return]
 

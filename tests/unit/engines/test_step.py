@@ -17,7 +17,7 @@ from torch import nn
 
 from shardwright.data.dataset import Dataset
 from shardwright.data.order import EpochOrder
-from shardwright.data.rows import Block, Indices
+from shardwright.data.rows import Indices, TokenBlock
 from shardwright.engines.deepspeed import trainer as engine
 from shardwright.modules.batches import Batches, HeldOut
 from shardwright.modules.loss import CausalLoss
@@ -35,8 +35,8 @@ class Chat:
     def __len__(self) -> int:
         return ROWS
 
-    def read(self, indices: Indices) -> Block:
-        return Block(tokens=TOKENS[indices], starts=None, trained=TRAINED[indices])
+    def read(self, indices: Indices) -> TokenBlock:
+        return TokenBlock(tokens=TOKENS[indices], starts=None, trained=TRAINED[indices])
 
 
 class Meeting:

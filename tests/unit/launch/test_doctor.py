@@ -10,7 +10,7 @@ import pytest
 
 from shardwright.compile import compile_recipe
 from shardwright.launch.doctor.doctor import Examined, _memory
-from shardwright.launch.doctor.remote import Probed
+from shardwright.launch.doctor.remote import ProbedHost
 from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
 
@@ -26,7 +26,7 @@ def test_offloaded_states_need_what_the_compiler_says(offload: str, element: int
     needed = element * plan.model.total_parameters / plan.nodes
 
     def codes(memory_bytes: float) -> list[str]:
-        there = Probed(host="a", facts={"memory_bytes": int(memory_bytes)})
+        there = ProbedHost(host="a", facts={"memory_bytes": int(memory_bytes)})
         x = Examined(plan=plan, folder=tmp_path, shared=True, answers=(there,), digest=None)
         return [problem.code for problem in _memory(x).problems]
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.launch.doctor.doctor import Examined, _versions
-from shardwright.launch.doctor.remote import Probed
+from shardwright.launch.doctor.remote import ProbedHost
 from shardwright.launch.preconditions import check_machine
 from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
@@ -44,8 +44,8 @@ def test_what_a_plan_needs_beyond_the_usual_packages(write_recipe: Callable[...,
     versions = {**dataclasses.asdict(plain.versions), "peft": None, "flash_attn": None}
     facts: dict[str, Any] = {"versions": versions, "python": platform.python_version()}
     for plan, expected in ((plain, []), (flash, ["b: flash_attn is not installed, and the plan needs it"])):
-        answers = (Probed(host="a", facts=facts | {"versions": {**versions, "flash_attn": "2.8.3"}}),)
-        answers += (Probed(host="b", facts=facts),)
+        answers = (ProbedHost(host="a", facts=facts | {"versions": {**versions, "flash_attn": "2.8.3"}}),)
+        answers += (ProbedHost(host="b", facts=facts),)
         found = _versions(Examined(plan=plan, folder=tmp_path, shared=True, answers=answers, digest=None))
         assert [d.message for d in found.problems] == expected
         assert _refused(plan, tmp_path) == (["SW6009"] if expected else [])

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Diagnostic, Refusal
-from shardwright.ir.weights import Weights
+from shardwright.ir.weights import LocatedWeights
 from shardwright.model.popular.snapshot import INDEX, locate_weights, weights_problem
 from shardwright.recipe.load import load_recipe
 from tests.conftest import SMALL_RECIPE
@@ -66,12 +66,12 @@ def tensors(path: Path) -> None:
 def test_a_whole_snapshot_is_used_at_its_commit(cache: Path) -> None:
     folder = snapshot(cache, "org/name")
     tensors(folder / "model.safetensors")
-    assert locate_weights(section()) == Weights(path=str(folder), revision=COMMIT)
-    assert locate_weights(section(revision=COMMIT)) == Weights(path=str(folder), revision=COMMIT)
+    assert locate_weights(section()) == LocatedWeights(path=str(folder), revision=COMMIT)
+    assert locate_weights(section(revision=COMMIT)) == LocatedWeights(path=str(folder), revision=COMMIT)
     assert locate_weights(dataclasses.replace(section(), weights="random")) is None
     other = snapshot(cache, "org/name", commit="f" * 40, revision="v2")
     tensors(other / "model.safetensors")
-    assert locate_weights(section(revision="v2")) == Weights(path=str(other), revision="f" * 40)
+    assert locate_weights(section(revision="v2")) == LocatedWeights(path=str(other), revision="f" * 40)
     assert refusal(revision="v3").code == "SW1913"
 
 
@@ -122,7 +122,7 @@ def test_a_local_folder(cache: Path, tmp_path: Path) -> None:
     folder.mkdir()
     assert refusal(str(folder)).code == "SW1913"
     tensors(folder / "model.safetensors")
-    assert locate_weights(section(str(folder))) == Weights(path=str(folder), revision=None)
+    assert locate_weights(section(str(folder))) == LocatedWeights(path=str(folder), revision=None)
 
 
 def online(monkeypatch: pytest.MonkeyPatch, cache: Path, published: list[str]) -> list[tuple[str, tuple[str, ...]]]:

@@ -10,7 +10,7 @@ import torch
 
 from shardwright.data.dataset import Dataset
 from shardwright.data.order import EpochOrder
-from shardwright.data.rows import ArrayRows, Block, Indices
+from shardwright.data.rows import ArrayRows, Indices, TokenBlock
 from shardwright.modules.batches import Batches, HeldOut
 
 
@@ -53,7 +53,7 @@ def test_micro_batch_m_of_a_rank() -> None:
 
 
 class Strict(ArrayRows):
-    def read(self, indices: Indices) -> Block:
+    def read(self, indices: Indices) -> TokenBlock:
         assert indices.min() >= 0, "what only fills a batch up is a row, too"
         return super().read(indices)
 
@@ -67,18 +67,18 @@ def test_rows_that_fill_a_batch_up_are_there() -> None:
 class OneBlock:
     """The same rows whatever is asked for."""
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: TokenBlock) -> None:
         self.block = block
 
     def __len__(self) -> int:
         return len(self.block.tokens)
 
-    def read(self, indices: Indices) -> Block:
+    def read(self, indices: Indices) -> TokenBlock:
         return self.block
 
 
 def test_packing_restarts_positions_and_drops_first_labels() -> None:
-    block = Block(
+    block = TokenBlock(
         tokens=np.array([[5, 6, 7, 8], [1, 2, 3, 4]]),
         starts=np.array([[False, False, True, False], [True, True, False, False]]),
         trained=np.array([[True, True, True, True], [True, True, True, False]]),

@@ -26,9 +26,9 @@ from shardwright.watch.channel import (
     End,
     Failed,
     Hello,
-    Lines,
+    LineReader,
     StackTaken,
-    Step,
+    StepDone,
     Welcome,
     call,
     decode,
@@ -120,7 +120,7 @@ HOSTILE = {
     "an unknown kind": b'{"kind": "shutdown"}\n',
     "the end of the run": encode(End(cause="x")),
     "a rank's death": encode(Failed(cause="x")),
-    "a step": encode(Step(step=1)),
+    "a step": encode(StepDone(step=1)),
     "no proof": json.dumps({**HELLO, "proof": None}).encode() + b"\n",
     "a wrong proof": json.dumps(HELLO).encode() + b"\n",
     "a proof that is no text": json.dumps({**HELLO, "proof": "\ud800"}).encode() + b"\n",
@@ -174,7 +174,7 @@ def test_five_hundred_connections_do_not_keep_a_rank_out(ear: Ear) -> None:
 def test_what_a_rank_may_not_say_is_passed_over(ear: Ear, ranks: dict[int, socket.socket]) -> None:
     """It has proved to be one of ours; a message of another version is no reason to end a run."""
     ranks[1].sendall(b'[]\n\xff\n{"kind": "news"}\n' + encode(Welcome(proof="")) + encode(StackTaken(stack=STACK)))
-    ranks[1].sendall(encode(Step(step=5)))
+    ranks[1].sendall(encode(StepDone(step=5)))
     until(lambda: ear.hub._steps == {1: 5})
     ear.still_hears(ranks)
 
@@ -203,7 +203,7 @@ def test_nothing_ends_the_thread(
     for name in ("_advance", "_check_absent"):
         with monkeypatch.context() as patch:
             patch.setattr(ear.hub, name, broken)
-            ranks[1].sendall(encode(Step(step=1)))
+            ranks[1].sendall(encode(StepDone(step=1)))
             until(lambda: ear.hub._complaints > 0)
             ear.hub._complaints = 0
     assert "RuntimeError: a mistake" in capsys.readouterr().err
@@ -276,14 +276,14 @@ def test_a_proof_is_of_one_connection_and_of_all_that_is_said() -> None:
     assert not proves("another", challenge, hello)
 
 
-@pytest.mark.parametrize("message", [Challenge(nonce="n"), Step(step=2**40), StackTaken(stack=STACK), Bye()])
+@pytest.mark.parametrize("message", [Challenge(nonce="n"), StepDone(step=2**40), StackTaken(stack=STACK), Bye()])
 def test_a_message_comes_back_from_its_line(message: Any) -> None:
     assert decode(encode(message).removesuffix(b"\n")) == message
 
 
 def test_lines_are_put_together_and_none_is_endless() -> None:
     ours, theirs = socket.socketpair()
-    lines = Lines(ours, MOST_LINE_BYTES)
+    lines = LineReader(ours, MOST_LINE_BYTES)
     theirs.sendall(b"one\ntw")
     assert lines.read() == [b"one"]
     theirs.sendall(b"o\n")
@@ -294,7 +294,7 @@ def test_lines_are_put_together_and_none_is_endless() -> None:
     theirs.sendall(b"four\n")
     assert lines.read() is None
     theirs.close()
-    assert Lines(ours, 3).read() is None
+    assert LineReader(ours, 3).read() is None
 
 
 def test_the_token_is_a_file_for_this_user_or_comes_with_the_environment(

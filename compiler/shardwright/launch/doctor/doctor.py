@@ -15,9 +15,9 @@ from shardwright.checkpoint.index import checkpoint_root
 from shardwright.diagnostics import Refusal
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.recipe import FLASH
-from shardwright.launch.doctor.meeting import Assumed, Check, meet, red
+from shardwright.launch.doctor.meeting import Assumed, HostCheck, meet, red
 from shardwright.launch.doctor.probe import digest
-from shardwright.launch.doctor.remote import LIMIT_SECONDS, Probe, Probed
+from shardwright.launch.doctor.remote import LIMIT_SECONDS, Probe, ProbedHost
 from shardwright.launch.preconditions import TESTED
 from shardwright.layout.offload import has_room, offloaded_bytes
 from shardwright.plan.plan import Plan
@@ -39,13 +39,13 @@ class Examined:
     plan: Plan
     folder: Path
     shared: bool
-    answers: tuple[Probed, ...]
+    answers: tuple[ProbedHost, ...]
     digest: str | None
 
 
 def examine(
     plan: Plan, folder: Path, hosts: Sequence[str], assumed: Assumed, *, reach: str, shared: bool
-) -> tuple[Check, ...]:
+) -> tuple[HostCheck, ...]:
     """Every check on every host, all at once; the hosts meet where they are all of the plan's.
 
     reach: one of remote.REACHES. shared: the folder is meant to be on a shared file system.
@@ -105,7 +105,7 @@ def _request(plan: Plan, folder: Path, mark: str) -> dict[str, JsonValue]:
     }
 
 
-def _reached(silent: Sequence[Probed], count: int, reach: str) -> Check:
+def _reached(silent: Sequence[ProbedHost], count: int, reach: str) -> HostCheck:
     command = {"ssh": "ssh {} true", "srun": "srun --overlap --nodelist={} true"}.get(reach, "")
     problems = tuple(
         red(
@@ -118,10 +118,10 @@ def _reached(silent: Sequence[Probed], count: int, reach: str) -> Check:
         for probed in silent
     )
     name = "this machine" if reach == "local" else reach
-    return Check(name=name, told=f"{count} of {count} hosts answer", problems=problems)
+    return HostCheck(name=name, told=f"{count} of {count} hosts answer", problems=problems)
 
 
-def _versions(x: Examined) -> Check:
+def _versions(x: Examined) -> HostCheck:
     planned = {name: str(getattr(x.plan.versions, name)) for name in (*TESTED, "shardwright")}
     optional = {"peft": x.plan.lora is not None, "flash_attn": x.plan.model.attention == FLASH}
     ours = platform.python_version()
@@ -143,7 +143,7 @@ def _versions(x: Examined) -> Check:
             text = f"{probed.host}: Python {probed.facts['python']}, here it is {ours}"
             problems.append(red("SW5302", text, f"Use the same environment on {probed.host}."))
     told = ", ".join(f"{name} {version}" for name, version in planned.items())
-    return Check(name="versions", told=f"Python {ours}, {told}", problems=tuple(problems))
+    return HostCheck(name="versions", told=f"Python {ours}, {told}", problems=tuple(problems))
 
 
 def _differs(x: Examined, name: str, version: str, planned: str) -> bool:
@@ -158,7 +158,7 @@ def _differs(x: Examined, name: str, version: str, planned: str) -> bool:
     return len(everywhere) > 1 or name not in TESTED or not SpecifierSet(TESTED[name]).contains(base)
 
 
-def _folder(x: Examined) -> Check:
+def _folder(x: Examined) -> HostCheck:
     problems = []
     for probed in x.answers:
         found, sees_mark = probed.facts["digest"], probed.facts["sees_mark"]
@@ -173,19 +173,19 @@ def _folder(x: Examined) -> Check:
             text = f"{probed.host}: {str(path)!r} is a copy, and cluster.shared_filesystem is true"
             problems.append(red("SW5303", text, "Mount the same folder there; checkpoints are read by every host."))
     told = "the same everywhere" if len(x.answers) > 1 else "complete"
-    return Check(name="folder", told=told, problems=tuple(problems))
+    return HostCheck(name="folder", told=told, problems=tuple(problems))
 
 
-def _inputs(x: Examined) -> Check:
+def _inputs(x: Examined) -> HostCheck:
     problems = tuple(
         red("SW5311", f"{probed.host}: nothing at {path}", "Bring weights and data to the same path on every host.")
         for probed in x.answers
         for path in _texts(probed.facts["absent"])
     )
-    return Check(name="inputs", told="weights and data are there", problems=problems)
+    return HostCheck(name="inputs", told="weights and data are there", problems=problems)
 
 
-def _devices(x: Examined) -> Check:
+def _devices(x: Examined) -> HostCheck:
     what, slots = "cores" if x.plan.is_cpu else "GPUs", x.plan.gpus_per_node
     problems = tuple(
         red(
@@ -207,10 +207,10 @@ def _devices(x: Examined) -> Check:
         for text in _texts(probed.facts["busy"])
     )
     counts = sorted({int(str(probed.facts["devices"])) for probed in x.answers})
-    return Check(name="devices", told=f"{' or '.join(map(str, counts))} {what} a host", problems=problems)
+    return HostCheck(name="devices", told=f"{' or '.join(map(str, counts))} {what} a host", problems=problems)
 
 
-def _disk(x: Examined) -> Check:
+def _disk(x: Examined) -> HostCheck:
     needed = _checkpoint_bytes(x.plan)
     problems = []
     for probed in x.answers:
@@ -222,7 +222,7 @@ def _disk(x: Examined) -> Check:
         elif free < needed:
             text = f"{probed.host}: {free / GIB:.1f} GiB free for checkpoints, one takes {needed / GIB:.1f}"
             problems.append(red("SW5305", text, "Make room, or put checkpoint.directory on a larger disk."))
-    return Check(name="disk", told=f"room for a checkpoint of {needed / GIB:.1f} GiB", problems=tuple(problems))
+    return HostCheck(name="disk", told=f"room for a checkpoint of {needed / GIB:.1f} GiB", problems=tuple(problems))
 
 
 def _checkpoint_bytes(plan: Plan) -> int:
@@ -231,7 +231,7 @@ def _checkpoint_bytes(plan: Plan) -> int:
     return plan.model.total_parameters * (element + 12)
 
 
-def _clocks(x: Examined) -> Check:
+def _clocks(x: Examined) -> HostCheck:
     skews = {probed.host: float(str(probed.facts["time"])) - probed.received for probed in x.answers}
     problems = tuple(
         red("SW5306", f"{host}: its clock is {skew:+.0f} s off this host's", f"Set the time of {host} (chrony, ntp).")
@@ -239,10 +239,10 @@ def _clocks(x: Examined) -> Check:
         if abs(skew) > MOST_SKEW_SECONDS
     )
     worst = max((abs(skew) for skew in skews.values()), default=0.0)
-    return Check(name="clocks", told=f"at most {worst:.1f} s apart", problems=problems)
+    return HostCheck(name="clocks", told=f"at most {worst:.1f} s apart", problems=problems)
 
 
-def _interfaces(x: Examined) -> Check:
+def _interfaces(x: Examined) -> HostCheck:
     problems = tuple(
         red(
             "SW5307",
@@ -253,7 +253,7 @@ def _interfaces(x: Examined) -> Check:
         for name, value in _missing_interfaces(x.plan, probed)
     )
     wanted = [f"{name}={value}" for name, value in _wanted_interfaces(x.plan)]
-    return Check(name="network", told=", ".join(wanted) or "no interface is pinned", problems=problems)
+    return HostCheck(name="network", told=", ".join(wanted) or "no interface is pinned", problems=problems)
 
 
 def _wanted_interfaces(plan: Plan) -> list[tuple[str, str]]:
@@ -261,7 +261,7 @@ def _wanted_interfaces(plan: Plan) -> list[tuple[str, str]]:
     return [(name, environment[name]) for name in INTERFACE_NAMES if environment.get(name)]
 
 
-def _missing_interfaces(plan: Plan, probed: Probed) -> list[tuple[str, str]]:
+def _missing_interfaces(plan: Plan, probed: ProbedHost) -> list[tuple[str, str]]:
     """(variable, name) for which this host has no card. NCCL takes beginnings (=exact) and refusals (^)."""
     there = _texts(probed.facts["interfaces"])
     missing = []
@@ -275,9 +275,9 @@ def _missing_interfaces(plan: Plan, probed: Probed) -> list[tuple[str, str]]:
     return missing
 
 
-def _memory(x: Examined) -> Check:
+def _memory(x: Examined) -> HostCheck:
     if x.plan.strategy.offload == "none":
-        return Check(name="host memory", told="nothing is offloaded")
+        return HostCheck(name="host memory", told="nothing is offloaded")
     needed = offloaded_bytes(x.plan.strategy.offload, x.plan.model.total_parameters, x.plan.nodes)
     problems = tuple(
         red(
@@ -289,7 +289,7 @@ def _memory(x: Examined) -> Check:
         for probed in x.answers
         if not has_room(int(str(probed.facts["memory_bytes"])), needed)
     )
-    return Check(name="host memory", told=f"room for {needed / GIB:.1f} GiB of offloaded states", problems=problems)
+    return HostCheck(name="host memory", told=f"room for {needed / GIB:.1f} GiB of offloaded states", problems=problems)
 
 
 CHECKS = (_versions, _folder, _inputs, _devices, _disk, _clocks, _interfaces, _memory)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from shardwright.diagnostics import Diagnostic
 from shardwright.ir.json_value import JsonValue
-from shardwright.launch.doctor.remote import Probe, Probed
+from shardwright.launch.doctor.remote import Probe, ProbedHost
 from shardwright.plan.plan import Plan
 
 SLOW = 0.7
@@ -16,7 +16,7 @@ SLOW = 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class HostCheck:
     """One line of the table. problems: () where all is well. checked: False where it cannot be; told says what."""
 
     name: str
@@ -34,7 +34,7 @@ class Assumed:
     is_cpu: bool
 
 
-def meet(plan: Plan, probes: Sequence[Probe], assumed: Assumed, *, whole: bool, end: float) -> list[Check]:
+def meet(plan: Plan, probes: Sequence[Probe], assumed: Assumed, *, whole: bool, end: float) -> list[HostCheck]:
     """The master's address and port from every host, an all-reduce over all of them, and how fast their links are."""
     if not probes:
         return []
@@ -45,7 +45,7 @@ def meet(plan: Plan, probes: Sequence[Probe], assumed: Assumed, *, whole: bool, 
     port = first.facts["free_port"]
     if port is None:
         text = f"{first.host}: something listens on port {plan.launch.master_port} already"
-        return [Check(name="port", told="", problems=(red("SW5308", text, "Choose another launch.master_port."),))]
+        return [HostCheck(name="port", told="", problems=(red("SW5308", text, "Choose another launch.master_port."),))]
     seconds = max(2.0, end - time.monotonic() - 3.0)
     for rank, probe in enumerate(probes):
         where: dict[str, JsonValue] = {"rank": rank, "world": len(probes), "address": address, "port": port}
@@ -62,7 +62,7 @@ def meet(plan: Plan, probes: Sequence[Probe], assumed: Assumed, *, whole: bool, 
         for probed in met
         if "unreachable" in probed.met
     ]
-    port_check = Check(name="rendezvous", told=f"{address}:{port} is free and all reach it", problems=tuple(apart))
+    port_check = HostCheck(name="rendezvous", told=f"{address}:{port} is free and all reach it", problems=tuple(apart))
     wrong = [p for p in met if not apart and p.met.get("sum") != len(probes)]
     among = "all hosts" if whole else ", ".join(p.result.host for p in probes) + " only, the others are not able to"
     summed = tuple(
@@ -75,11 +75,11 @@ def meet(plan: Plan, probes: Sequence[Probe], assumed: Assumed, *, whole: bool, 
     )
     if apart:
         return [port_check]
-    checks = [port_check, Check(name="all-reduce", told=f"over {among}", problems=summed)]
+    checks = [port_check, HostCheck(name="all-reduce", told=f"over {among}", problems=summed)]
     return checks if wrong else [*checks, links(met, assumed)]
 
 
-def links(met: Sequence[Probed], assumed: Assumed) -> Check:
+def links(met: Sequence[ProbedHost], assumed: Assumed) -> HostCheck:
     """The slowest link between two hosts, and between two GPUs of one, beside what the plan assumes."""
     told, problems = [], []
     to_next = [(_rate(p, "to_next"), f"{p.host} -> {met[(i + 1) % len(met)].host}") for i, p in enumerate(met)]
@@ -102,7 +102,7 @@ def links(met: Sequence[Probed], assumed: Assumed) -> Check:
         if inside[0] < SLOW * planned:
             key = f"cluster.intra_node_gbytes_per_second={inside[0] / 1e9:.0f}"
             problems.append(_slow(f"GPU 0 -> GPU 1 of {inside[1]}", inside[0], planned, key))
-    return Check(name="links", told="; ".join(told) or "one host, one device: none", problems=tuple(problems))
+    return HostCheck(name="links", told="; ".join(told) or "one host, one device: none", problems=tuple(problems))
 
 
 def _slow(where: str, rate: float, planned: float, key: str) -> Diagnostic:
@@ -115,7 +115,7 @@ def _slow(where: str, rate: float, planned: float, key: str) -> Diagnostic:
     )
 
 
-def _rate(probed: Probed, name: str) -> float | None:
+def _rate(probed: ProbedHost, name: str) -> float | None:
     links = probed.met.get("links")
     value = links.get(name) if isinstance(links, dict) else None
     return float(value) if isinstance(value, (int, float)) else None

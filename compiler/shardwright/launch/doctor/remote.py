@@ -23,7 +23,7 @@ _NOISE = re.compile(r"Warning: Permanently added|^\s*$")
 
 
 @dataclass(slots=True)
-class Probed:
+class ProbedHost:
     """One host's answers. problem: why there are none."""
 
     host: str
@@ -46,7 +46,7 @@ class Probe:
     """A running probe."""
 
     def __init__(self, host: str, *, reach: str) -> None:
-        self.result = Probed(host=host)
+        self.result = ProbedHost(host=host)
         # As DeepSpeed forwards them. The other variables go through the pipe: a command line can be read by all.
         values = [f"{name}={value}" for name, value in os.environ.items() if name.startswith("PYTHON")]
         remote = ["env", *values, sys.executable, "-P", "-m", "shardwright.launch.doctor.probe"]

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from shardwright.diagnostics import Diagnostic
-from shardwright.launch.doctor.meeting import Check, red
+from shardwright.launch.doctor.meeting import HostCheck, red
 from shardwright.launch.preconditions import program_path
 from shardwright.plan.plan import Plan
 
@@ -28,7 +28,7 @@ _LOG = re.compile(r"^(?:(?:sbatch|srun|sinfo|scontrol): )?(?:(?:error|fatal): )?
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class SchedulerReply:
     """code: None where the command is not there or did not come back."""
 
     code: int | None
@@ -41,17 +41,17 @@ class Answer:
         return " ".join(_LOG.sub("", self.err or self.out).split())[-300:]
 
 
-def ask(*command: str, cwd: Path | None = None) -> Answer:
+def ask(*command: str, cwd: Path | None = None) -> SchedulerReply:
     env = {**os.environ, "PATH": program_path()}
     try:
         done = subprocess.run(
             command, cwd=cwd, env=env, capture_output=True, text=True, errors="replace", timeout=SECONDS
         )
     except subprocess.TimeoutExpired:
-        return Answer(code=None, out="", err=f"no answer in {SECONDS:.0f} s")
+        return SchedulerReply(code=None, out="", err=f"no answer in {SECONDS:.0f} s")
     except OSError as error:
-        return Answer(code=None, out="", err=error.strerror or str(error))
-    return Answer(code=done.returncode, out=done.stdout, err=done.stderr)
+        return SchedulerReply(code=None, out="", err=error.strerror or str(error))
+    return SchedulerReply(code=done.returncode, out=done.stdout, err=done.stderr)
 
 
 def missing(programs: tuple[str, ...], launcher: str) -> tuple[Diagnostic, ...]:
@@ -66,25 +66,25 @@ def missing(programs: tuple[str, ...], launcher: str) -> tuple[Diagnostic, ...]:
     )
 
 
-def unchecked(name: str, told: str) -> Check:
-    return Check(name=name, told=told, checked=False)
+def unchecked(name: str, told: str) -> HostCheck:
+    return HostCheck(name=name, told=told, checked=False)
 
 
-def slurm_checks(plan: Plan, folder: Path, *, shared: bool) -> Iterator[Check]:
+def slurm_checks(plan: Plan, folder: Path, *, shared: bool) -> Iterator[HostCheck]:
     """Outside of an allocation: the commands, the controller, and what it would do with launch/job.sh."""
     absent = missing(("sbatch", "srun", "scontrol", "sinfo"), "slurm")
     version = ask("sbatch", "--version").out.strip() or "version unknown"
-    yield Check(name="commands", told=f"sbatch, srun, scontrol, sinfo: {version}", problems=absent)
+    yield HostCheck(name="commands", told=f"sbatch, srun, scontrol, sinfo: {version}", problems=absent)
     if not absent:
         ping = ask("sinfo", "--noheader", "--format=%R|%D")
         if ping.code != 0:
-            yield Check(
+            yield HostCheck(
                 name="controller",
                 told="",
                 problems=(red("SW5314", f"Slurm's controller does not answer: {ping.said}", "`sinfo` must answer."),),
             )
         else:
-            yield Check(name="controller", told="answers")
+            yield HostCheck(name="controller", told="answers")
             yield _partition(plan, ping.out)
             yield _slurm_job(folder)
     yield _file_system(folder, shared=shared)
@@ -93,7 +93,7 @@ def slurm_checks(plan: Plan, folder: Path, *, shared: bool) -> Iterator[Check]:
     )
 
 
-def _partition(plan: Plan, rows: str) -> Check:
+def _partition(plan: Plan, rows: str) -> HostCheck:
     """rows: name|number of nodes, as sinfo prints them."""
     found: dict[str, int] = {}
     for row in rows.splitlines():
@@ -102,7 +102,7 @@ def _partition(plan: Plan, rows: str) -> Check:
     slurm = plan.launch.slurm
     wanted = slurm.partition if slurm is not None else None
     if wanted is None:
-        return Check(name="partition", told="the cluster's default")
+        return HostCheck(name="partition", told="the cluster's default")
     known = ", ".join(found) or "none"
     problems = [
         red("SW5315", f"there is no partition {name}; there are {known}", "Set launch.slurm.partition to one of them.")
@@ -113,19 +113,19 @@ def _partition(plan: Plan, rows: str) -> Check:
     if not problems and nodes < plan.nodes:
         text = f"partition {wanted} has {nodes} nodes, the plan {plan.nodes}"
         problems.append(red("SW5315", text, "Compile for fewer nodes, or name another partition."))
-    return Check(name="partition", told=f"{wanted}: {nodes} nodes", problems=tuple(problems))
+    return HostCheck(name="partition", told=f"{wanted}: {nodes} nodes", problems=tuple(problems))
 
 
-def _slurm_job(folder: Path) -> Check:
+def _slurm_job(folder: Path) -> HostCheck:
     """Partition, account, limits, features, memory, options: the controller judges the job script and forgets it."""
     answer = ask("sbatch", "--test-only", "launch/job.sh", "auto", cwd=folder)
     if answer.code == 0:
-        return Check(name="job", told=answer.said or "Slurm would take it")
+        return HostCheck(name="job", told=answer.said or "Slurm would take it")
     help = "Change launch.slurm in the recipe, and compile again."
-    return Check(name="job", told="", problems=(red("SW5315", f"Slurm would refuse the job: {answer.said}", help),))
+    return HostCheck(name="job", told="", problems=(red("SW5315", f"Slurm would refuse the job: {answer.said}", help),))
 
 
-def _file_system(folder: Path, *, shared: bool) -> Check:
+def _file_system(folder: Path, *, shared: bool) -> HostCheck:
     path = folder.resolve()
     mounts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
     kind = next((mounts[str(place)] for place in (path, *path.parents) if str(place) in mounts), "unknown")
@@ -134,17 +134,17 @@ def _file_system(folder: Path, *, shared: bool) -> Check:
         text = f"{str(path)!r} is on {kind}, most likely a disk of this host; the job's nodes look at the same path"
         help = "Compile onto, or copy the folder to, a file system that every node mounts."
         problems = (Diagnostic(code="SW5316", severity="warning", message=text, help=help),)
-    return Check(name="folder", told=f"complete here, on {kind}", problems=problems)
+    return HostCheck(name="folder", told=f"complete here, on {kind}", problems=problems)
 
 
-def kubernetes_checks(plan: Plan, folder: Path) -> Iterator[Check]:
+def kubernetes_checks(plan: Plan, folder: Path) -> Iterator[HostCheck]:
     """kubectl, its cluster, and what that would do with the manifests."""
     kubernetes = plan.launch.kubernetes
     if kubernetes is None:
         raise ValueError("a plan for kubernetes has its section")
     absent = missing(("kubectl",), "kubernetes")
     version = ask("kubectl", "version", "--client").out
-    yield Check(
+    yield HostCheck(
         name="commands", told="kubectl " + (version.split("Client Version: ")[-1].split() or [""])[0], problems=absent
     )
     where = (f"--namespace={kubernetes.namespace}",) if kubernetes.namespace else ()
@@ -154,7 +154,7 @@ def kubernetes_checks(plan: Plan, folder: Path) -> Iterator[Check]:
         context = ask("kubectl", "config", "current-context").out.strip() or "no context"
         help = "`kubectl get pods` must work here: choose a context with `kubectl config use-context`."
         problem = red("SW5314", f"no cluster answers kubectl ({context}): {cluster.said}", help)
-        yield Check(name="cluster", told=f"{context} answers", problems=() if reached else (problem,))
+        yield HostCheck(name="cluster", told=f"{context} answers", problems=() if reached else (problem,))
     if reached:
         yield _rights(plan, where)
         yield _dry_run(folder)
@@ -171,7 +171,7 @@ def _kind(plan: Plan) -> tuple[str, tuple[str, ...]]:
     return "jobs.batch", ("service.yaml", "job.yaml")
 
 
-def _rights(plan: Plan, where: tuple[str, ...]) -> Check:
+def _rights(plan: Plan, where: tuple[str, ...]) -> HostCheck:
     resource, files = _kind(plan)
     wanted = [resource, *(["services"] if "service.yaml" in files else [])]
     answers = {name: ask("kubectl", "auth", "can-i", "create", name, *where) for name in wanted}
@@ -180,10 +180,10 @@ def _rights(plan: Plan, where: tuple[str, ...]) -> Check:
         for name, answer in answers.items()
         if answer.code != 0
     )
-    return Check(name="rights", told=f"may create {' and '.join(wanted)}", problems=problems)
+    return HostCheck(name="rights", told=f"may create {' and '.join(wanted)}", problems=problems)
 
 
-def _dry_run(folder: Path) -> Check:
+def _dry_run(folder: Path) -> HostCheck:
     """The API server judges each manifest whole, admission included, and keeps nothing."""
     problems, names = [], []
     for path in sorted((folder / "launch").glob("*.yaml")):
@@ -197,10 +197,10 @@ def _dry_run(folder: Path) -> Check:
                 f"An earlier one is in the way: `{gone}`." if exists else "Change launch.kubernetes, and compile again."
             )
             problems.append(red("SW5315", f"Kubernetes would refuse launch/{path.name}: {answer.said}", help))
-    return Check(name="job", told=f"the API server takes {' and '.join(names)}", problems=tuple(problems))
+    return HostCheck(name="job", told=f"the API server takes {' and '.join(names)}", problems=tuple(problems))
 
 
-def _objects(plan: Plan, where: tuple[str, ...]) -> Iterator[Check]:
+def _objects(plan: Plan, where: tuple[str, ...]) -> Iterator[HostCheck]:
     """The claim and the secret: only whether they are there, never what is in them."""
     kubernetes = plan.launch.kubernetes
     assert kubernetes is not None
@@ -209,10 +209,10 @@ def _objects(plan: Plan, where: tuple[str, ...]) -> Iterator[Check]:
             continue
         answer = ask("kubectl", "get", resource, "--output=name", *where, "--", wanted)
         if answer.code == 0:
-            yield Check(name=name, told=wanted)
+            yield HostCheck(name=name, told=wanted)
         elif "NotFound" in answer.err:
             problem = red("SW5315", f"there is no {resource} {wanted!r}", f"Make it, or set launch.kubernetes.{name}.")
-            yield Check(name=name, told="", problems=(problem,))
+            yield HostCheck(name=name, told="", problems=(problem,))
         else:
             yield unchecked(name, f"{wanted}: {answer.said}")
 

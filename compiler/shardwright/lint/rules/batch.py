@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwright.layout.hpz import HPZ
-from shardwright.lint.subject import Found, Subject
+from shardwright.lint.subject import Found, LintedConfig
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
-def data_ranks(subject: Subject) -> int | None:
+def data_ranks(subject: LintedConfig) -> int | None:
     """What DeepSpeed divides by: the ranks, over the sequence-parallel ones. It does not divide by
     tensor_parallel.autotp_size, nor by pipeline stages that only the module knows; so None with a pipeline."""
     world = subject.world_size
@@ -20,7 +20,7 @@ def data_ranks(subject: Subject) -> int | None:
     return world // sequence
 
 
-def no_batch_size(subject: Subject) -> Iterator[Found]:
+def no_batch_size(subject: LintedConfig) -> Iterator[Found]:
     if subject.audience == "deepspeed" and subject.get(TRAIN) is None and subject.get(MICRO) is None:
         yield Found(
             code="SW4201",
@@ -30,7 +30,7 @@ def no_batch_size(subject: Subject) -> Iterator[Found]:
         )
 
 
-def contradiction(subject: Subject) -> Iterator[Found]:
+def contradiction(subject: LintedConfig) -> Iterator[Found]:
     train, micro, steps = (subject.integer(key) for key in (TRAIN, MICRO, STEPS))
     ranks = data_ranks(subject)
     if not train or not micro or not steps:
@@ -51,7 +51,7 @@ def contradiction(subject: Subject) -> Iterator[Found]:
         )
 
 
-def does_not_divide(subject: Subject) -> Iterator[Found]:
+def does_not_divide(subject: LintedConfig) -> Iterator[Found]:
     train = subject.integer(TRAIN)
     given = {key: value for key in (MICRO, STEPS) if (value := subject.integer(key))}
     filled = any(subject.get(key) == "auto" for key in (MICRO, STEPS))
@@ -70,7 +70,7 @@ def does_not_divide(subject: Subject) -> Iterator[Found]:
     )
 
 
-def groups_do_not_divide(subject: Subject) -> Iterator[Found]:
+def groups_do_not_divide(subject: LintedConfig) -> Iterator[Found]:
     world = subject.world_size
     for key in (("tensor_parallel", "autotp_size"), ("sequence_parallel_size",), ("zero_optimization", HPZ)):
         size = subject.integer(*key)
@@ -85,7 +85,7 @@ def groups_do_not_divide(subject: Subject) -> Iterator[Found]:
             )
 
 
-def mesh(subject: Subject) -> Iterator[Found]:
+def mesh(subject: LintedConfig) -> Iterator[Found]:
     data, sequence = subject.integer("data_parallel_size"), subject.integer("sequence_parallel_size")
     if subject.world_size is not None and data and sequence and data * sequence != subject.world_size:
         yield Found(

@@ -11,7 +11,7 @@ from shardwright.diagnostics import KeyPath
 from shardwright.engines.deepspeed.schema.check import Misfit, is_note, properties
 from shardwright.engines.deepspeed.schema.read import snapshot
 from shardwright.ir.json_value import JsonObject
-from shardwright.lint.subject import Edit, Found, Subject, dotted
+from shardwright.lint.subject import Edit, Found, LintedConfig, dotted
 
 NEAR = 0.8
 """difflib's ratio from which a key is taken for a misspelling."""
@@ -56,7 +56,7 @@ REMOVED: dict[str, str] = {
 }
 
 
-def unknown_refused(subject: Subject) -> Iterator[Found]:
+def unknown_refused(subject: LintedConfig) -> Iterator[Found]:
     for misfit, meant, help, _ in _unknown(subject):
         if misfit.checked:
             fix = _rename(misfit.path, meant) if meant else ()
@@ -70,7 +70,7 @@ def unknown_refused(subject: Subject) -> Iterator[Found]:
             )
 
 
-def misspelt(subject: Subject) -> Iterator[Found]:
+def misspelt(subject: LintedConfig) -> Iterator[Found]:
     for misfit, meant, help, _ in _unknown(subject):
         if not misfit.checked and meant:
             yield Found(
@@ -83,7 +83,7 @@ def misspelt(subject: Subject) -> Iterator[Found]:
             )
 
 
-def misplaced(subject: Subject) -> Iterator[Found]:
+def misplaced(subject: LintedConfig) -> Iterator[Found]:
     for misfit, meant, _, home in _unknown(subject):
         if home is not None and not misfit.checked and not meant:
             taken = subject.has(*map(str, home))
@@ -101,7 +101,7 @@ def misplaced(subject: Subject) -> Iterator[Found]:
             )
 
 
-def unknown_ignored(subject: Subject) -> Iterator[Found]:
+def unknown_ignored(subject: LintedConfig) -> Iterator[Found]:
     for misfit, meant, help, home in _unknown(subject):
         if not misfit.checked and not meant and home is None:
             yield Found(
@@ -114,7 +114,7 @@ def unknown_ignored(subject: Subject) -> Iterator[Found]:
             )
 
 
-def removed(subject: Subject) -> Iterator[Found]:
+def removed(subject: LintedConfig) -> Iterator[Found]:
     for name in subject.snapshot.removed:
         path = tuple(name.split("."))
         if subject.has(*path):
@@ -130,7 +130,7 @@ def removed(subject: Subject) -> Iterator[Found]:
             )
 
 
-def deprecated(subject: Subject) -> Iterator[Found]:
+def deprecated(subject: LintedConfig) -> Iterator[Found]:
     for path, new in _deprecated(subject):
         if not _replacement_given(subject, path, new):
             value, is_device = subject.get(*path), new.startswith("offload_") and " or " not in new
@@ -154,7 +154,7 @@ def deprecated(subject: Subject) -> Iterator[Found]:
             )
 
 
-def deprecated_twice(subject: Subject) -> Iterator[Found]:
+def deprecated_twice(subject: LintedConfig) -> Iterator[Found]:
     for path, new in _deprecated(subject):
         if path[0] != "bfloat16" and _replacement_given(subject, path, new):
             yield Found(
@@ -167,7 +167,7 @@ def deprecated_twice(subject: Subject) -> Iterator[Found]:
             )
 
 
-def switched_off(subject: Subject) -> Iterator[Found]:
+def switched_off(subject: LintedConfig) -> Iterator[Found]:
     for name in SWITCHED:
         section = subject.section(name)
         if any(not is_note(key) for key in section) and "enabled" not in section:
@@ -191,7 +191,7 @@ class _Unknown(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1)
-def _unknown(subject: Subject) -> tuple[_Unknown, ...]:
+def _unknown(subject: LintedConfig) -> tuple[_Unknown, ...]:
     """Four rules ask, of one subject after another."""
     found: list[_Unknown] = []
     for misfit in subject.misfits:
@@ -203,7 +203,7 @@ def _unknown(subject: Subject) -> tuple[_Unknown, ...]:
     return tuple(found)
 
 
-def _meant(subject: Subject, misfit: Misfit, home: KeyPath | None) -> tuple[str, str]:
+def _meant(subject: LintedConfig, misfit: Misfit, home: KeyPath | None) -> tuple[str, str]:
     """(the key of the same section that was meant, or ""; help)."""
     known = [name for name, schema in properties(misfit.schema).items() if "deprecated" not in schema]
     given = subject.section(*map(str, misfit.path[:-1]))
@@ -231,7 +231,7 @@ _LOSS_SCALE = frozenset(
 )
 
 
-def _home(subject: Subject, misfit: Misfit) -> KeyPath | None:
+def _home(subject: LintedConfig, misfit: Misfit) -> KeyPath | None:
     """Where DeepSpeed does read a key of this name: only if that is one place."""
     key = str(misfit.path[-1])
     synonym = SYNONYMS.get(key)
@@ -278,7 +278,7 @@ def _move(misfit: Misfit, home: KeyPath) -> tuple[Edit, ...]:
     return (Edit(kind="remove", path=misfit.path), Edit(kind="add", path=home, value=misfit.value))
 
 
-def _deprecated(subject: Subject) -> Iterator[tuple[tuple[str, ...], str]]:
+def _deprecated(subject: LintedConfig) -> Iterator[tuple[tuple[str, ...], str]]:
     """(path, the key that replaces it) of each deprecated key that is given."""
     for parent in ((), ("zero_optimization",)):
         for key in subject.section(*parent):
@@ -287,16 +287,16 @@ def _deprecated(subject: Subject) -> Iterator[tuple[tuple[str, ...], str]]:
                 yield (*parent, key), str(schema["deprecated"])
 
 
-def _siblings(subject: Subject, path: tuple[str, ...]) -> Mapping[str, JsonObject]:
+def _siblings(subject: LintedConfig, path: tuple[str, ...]) -> Mapping[str, JsonObject]:
     top = properties(subject.snapshot.schema)
     return top if len(path) == 1 else properties(top[path[0]])
 
 
-def _official(subject: Subject, path: tuple[str, ...], new: str) -> str:
+def _official(subject: LintedConfig, path: tuple[str, ...], new: str) -> str:
     """The name that the documentation has: `gather_...` is `stage3_gather_...` in a file."""
     return str(_siblings(subject, path).get(new, {}).get("same_as", new))
 
 
-def _replacement_given(subject: Subject, path: tuple[str, ...], new: str) -> bool:
+def _replacement_given(subject: LintedConfig, path: tuple[str, ...], new: str) -> bool:
     given = subject.section(*path[:-1])
     return any(name in given for name in (new, _official(subject, path, new)))

@@ -8,7 +8,7 @@ from typing import cast
 
 from shardwright.ir.json_value import JsonObject
 from shardwright.lint.rules.precision import precision
-from shardwright.lint.subject import Edit, Found, Subject, say
+from shardwright.lint.subject import Edit, Found, LintedConfig, say
 
 LEAST_DECAY = 1e-3
 """Below it neither form of weight decay moves the weights noticeably; DeepSpeed's own examples have 3e-7."""
@@ -16,7 +16,7 @@ LEAST_DECAY = 1e-3
 _REMOVED = frozenset({"onebitadam", "zerooneadam", "onebitlamb"})
 
 
-def optimizer(subject: Subject) -> JsonObject | None:
+def optimizer(subject: LintedConfig) -> JsonObject | None:
     """Its entry in the snapshot; None where there is none of this name. DeepSpeed's own are matched in any case."""
     name = subject.get("optimizer", "type")
     if not isinstance(name, str):
@@ -25,12 +25,12 @@ def optimizer(subject: Subject) -> JsonObject | None:
     return table.get(name.lower()) or table.get(name)
 
 
-def scheduler(subject: Subject) -> JsonObject | None:
+def scheduler(subject: LintedConfig) -> JsonObject | None:
     name = subject.get("scheduler", "type")
     return subject.snapshot.schedulers.get(name) if isinstance(name, str) else None
 
 
-def unknown_optimizer(subject: Subject) -> Iterator[Found]:
+def unknown_optimizer(subject: LintedConfig) -> Iterator[Found]:
     name = subject.get("optimizer", "type")
     if isinstance(name, str) and optimizer(subject) is None and name.lower() not in _REMOVED:
         known = ["Adam", "AdamW", "Lamb", "Lion", "Muon", "Adagrad", *_capital(subject.snapshot.optimizers)]
@@ -48,7 +48,7 @@ def unknown_optimizer(subject: Subject) -> Iterator[Found]:
         )
 
 
-def removed_optimizer(subject: Subject) -> Iterator[Found]:
+def removed_optimizer(subject: LintedConfig) -> Iterator[Found]:
     if subject.text("optimizer", "type") in _REMOVED:
         yield Found(
             code="SW4502",
@@ -58,7 +58,7 @@ def removed_optimizer(subject: Subject) -> Iterator[Found]:
         )
 
 
-def max_grad_norm(subject: Subject) -> Iterator[Found]:
+def max_grad_norm(subject: LintedConfig) -> Iterator[Found]:
     path = ("optimizer", "params", "max_grad_norm")
     if subject.has(*path):
         value = subject.get(*path)
@@ -75,19 +75,19 @@ def max_grad_norm(subject: Subject) -> Iterator[Found]:
         )
 
 
-def unknown_parameter(subject: Subject) -> Iterator[Found]:
+def unknown_parameter(subject: LintedConfig) -> Iterator[Found]:
     entry = optimizer(subject)
     if entry is not None and entry["params"] is not None:
         yield from _unknown(subject, "optimizer", cast("list[str]", entry["params"]), "SW4504")
 
 
-def unknown_schedule_parameter(subject: Subject) -> Iterator[Found]:
+def unknown_schedule_parameter(subject: LintedConfig) -> Iterator[Found]:
     entry = scheduler(subject)
     if entry is not None:
         yield from _unknown(subject, "scheduler", cast("list[str]", entry["params"]), "SW4510")
 
 
-def no_optimizer_type(subject: Subject) -> Iterator[Found]:
+def no_optimizer_type(subject: LintedConfig) -> Iterator[Found]:
     if subject.section("optimizer") and subject.get("optimizer", "type") is None:
         yield Found(
             code="SW4505",
@@ -98,7 +98,7 @@ def no_optimizer_type(subject: Subject) -> Iterator[Found]:
         )
 
 
-def adam_is_adamw(subject: Subject) -> Iterator[Found]:
+def adam_is_adamw(subject: LintedConfig) -> Iterator[Found]:
     decay = subject.get("optimizer", "params", "weight_decay")
     decays = decay == "auto" or (subject.number("optimizer", "params", "weight_decay") or 0) >= LEAST_DECAY
     if subject.text("optimizer", "type") == "adam" and decays and not subject.has("optimizer", "params", "adam_w_mode"):
@@ -112,7 +112,7 @@ def adam_is_adamw(subject: Subject) -> Iterator[Found]:
         )
 
 
-def lamb_scale(subject: Subject) -> Iterator[Found]:
+def lamb_scale(subject: LintedConfig) -> Iterator[Found]:
     if subject.text("optimizer", "type") == "lamb" and subject.number("fp16", "loss_scale"):
         yield Found(
             code="SW4507",
@@ -122,7 +122,7 @@ def lamb_scale(subject: Subject) -> Iterator[Found]:
         )
 
 
-def unknown_scheduler(subject: Subject) -> Iterator[Found]:
+def unknown_scheduler(subject: LintedConfig) -> Iterator[Found]:
     name = subject.get("scheduler", "type")
     if isinstance(name, str) and scheduler(subject) is None:
         known = subject.snapshot.schedulers
@@ -139,7 +139,7 @@ def unknown_scheduler(subject: Subject) -> Iterator[Found]:
         )
 
 
-def no_scheduler_params(subject: Subject) -> Iterator[Found]:
+def no_scheduler_params(subject: LintedConfig) -> Iterator[Found]:
     if isinstance(subject.get("scheduler", "type"), str) and subject.get("scheduler", "params") is None:
         yield Found(
             code="SW4509",
@@ -150,7 +150,7 @@ def no_scheduler_params(subject: Subject) -> Iterator[Found]:
         )
 
 
-def missing_schedule_parameter(subject: Subject) -> Iterator[Found]:
+def missing_schedule_parameter(subject: LintedConfig) -> Iterator[Found]:
     entry = scheduler(subject)
     if entry is None or subject.get("scheduler", "params") is None:
         return
@@ -165,7 +165,7 @@ def missing_schedule_parameter(subject: Subject) -> Iterator[Found]:
         )
 
 
-def warmup_steps(subject: Subject) -> Iterator[Found]:
+def warmup_steps(subject: LintedConfig) -> Iterator[Found]:
     """A whole float is an integer to Hjson, by which DeepSpeed reads the file; not to the Trainer."""
     path = ("scheduler", "params", "warmup_num_steps")
     value, entry = subject.get(*path), scheduler(subject)
@@ -182,7 +182,7 @@ def warmup_steps(subject: Subject) -> Iterator[Found]:
         )
 
 
-def warmup_too_long(subject: Subject) -> Iterator[Found]:
+def warmup_too_long(subject: LintedConfig) -> Iterator[Found]:
     total = subject.integer("scheduler", "params", "total_num_steps")
     given = subject.integer("scheduler", "params", "warmup_num_steps")
     unset = not subject.has("scheduler", "params", "warmup_num_steps")
@@ -198,7 +198,7 @@ def warmup_too_long(subject: Subject) -> Iterator[Found]:
         )
 
 
-def warmup_type(subject: Subject) -> Iterator[Found]:
+def warmup_type(subject: LintedConfig) -> Iterator[Found]:
     path = ("scheduler", "params", "warmup_type")
     entry, value = scheduler(subject), subject.get(*path)
     if entry is not None and entry["own"] and isinstance(value, str) and value not in ("log", "linear", "auto"):
@@ -211,7 +211,7 @@ def warmup_type(subject: Subject) -> Iterator[Found]:
         )
 
 
-def torch_scheduler(subject: Subject) -> Iterator[Found]:
+def torch_scheduler(subject: LintedConfig) -> Iterator[Found]:
     entry = scheduler(subject)
     wrapped = (subject.stage or 0) > 0 or precision(subject) in ("fp16", "bf16")
     if entry is not None and not entry["own"] and wrapped:
@@ -223,7 +223,7 @@ def torch_scheduler(subject: Subject) -> Iterator[Found]:
         )
 
 
-def no_scheduler_type(subject: Subject) -> Iterator[Found]:
+def no_scheduler_type(subject: LintedConfig) -> Iterator[Found]:
     if subject.section("scheduler") and subject.get("scheduler", "type") is None:
         yield Found(
             code="SW4516",
@@ -235,7 +235,7 @@ def no_scheduler_type(subject: Subject) -> Iterator[Found]:
         )
 
 
-def muon_reduce_scatter(subject: Subject) -> Iterator[Found]:
+def muon_reduce_scatter(subject: LintedConfig) -> Iterator[Found]:
     scatters = subject.section("zero_optimization").get("reduce_scatter") is not False
     if subject.text("optimizer", "type") == "muon" and subject.stage == 3 and scatters:
         yield Found(
@@ -246,7 +246,7 @@ def muon_reduce_scatter(subject: Subject) -> Iterator[Found]:
         )
 
 
-def untested_optimizer(subject: Subject) -> Iterator[Found]:
+def untested_optimizer(subject: LintedConfig) -> Iterator[Found]:
     entry = optimizer(subject)
     allowed = subject.is_on("zero_allow_untested_optimizer")
     if entry is not None and not entry["zero"] and (subject.stage or 0) > 0 and not allowed:
@@ -258,7 +258,7 @@ def untested_optimizer(subject: Subject) -> Iterator[Found]:
         )
 
 
-def betas(subject: Subject) -> Iterator[Found]:
+def betas(subject: LintedConfig) -> Iterator[Found]:
     value = subject.get("optimizer", "params", "betas")
     if isinstance(value, list):
         right = len(value) == 2 and all(
@@ -273,7 +273,7 @@ def betas(subject: Subject) -> Iterator[Found]:
             )
 
 
-def _unknown(subject: Subject, section: str, names: list[str], code: str) -> Iterator[Found]:
+def _unknown(subject: LintedConfig, section: str, names: list[str], code: str) -> Iterator[Found]:
     params = subject.section(section, "params")
     for key in params:
         if key not in names and key != "max_grad_norm":

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from shardwright.lint.rules.precision import precision
 from shardwright.lint.rules.zero import OFFLOADS, ZERO
-from shardwright.lint.subject import Found, Subject
+from shardwright.lint.subject import Found, LintedConfig
 
 
-def pipeline_zero(subject: Subject) -> Iterator[Found]:
+def pipeline_zero(subject: LintedConfig) -> Iterator[Found]:
     if subject.has_pipeline and subject.stage in (2, 3):
         yield Found(
             code="SW4601",
@@ -19,7 +19,7 @@ def pipeline_zero(subject: Subject) -> Iterator[Found]:
         )
 
 
-def pipeline_keys(subject: Subject) -> Iterator[Found]:
+def pipeline_keys(subject: LintedConfig) -> Iterator[Found]:
     idle = [key for key in ("stages", "partition", "seed_layers") if subject.has("pipeline", key)]
     if idle:
         yield Found(
@@ -32,7 +32,7 @@ def pipeline_keys(subject: Subject) -> Iterator[Found]:
         )
 
 
-def reentrant(subject: Subject) -> Iterator[Found]:
+def reentrant(subject: LintedConfig) -> Iterator[Found]:
     interval = subject.integer("pipeline", "activation_checkpoint_interval")
     if interval and subject.get("pipeline", "use_reentrant") is not False:
         yield Found(
@@ -45,7 +45,7 @@ def reentrant(subject: Subject) -> Iterator[Found]:
         )
 
 
-def pipeline_overlap(subject: Subject) -> Iterator[Found]:
+def pipeline_overlap(subject: LintedConfig) -> Iterator[Found]:
     if subject.has_pipeline and subject.is_on(ZERO, "overlap_comm") and subject.stage == 1:
         yield Found(
             code="SW4604",
@@ -56,7 +56,7 @@ def pipeline_overlap(subject: Subject) -> Iterator[Found]:
         )
 
 
-def pipeline_accumulation(subject: Subject) -> Iterator[Found]:
+def pipeline_accumulation(subject: LintedConfig) -> Iterator[Found]:
     if subject.has_pipeline and subject.get("managed_gradient_accumulation") is False:
         yield Found(
             code="SW4605",
@@ -66,7 +66,7 @@ def pipeline_accumulation(subject: Subject) -> Iterator[Found]:
         )
 
 
-def contiguous_checkpoints(subject: Subject) -> Iterator[Found]:
+def contiguous_checkpoints(subject: LintedConfig) -> Iterator[Found]:
     key = ("activation_checkpointing", "contiguous_memory_optimization")
     if subject.is_on(*key):
         missing = [
@@ -89,7 +89,7 @@ def contiguous_checkpoints(subject: Subject) -> Iterator[Found]:
             )
 
 
-def checkpointing_in_trainer(subject: Subject) -> Iterator[Found]:
+def checkpointing_in_trainer(subject: LintedConfig) -> Iterator[Found]:
     if subject.audience == "trainer" and subject.section("activation_checkpointing"):
         yield Found(
             code="SW4607",
@@ -101,7 +101,7 @@ def checkpointing_in_trainer(subject: Subject) -> Iterator[Found]:
         )
 
 
-def tensor_parallel_off(subject: Subject) -> Iterator[Found]:
+def tensor_parallel_off(subject: LintedConfig) -> Iterator[Found]:
     section = subject.section("tensor_parallel")
     if section and (subject.integer("tensor_parallel", "autotp_size") or 0) == 0:
         yield Found(
@@ -114,7 +114,7 @@ def tensor_parallel_off(subject: Subject) -> Iterator[Found]:
         )
 
 
-def pipeline_clipping(subject: Subject) -> Iterator[Found]:
+def pipeline_clipping(subject: LintedConfig) -> Iterator[Found]:
     clipping = subject.number("gradient_clipping")
     clips = clipping is None or clipping > 0
     if subject.has_pipeline and subject.stage == 0 and precision(subject) == "fp32" and clips:
@@ -129,7 +129,7 @@ def pipeline_clipping(subject: Subject) -> Iterator[Found]:
         )
 
 
-def pipeline_tensor(subject: Subject) -> Iterator[Found]:
+def pipeline_tensor(subject: LintedConfig) -> Iterator[Found]:
     key = ("tensor_parallel", "autotp_size")
     if subject.has_pipeline and (subject.integer(*key) or 0) > 1:
         yield Found(
@@ -140,7 +140,7 @@ def pipeline_tensor(subject: Subject) -> Iterator[Found]:
         )
 
 
-def aio_without_nvme(subject: Subject) -> Iterator[Found]:
+def aio_without_nvme(subject: LintedConfig) -> Iterator[Found]:
     used = any(subject.offload(name) in ("nvme", "auto") for name in OFFLOADS) or subject.section(
         "checkpoint", "writer"
     )
@@ -158,7 +158,7 @@ def aio_without_nvme(subject: Subject) -> Iterator[Found]:
 _SAMPLING = ("data_efficiency", "data_sampling")
 
 
-def curriculum(subject: Subject) -> Iterator[Found]:
+def curriculum(subject: LintedConfig) -> Iterator[Found]:
     key = (*_SAMPLING, "curriculum_learning")
     if subject.is_on(*key, "enabled") and not subject.has(*key, "curriculum_metrics"):
         yield Found(
@@ -170,7 +170,7 @@ def curriculum(subject: Subject) -> Iterator[Found]:
         )
 
 
-def dynamic_batching(subject: Subject) -> Iterator[Found]:
+def dynamic_batching(subject: LintedConfig) -> Iterator[Found]:
     key = (*_SAMPLING, "dynamic_batching")
     if subject.is_on(*key, "enabled") and not subject.has(*key, "max_tokens"):
         yield Found(
@@ -182,7 +182,7 @@ def dynamic_batching(subject: Subject) -> Iterator[Found]:
         )
 
 
-def disabled_parent(subject: Subject) -> Iterator[Found]:
+def disabled_parent(subject: LintedConfig) -> Iterator[Found]:
     top = "data_efficiency"
     for name in ("data_sampling", "data_routing"):
         if subject.is_on(top, name, "enabled") and not subject.is_on(top, "enabled"):
@@ -195,7 +195,7 @@ def disabled_parent(subject: Subject) -> Iterator[Found]:
             )
 
 
-def hjson(subject: Subject) -> Iterator[Found]:
+def hjson(subject: LintedConfig) -> Iterator[Found]:
     if subject.audience == "trainer" and not subject.is_json:
         yield Found(
             code="SW4008",

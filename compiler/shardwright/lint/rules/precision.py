@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwright.lint.subject import Edit, Found, Subject
+from shardwright.lint.subject import Edit, Found, LintedConfig
 
 _NAMES: dict[str, frozenset[str]] = {
     "fp16": frozenset({"torch.float16", "fp16", "float16", "half"}),
@@ -14,7 +14,7 @@ _NAMES: dict[str, frozenset[str]] = {
 }
 
 
-def precision(subject: Subject) -> str | None:
+def precision(subject: LintedConfig) -> str | None:
     """fp16, bf16 or fp32; None where it is filled in later. bf16 counts before its old name."""
     bf16 = "bf16" if subject.get("bf16") is not None else "bfloat16"
     if "auto" in (subject.get("fp16", "enabled"), subject.get(bf16, "enabled")):
@@ -24,13 +24,13 @@ def precision(subject: Subject) -> str | None:
     return "bf16" if subject.is_on(bf16, "enabled") else "fp32"
 
 
-def dtype(subject: Subject, key: str) -> str:
+def dtype(subject: LintedConfig, key: str) -> str:
     """The precision that a key of data_types names; "" where it is not given or is none."""
     name = subject.get("data_types", key)
     return next((dtype for dtype, names in _NAMES.items() if isinstance(name, str) and name in names), "")
 
 
-def both(subject: Subject) -> Iterator[Found]:
+def both(subject: LintedConfig) -> Iterator[Found]:
     name = "bf16" if subject.get("bf16") is not None else "bfloat16"
     if subject.is_on("fp16", "enabled") and subject.is_on(name, "enabled"):
         yield Found(
@@ -41,7 +41,7 @@ def both(subject: Subject) -> Iterator[Found]:
         )
 
 
-def accumulation_without_zero(subject: Subject) -> Iterator[Found]:
+def accumulation_without_zero(subject: LintedConfig) -> Iterator[Found]:
     model, accumulation = precision(subject), dtype(subject, "grad_accum_dtype")
     if subject.stage == 0 and model is not None and accumulation not in ("", model):
         yield Found(
@@ -52,7 +52,7 @@ def accumulation_without_zero(subject: Subject) -> Iterator[Found]:
         )
 
 
-def parameter_type(subject: Subject) -> Iterator[Found]:
+def parameter_type(subject: LintedConfig) -> Iterator[Found]:
     model, wanted = precision(subject), dtype(subject, "param_dtype")
     if model is not None and wanted not in ("", model):
         yield Found(
@@ -63,7 +63,7 @@ def parameter_type(subject: Subject) -> Iterator[Found]:
         )
 
 
-def low_precision_master(subject: Subject) -> Iterator[Found]:
+def low_precision_master(subject: LintedConfig) -> Iterator[Found]:
     for name in ("fp16", "bf16"):
         key = (name, f"{name}_master_weights_and_grads")
         if not subject.is_on(*key) or subject.stage is None:
@@ -83,7 +83,7 @@ def low_precision_master(subject: Subject) -> Iterator[Found]:
         )
 
 
-def low_precision_states(subject: Subject) -> Iterator[Found]:
+def low_precision_states(subject: LintedConfig) -> Iterator[Found]:
     if subject.is_on("bf16", "bf16_optimizer_states") and not subject.is_on("bf16", "bf16_master_weights_and_grads"):
         yield Found(
             code="SW4305",
@@ -96,7 +96,7 @@ def low_precision_states(subject: Subject) -> Iterator[Found]:
 _DYNAMIC = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
 
 
-def static_scale(subject: Subject) -> Iterator[Found]:
+def static_scale(subject: LintedConfig) -> Iterator[Found]:
     scale = subject.number("fp16", "loss_scale")
     ignored = [key for key in _DYNAMIC if subject.has("fp16", key)]
     if scale and ignored and subject.get("fp16", "enabled") is not False:
@@ -109,7 +109,7 @@ def static_scale(subject: Subject) -> Iterator[Found]:
         )
 
 
-def loss_scale_limits(subject: Subject) -> Iterator[Found]:
+def loss_scale_limits(subject: LintedConfig) -> Iterator[Found]:
     """fp16's own validators, which no field declares."""
     dynamic = subject.is_on("fp16", "enabled") and not subject.number("fp16", "loss_scale")
     limits = [("loss_scale", 0.0, True), ("loss_scale_window", 1.0, dynamic), ("min_loss_scale", 1.0, dynamic)]
@@ -124,7 +124,7 @@ def loss_scale_limits(subject: Subject) -> Iterator[Found]:
             )
 
 
-def old_and_new_bf16(subject: Subject) -> Iterator[Found]:
+def old_and_new_bf16(subject: LintedConfig) -> Iterator[Found]:
     if subject.get("bf16") is not None and subject.has("bfloat16"):
         yield Found(
             code="SW4308",
@@ -137,7 +137,7 @@ def old_and_new_bf16(subject: Subject) -> Iterator[Found]:
         )
 
 
-def pipeline_accumulation(subject: Subject) -> Iterator[Found]:
+def pipeline_accumulation(subject: LintedConfig) -> Iterator[Found]:
     steps = subject.integer("gradient_accumulation_steps")
     if not subject.has_pipeline or precision(subject) != "bf16" or steps == 1 or subject.stage not in (0, 1):
         return

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import cast
 
 from shardwright.engines.deepspeed.schema.check import properties, text_value
-from shardwright.lint.subject import Edit, Found, Subject, dotted, say
+from shardwright.lint.subject import Edit, Found, LintedConfig, dotted, say
 from shardwright.recipe.describe import near_choices
 
 # What the Trainer (transformers/integrations/deepspeed.py) and Accelerate (accelerator.py, _prepare_deepspeed;
@@ -41,7 +41,7 @@ _LIMITS: dict[str, str] = {
 }
 
 
-def wrong_type(subject: Subject) -> Iterator[Found]:
+def wrong_type(subject: LintedConfig) -> Iterator[Found]:
     for misfit in subject.misfits:
         if misfit.kind == "type":
             types = cast("list[str]", misfit.schema["type"])
@@ -62,7 +62,7 @@ def wrong_type(subject: Subject) -> Iterator[Found]:
             )
 
 
-def as_text(subject: Subject) -> Iterator[Found]:
+def as_text(subject: LintedConfig) -> Iterator[Found]:
     for misfit in subject.misfits:
         if misfit.kind == "text":
             value = text_value(str(misfit.value), cast("list[str]", misfit.schema["type"]))
@@ -83,7 +83,7 @@ def as_text(subject: Subject) -> Iterator[Found]:
             )
 
 
-def not_a_choice(subject: Subject) -> Iterator[Found]:
+def not_a_choice(subject: LintedConfig) -> Iterator[Found]:
     for misfit in subject.misfits:
         if misfit.kind == "choice":
             choices = [str(choice) for choice in cast("list[str]", misfit.schema["enum"])]
@@ -96,7 +96,7 @@ def not_a_choice(subject: Subject) -> Iterator[Found]:
             )
 
 
-def out_of_range(subject: Subject) -> Iterator[Found]:
+def out_of_range(subject: LintedConfig) -> Iterator[Found]:
     for misfit in subject.misfits:
         if misfit.kind == "range":
             limits = [f"{words} {misfit.schema[word]}" for word, words in _LIMITS.items() if word in misfit.schema]
@@ -108,7 +108,7 @@ def out_of_range(subject: Subject) -> Iterator[Found]:
             )
 
 
-def auto_without_trainer(subject: Subject) -> Iterator[Found]:
+def auto_without_trainer(subject: LintedConfig) -> Iterator[Found]:
     autos = [misfit for misfit in subject.misfits if misfit.kind == "auto"]
     if subject.audience == "deepspeed":
         for misfit in autos:
@@ -129,7 +129,7 @@ def auto_without_trainer(subject: Subject) -> Iterator[Found]:
         )
 
 
-def auto_not_filled(subject: Subject) -> Iterator[Found]:
+def auto_not_filled(subject: LintedConfig) -> Iterator[Found]:
     for misfit in subject.misfits:
         if misfit.kind == "auto" and subject.audience == "trainer" and dotted(misfit.path) not in FILLED:
             yield Found(

@@ -9,7 +9,7 @@ from shardwright.engines.deepspeed.schema.check import properties
 from shardwright.ir.json_value import JsonObject
 from shardwright.layout.hpz import HPZ
 from shardwright.lint.rules.precision import dtype, precision
-from shardwright.lint.subject import Edit, Found, Subject
+from shardwright.lint.subject import Edit, Found, LintedConfig
 
 ZERO = "zero_optimization"
 Offload = Literal["offload_optimizer", "offload_param"]
@@ -25,7 +25,7 @@ _GATHER = (
 _BELOW_3 = ("round_robin_gradients", "parameter_alignment")
 
 
-def stage_3_keys(subject: Subject) -> Iterator[Found]:
+def stage_3_keys(subject: LintedConfig) -> Iterator[Found]:
     zero = subject.section(ZERO)
     known = properties(_zero_schema(subject))
     # Accelerate gathers tensor ranks' shards by a key with the name of stage 3 (accelerator.py, get_state_dict).
@@ -50,7 +50,7 @@ def stage_3_keys(subject: Subject) -> Iterator[Found]:
         )
 
 
-def parameter_offload(subject: Subject) -> Iterator[Found]:
+def parameter_offload(subject: LintedConfig) -> Iterator[Found]:
     if subject.offload("offload_param") in ("cpu", "nvme") and subject.stage in (0, 1, 2):
         yield Found(
             code="SW4402",
@@ -62,7 +62,7 @@ def parameter_offload(subject: Subject) -> Iterator[Found]:
         )
 
 
-def offload_without_zero(subject: Subject) -> Iterator[Found]:
+def offload_without_zero(subject: LintedConfig) -> Iterator[Found]:
     if subject.offload("offload_optimizer") in ("cpu", "nvme") and subject.stage == 0:
         yield Found(
             code="SW4403",
@@ -74,7 +74,7 @@ def offload_without_zero(subject: Subject) -> Iterator[Found]:
         )
 
 
-def nvme_without_path(subject: Subject) -> Iterator[Found]:
+def nvme_without_path(subject: LintedConfig) -> Iterator[Found]:
     for name in OFFLOADS:
         needed = subject.stage == 3 and subject.offload(name) == "nvme"
         if needed and subject.get(ZERO, name, "nvme_path") in (None, ""):
@@ -86,7 +86,7 @@ def nvme_without_path(subject: Subject) -> Iterator[Found]:
             )
 
 
-def nvme_below_stage_3(subject: Subject) -> Iterator[Found]:
+def nvme_below_stage_3(subject: LintedConfig) -> Iterator[Found]:
     if subject.offload("offload_optimizer") == "nvme" and subject.stage in (1, 2):
         yield Found(
             code="SW4405",
@@ -97,7 +97,7 @@ def nvme_below_stage_3(subject: Subject) -> Iterator[Found]:
         )
 
 
-def path_without_nvme(subject: Subject) -> Iterator[Found]:
+def path_without_nvme(subject: LintedConfig) -> Iterator[Found]:
     for name in OFFLOADS:
         path = subject.get(ZERO, name, "nvme_path")
         if path not in (None, "", "auto", "none") and subject.offload(name) in ("none", "cpu"):
@@ -111,7 +111,7 @@ def path_without_nvme(subject: Subject) -> Iterator[Found]:
             )
 
 
-def partial_offload(subject: Subject) -> Iterator[Found]:
+def partial_offload(subject: LintedConfig) -> Iterator[Found]:
     ratio = subject.number(ZERO, "offload_optimizer", "ratio")
     if ratio is not None and ratio < 1 and subject.stage in (0, 1, 2):
         yield Found(
@@ -122,7 +122,7 @@ def partial_offload(subject: Subject) -> Iterator[Found]:
         )
 
 
-def zero_plus_plus(subject: Subject) -> Iterator[Found]:
+def zero_plus_plus(subject: LintedConfig) -> Iterator[Found]:
     idle = [key for key in _PLUS if subject.is_on(ZERO, key) and subject.integer(ZERO, key) != 1]
     if idle and subject.stage in (0, 1, 2):
         yield Found(
@@ -135,7 +135,7 @@ def zero_plus_plus(subject: Subject) -> Iterator[Found]:
         )
 
 
-def gradient_norm_off(subject: Subject) -> Iterator[Found]:
+def gradient_norm_off(subject: LintedConfig) -> Iterator[Found]:
     key = (ZERO, "compute_grad_norm")
     if subject.get(*key) is not False or subject.stage is None:
         return
@@ -156,7 +156,7 @@ def gradient_norm_off(subject: Subject) -> Iterator[Found]:
     )
 
 
-def summed_gradients(subject: Subject) -> Iterator[Found]:
+def summed_gradients(subject: LintedConfig) -> Iterator[Found]:
     if subject.text("gradient_allreduce_op") != "sum":
         return
     others = {
@@ -175,7 +175,7 @@ def summed_gradients(subject: Subject) -> Iterator[Found]:
             return
 
 
-def scaled_before(subject: Subject) -> Iterator[Found]:
+def scaled_before(subject: LintedConfig) -> Iterator[Found]:
     if subject.stage not in (2, 3) or subject.section(ZERO).get("reduce_scatter") is False:
         return
     factor = subject.number("gradient_predivide_factor")
@@ -191,7 +191,7 @@ def scaled_before(subject: Subject) -> Iterator[Found]:
             )
 
 
-def legacy_stage_1(subject: Subject) -> Iterator[Found]:
+def legacy_stage_1(subject: LintedConfig) -> Iterator[Found]:
     if subject.is_on(ZERO, "legacy_stage1") and subject.stage != 0:
         yield Found(
             code="SW4412",
@@ -203,7 +203,7 @@ def legacy_stage_1(subject: Subject) -> Iterator[Found]:
         )
 
 
-def elastic_checkpoint(subject: Subject) -> Iterator[Found]:
+def elastic_checkpoint(subject: LintedConfig) -> Iterator[Found]:
     if subject.is_on(ZERO, "elastic_checkpoint") and subject.stage == 3:
         yield Found(
             code="SW4413",
@@ -215,7 +215,7 @@ def elastic_checkpoint(subject: Subject) -> Iterator[Found]:
         )
 
 
-def odd_bucket(subject: Subject) -> Iterator[Found]:
+def odd_bucket(subject: LintedConfig) -> Iterator[Found]:
     size = subject.integer(ZERO, "allgather_bucket_size")
     if size is not None and size % 2 and subject.stage in (1, 2):
         yield Found(
@@ -227,7 +227,7 @@ def odd_bucket(subject: Subject) -> Iterator[Found]:
         )
 
 
-def weights_not_gathered(subject: Subject) -> Iterator[Found]:
+def weights_not_gathered(subject: LintedConfig) -> Iterator[Found]:
     given = next((name for name in _GATHER if subject.has(ZERO, name)), None)
     cut = subject.stage == 3 or _tensor_ranks(subject) > 1
     if subject.audience == "trainer" and cut and (given is None or subject.get(ZERO, given) is False):
@@ -241,7 +241,7 @@ def weights_not_gathered(subject: Subject) -> Iterator[Found]:
         )
 
 
-def no_stage_3_form(subject: Subject) -> Iterator[Found]:
+def no_stage_3_form(subject: LintedConfig) -> Iterator[Found]:
     idle = [key for key in _BELOW_3 if subject.is_on(ZERO, key)]
     if idle and subject.stage == 3:
         yield Found(
@@ -254,7 +254,7 @@ def no_stage_3_form(subject: Subject) -> Iterator[Found]:
         )
 
 
-def zenflow(subject: Subject) -> Iterator[Found]:
+def zenflow(subject: LintedConfig) -> Iterator[Found]:
     if not isinstance(subject.get(ZERO, "zenflow"), dict) or subject.stage is None:
         return
     if subject.stage == 0 or subject.offload("offload_optimizer") != "cpu":
@@ -267,7 +267,7 @@ def zenflow(subject: Subject) -> Iterator[Found]:
         )
 
 
-def super_offload(subject: Subject) -> Iterator[Found]:
+def super_offload(subject: LintedConfig) -> Iterator[Found]:
     if subject.is_on(ZERO, "offload_optimizer", "super_offload") and subject.stage in (0, 1, 2):
         yield Found(
             code="SW4418",
@@ -278,7 +278,7 @@ def super_offload(subject: Subject) -> Iterator[Found]:
         )
 
 
-def boolean_zero(subject: Subject) -> Iterator[Found]:
+def boolean_zero(subject: LintedConfig) -> Iterator[Found]:
     value = subject.get(ZERO)
     if isinstance(value, bool):
         yield Found(
@@ -291,7 +291,7 @@ def boolean_zero(subject: Subject) -> Iterator[Found]:
         )
 
 
-def unmanaged_accumulation(subject: Subject) -> Iterator[Found]:
+def unmanaged_accumulation(subject: LintedConfig) -> Iterator[Found]:
     if subject.get("managed_gradient_accumulation") is not False:
         return
     overlaps = subject.is_on(ZERO, "overlap_comm") or (subject.stage == 3 and subject.get(ZERO, "overlap_comm") is None)
@@ -304,7 +304,7 @@ def unmanaged_accumulation(subject: Subject) -> Iterator[Found]:
         )
 
 
-def second_copy_of_shards(subject: Subject) -> Iterator[Found]:
+def second_copy_of_shards(subject: LintedConfig) -> Iterator[Found]:
     """The groups are consecutive ranks, as tensor-parallel ones are."""
     size, tensor = subject.integer(ZERO, HPZ) or 1, _tensor_ranks(subject)
     if subject.stage == 3 and size > 1 and tensor > 1:
@@ -317,9 +317,9 @@ def second_copy_of_shards(subject: Subject) -> Iterator[Found]:
         )
 
 
-def _tensor_ranks(subject: Subject) -> int:
+def _tensor_ranks(subject: LintedConfig) -> int:
     return subject.integer("tensor_parallel", "autotp_size") or 1
 
 
-def _zero_schema(subject: Subject) -> JsonObject:
+def _zero_schema(subject: LintedConfig) -> JsonObject:
     return properties(subject.snapshot.schema)[ZERO]

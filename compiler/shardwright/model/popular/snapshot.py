@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwright.diagnostics import Diagnostic, KeyPath, Refusal
 from shardwright.ir.recipe import ModelSection
-from shardwright.ir.weights import TOKENIZER_PATTERNS, Weights
+from shardwright.ir.weights import TOKENIZER_PATTERNS, LocatedWeights
 from shardwright.model.popular.hub import hub_problem, no_id
 from shardwright.safe_read import parse_json, read_regular
 
@@ -24,7 +24,7 @@ _KEY: KeyPath = ("model", "weights")
 _HEADER_BYTES = 8  # of a safetensors file: the length of its JSON header
 
 
-def locate_weights(section: ModelSection) -> Weights | None:
+def locate_weights(section: ModelSection) -> LocatedWeights | None:
     """None where the weights are random. Errors: SW1913 none, or not all of them, and those of the hub: SW2010 to
     SW2012, SW2015."""
     if section.weights != "pretrained" or section.source is None:
@@ -32,7 +32,7 @@ def locate_weights(section: ModelSection) -> Weights | None:
     if Path(section.source).is_absolute():
         if Path(section.source).is_dir():  # else it has been told already
             _need(section.source, weights_problem(Path(section.source)))
-        return Weights(path=section.source, revision=None)
+        return LocatedWeights(path=section.source, revision=None)
     model_id, revision = section.source, section.revision
     folder = _cached(model_id, revision)
     code = ["*.py"] if section.trust_remote_code is not None else []
@@ -46,7 +46,7 @@ def locate_weights(section: ModelSection) -> Weights | None:
     assert folder is not None
     if problem:
         raise Refusal(_no_weights(model_id, revision, problem))
-    return Weights(path=str(folder), revision=folder.name)
+    return LocatedWeights(path=str(folder), revision=folder.name)
 
 
 def _problem(folder: Path, code: list[str]) -> str:
