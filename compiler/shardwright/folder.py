@@ -12,21 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwright.cluster.resolve import resolve_cluster
-from shardwright.cost.estimate import price
 from shardwright.cost.layout import Layout
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph, hash_of_config
 from shardwright.ir.recipe import DataSection, Recipe
 from shardwright.layout.estimate import Estimate
-from shardwright.layout.problem import Problem
 from shardwright.plan.build import canonical_hash
 from shardwright.plan.graph_file import read_graph
 from shardwright.plan.plan import Plan, PlanData
 from shardwright.plan.serialize import load_plan
 from shardwright.recipe.load import load_recipe
-from shardwright.rules.registry import check_layout, is_countable
-from shardwright.search.settle import settle
+from shardwright.search.settle import as_planned
 
 RECIPE = "recipe.resolved.json"
 SAME = 1e-9
@@ -35,7 +32,7 @@ SAME = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledFolder:
-    """layout, estimate: the plan's strategy, placed and priced again by this version's cost model."""
+    """layout, estimate: the plan's strategy and placing, priced again by this version's cost model."""
 
     folder: Path
     plan: Plan
@@ -65,17 +62,8 @@ def read_folder(folder: Path) -> CompiledFolder:
     recipe = _recipe(folder, plan)
     graph = _graph(folder, plan)
     cluster = resolve_cluster(recipe.cluster)
-    diagnostics = check_layout(Problem(recipe=recipe, graph=graph, cluster=cluster), plan.strategy)
-    if not is_countable(plan.strategy, diagnostics):
-        raise Refusal(*diagnostics)
-    layout, memory = settle(recipe, graph, cluster, plan.strategy)
-    return CompiledFolder(
-        folder=folder,
-        plan=plan,
-        recipe=recipe,
-        layout=layout,
-        estimate=price(layout, memory, diagnostics),
-    )
+    layout, estimate = as_planned(recipe, graph, cluster, plan.strategy, plan.boundaries)
+    return CompiledFolder(folder=folder, plan=plan, recipe=recipe, layout=layout, estimate=estimate)
 
 
 def _recipe(folder: Path, plan: Plan) -> Recipe:

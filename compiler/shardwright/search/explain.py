@@ -17,7 +17,7 @@ from shardwright.search.compare import because, binding_constraint
 from shardwright.search.plainer import Plainer, plainer
 from shardwright.search.search import SearchResult, search
 from shardwright.search.sensitivity import Sensitivity, sensitivities
-from shardwright.search.settle import is_roomy, settle, with_hpz, without_hpz
+from shardwright.search.settle import as_planned, is_roomy, with_hpz, without_hpz
 from shardwright.search.space import without_layout_pins
 from shardwright.search.walk import RejectedRegion
 
@@ -88,7 +88,7 @@ class PlanExplanation:
 
 def explain(recipe: Recipe, graph: ModelGraph, cluster: Cluster, chosen: Estimate) -> PlanExplanation:
     """chosen: of a layout whose world and batch work out. Runs the search about seven times."""
-    layout, _ = settle(recipe, graph, cluster, chosen.strategy)
+    layout, _ = as_planned(recipe, graph, cluster, chosen.strategy, chosen.boundaries)
     within = search(recipe, graph, cluster)
     pinned = pinned_keys(recipe)
     everywhere = search(without_layout_pins(recipe), graph, cluster) if pinned else within

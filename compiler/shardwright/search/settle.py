@@ -35,10 +35,25 @@ def estimate_strategy(recipe: Recipe, graph: ModelGraph, cluster: Cluster, strat
     Raises Refusal (SW3101, SW3102, SW3115 and every other broken rule) where they do not, and for axes that the cost
     model does not know: there is nothing to count.
     """
+    diagnostics = _countable(recipe, graph, cluster, strategy)
+    return settled_estimate(recipe, graph, cluster, strategy, diagnostics)
+
+
+def as_planned(
+    recipe: Recipe, graph: ModelGraph, cluster: Cluster, strategy: Strategy, boundaries: tuple[int, ...]
+) -> tuple[Layout, Estimate]:
+    """What a plan has decided, priced by this version: nothing is settled or placed anew. Raises as
+    estimate_strategy."""
+    diagnostics = _countable(recipe, graph, cluster, strategy)
+    layout = placed(lay_out(recipe, graph, cluster, strategy, default_constants()), boundaries)
+    return layout, price(layout, estimate_memory(layout), diagnostics)
+
+
+def _countable(recipe: Recipe, graph: ModelGraph, cluster: Cluster, strategy: Strategy) -> tuple[Diagnostic, ...]:
     diagnostics = check_layout(Problem(recipe=recipe, graph=graph, cluster=cluster), strategy)
     if not is_countable(strategy, diagnostics):
         raise Refusal(*diagnostics)
-    return settled_estimate(recipe, graph, cluster, strategy, diagnostics)
+    return diagnostics
 
 
 def settled_estimate(
