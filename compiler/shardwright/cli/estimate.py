@@ -52,6 +52,7 @@ def estimate_object(path: str, estimate: Estimate) -> dict[str, JsonValue]:
         "time": dataclasses.asdict(estimate.time),
         "training": dataclasses.asdict(estimate.training),
         "error": dataclasses.asdict(estimate.error),
+        "flops_source": estimate.flops_source,
     }
 
 
@@ -119,7 +120,7 @@ def training_words(recipe: Recipe, training: Training) -> str:
 
 
 def _lines(estimate: Estimate, recipe: Recipe) -> list[str]:
-    from shardwright.cost.measured import error_words
+    from shardwright.cost.measured import error_words, flops_words
     from shardwright.figures import device, rate
 
     time, memory, assume = estimate.time, estimate.memory, recipe.assume
@@ -127,7 +128,7 @@ def _lines(estimate: Estimate, recipe: Recipe) -> list[str]:
     gib = 2**30
     from shardwright.search.compare import hpz_words
 
-    hpz = hpz_words(estimate.strategy)
+    hpz, flops = hpz_words(estimate.strategy), flops_words(estimate.flops_source)
     lines = [
         f"  layout   {layout_text(estimate)}",
         *([f"  weights  {hpz}"] if hpz else []),
@@ -141,6 +142,7 @@ def _lines(estimate: Estimate, recipe: Recipe) -> list[str]:
         f"({time.bubble_fraction:.1%} idle)",
     ]
     lines.append(f"  error    {error_words(estimate.error)}")
+    lines += [f"  FLOPs    {flops}"] if flops else []
     lines.append(f"  training {training_words(recipe, estimate.training)}")
     if assume != AssumeSection(kernels="auto", mfu=None, ignore_memory=False):
         given = (f"{name}={value}" for name, value in dataclasses.asdict(assume).items())

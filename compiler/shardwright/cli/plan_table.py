@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shardwright.cli.tables import table_lines
-from shardwright.cost.measured import bench, source, unmeasured
+from shardwright.cost.measured import bench, flops_words, source, unmeasured
 from shardwright.figures import device, number
 from shardwright.layout.estimate import Estimate
 
@@ -62,7 +62,7 @@ def _cells(place: int, row: PlanRow, first: Estimate, *, is_cpu: bool) -> tuple[
 
 
 def error_notes(estimates: Sequence[Estimate]) -> list[str]:
-    """Where the ± comes from, and why rows of the table have none."""
+    """Where the ± comes from, why rows of the table have none, and what else makes them less sure."""
     time, memory = bench().time, bench().memory
     known = [f"{time.error:.1%} of the step"] * any(e.error.step_time is not None for e in estimates)
     known += [f"{memory.error:.1%} of the memory"] * any(e.error.memory is not None for e in estimates)
@@ -70,7 +70,8 @@ def error_notes(estimates: Sequence[Estimate]) -> list[str]:
     for reason, rows in _rows_by(e.error.step_time_reason for e in estimates).items():
         which = "" if len(rows) == len(estimates) else f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows))}: "
         notes.append(which + unmeasured(reason))
-    return notes
+    flops = flops_words(estimates[0].flops_source) if estimates else ""
+    return [*notes, *([f"FLOPs are {flops}"] if flops else [])]
 
 
 def _rows_by(reasons: Iterable[str]) -> dict[str, list[int]]:

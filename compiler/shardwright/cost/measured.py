@@ -135,6 +135,17 @@ def error_words(error: PredictionError) -> str:
     return f"{'; '.join(parts)}; ±: {source()}"
 
 
+def flops_words(source: str) -> str:
+    """What is less sure of a prediction whose FLOPs were not traced; "" where they were."""
+    if source == "traced":
+        return ""
+    reason = source.removeprefix("counted: ")
+    return (
+        "counted from the parameters' shapes, so the step and the memory are less sure: the model's own code could not "
+        f"be traced ({reason})"
+    )
+
+
 def unmeasured(reason: str) -> str:
     return f"not calibrated ({reason}): no published run is of that kind"
 

@@ -78,12 +78,14 @@ class ModelShapes:
     matrices: int  # of the decoder layers: as many parameters are gathered one by one at most
     shared_numel: int  # the tied tensor's local elements, which embedding and head both list (0 if untied)
     head_width: int  # local vocabulary
+    flops_source: str  # of the first layer that was not traced, else traced
     positions: bool  # a table of positions is added at the embedding: no rotary kernels in the layers
 
 
 @remembered(lambda graph, tensor: (graph.identity, tensor))
 def model_shapes(graph: ModelGraph, tensor: int) -> ModelShapes:
     kinds, kind_of, numel = _split_layers(graph, tensor)
+    sources = (layer.flops_source for layer in graph.layers)
     decoder = [layer for layer in graph.layers if layer.kind == "decoder"]
 
     def prefix(value: Callable[[LayerShape], int]) -> tuple[int, ...]:
@@ -109,6 +111,7 @@ def model_shapes(graph: ModelGraph, tensor: int) -> ModelShapes:
         matrices=sum(len(kinds[k].products) for k in kind_of if k >= 0),
         shared_numel=_shared_numel(graph, tensor),
         head_width=-(-graph.vocabulary_size // tensor),
+        flops_source=next((s for s in sources if s != "traced"), "traced"),
         positions=sum(len(p.shape) == 2 for p in graph.layers[0].parameters) > 1,
     )
 

@@ -69,7 +69,8 @@ class PredictionError:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """boundaries: stage s holds graph.layers[boundaries[s]:boundaries[s+1]]. error: how far such predictions were off
-    where they could be compared."""
+    where they could be compared. flops_source: of the model's layers, see Layer; one
+    that could not be traced says why."""
 
     strategy: Strategy
     boundaries: tuple[int, ...]
@@ -79,3 +80,4 @@ class Estimate:
     time: Time
     training: Training
     error: PredictionError
+    flops_source: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from shardwright.cli import estimate as estimate_command
 from shardwright.cli import plan as plan_command
 from shardwright.diagnostics import Refusal
-from tests.unit.model.factory import SMALL_LLAMA
+from tests.unit.model.factory import SMALL_LLAMA, graph_of
 
 PINNED = {
     "tensor": 2,
@@ -228,3 +229,22 @@ def test_plan_refuses_a_bad_recipe(tmp_path: Path) -> None:
     with pytest.raises(Refusal) as caught:
         call(plan_command, write(tmp_path, "gpu.yaml", cluster={"nodes": 1, "gpus_per_node": 8, "gpu": "h1000"}))
     assert caught.value.source is not None
+
+
+@pytest.mark.parametrize("source", ["traced", "counted: TypeError: no value"])
+def test_flops_that_were_not_traced_are_told(
+    source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = graph_of(SMALL_LLAMA)
+    last = tuple(dataclasses.replace(layer, flops_source=source) for layer in graph.layers[-2:])
+    # A graph of its own, for the cost model remembers what it has worked out of the other.
+    untraced = dataclasses.replace(graph, layers=(*graph.layers[:-2], *last), config_hash=f"{source} in two layers")
+    monkeypatch.setattr("shardwright.compile.build_model_graph", lambda section: untraced)
+    path = write(tmp_path, "r.yaml")
+    for command, first in ((estimate_command, lambda found: found), (plan_command, lambda found: found["plans"][0])):
+        assert call(command, path) == 0
+        told = capsys.readouterr().out
+        for words in ("counted from the parameters' shapes", "(TypeError: no value)"):
+            assert (words in told) == (source != "traced")
+        assert call(command, "--json", path) == 0
+        assert first(json.loads(capsys.readouterr().out))["flops_source"] == source
