@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.ir.model_graph import Layer, ModelGraph
+from shardwright.records import read_record
 from shardwright.safe_read import parse_json
 
 GRAPH_FILE = "model_graph.json"
@@ -31,16 +32,14 @@ def graph_to_json(graph: ModelGraph) -> str:
 
 
 def graph_from_json(text: str) -> ModelGraph:
-    """Raises ValueError (pydantic's ValidationError is one) where the text is no graph."""
-    from pydantic import TypeAdapter
-
+    """Raises ValueError where the text is no graph."""
     document: Any = parse_json(text)
     try:
         kinds = document.pop("layer_kinds")
         document["layers"] = [_layer(name, kinds[number]) for name, number in document["layers"]]
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise ValueError(f"it lacks {error}") from None
-    graph = TypeAdapter(ModelGraph).validate_json(json.dumps(document))
+    graph = read_record(ModelGraph, document)
     graph.verify()
     return graph
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.plan.plan import Plan
-
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
+from shardwright.records import read_record
+from shardwright.safe_read import parse_json
 
 
 def plan_to_json(plan: Plan) -> str:
@@ -21,18 +18,10 @@ def plan_to_json(plan: Plan) -> str:
 
 
 def plan_from_json(text: str) -> Plan:
-    """Raises ValueError (pydantic's ValidationError is one) where the text is no plan."""
-    plan = _adapter().validate_json(text)
+    """Raises ValueError where the text is no plan."""
+    plan = read_record(Plan, parse_json(text))
     plan.verify()
     return plan
-
-
-@functools.cache
-def _adapter() -> TypeAdapter[Plan]:
-    """Takes longer to make than a plan to read."""
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(Plan)
 
 
 def read_plan(folder: Path) -> Plan:
