@@ -166,6 +166,13 @@ def test_a_folder_named_like_a_glob(tmp_path: Path) -> None:
     assert data is not None and data.path == f"{tmp_path}/a[[]1]/*.txt"
 
 
+def test_a_name_may_be_auto(tmp_path: Path) -> None:
+    """`auto` is a choice of the compiler's only where the schema says so."""
+    text = GOOD + "launch: {slurm: {account: auto, partition: auto, mem: auto}}\n"
+    slurm = load(text, tmp_path).launch.slurm
+    assert slurm is not None and (slurm.account, slurm.partition, slurm.mem) == ("auto", "auto", "0")
+
+
 def test_extends(tmp_path: Path) -> None:
     (tmp_path / "root.yaml").write_text(GOOD + "launch: {env: {A: a, B: b}, env_from: [X]}\n")
     (tmp_path / "middle.yaml").write_text("extends: root.yaml\ntraining: {seed: 7}\nlaunch: {env: {B: c}}\n")
