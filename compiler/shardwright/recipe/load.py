@@ -14,7 +14,7 @@ from shardwright.recipe.checks import cross_check
 from shardwright.recipe.layers import STDIN, Layers
 from shardwright.recipe.node import Node, places, plain
 from shardwright.recipe.schema import complete, recipe_schema
-from shardwright.recipe.typed import build, decide, recipe_directory
+from shardwright.recipe.settle import build, decide, recipe_directory
 from shardwright.recipe.validate import integer_errors, meant_keys, validate
 
 

@@ -1,0 +1,145 @@
+"""A valid, completed document -> Recipe: what depends on another key, on the recipe's folder or on `auto` is settled
+here, and the records say the rest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import cast
+
+from shardwright.diagnostics import Source
+from shardwright.ir.json_value import JsonObject, JsonValue
+from shardwright.ir.recipe import Recipe
+from shardwright.recipe.paths import absolute, absolute_data_path, is_folder
+from shardwright.recipe.slurm import words
+from shardwright.records import read_record
+
+# These hold token ids already.
+_WITHOUT_TOKENIZER = ("tokens", "megatron", "synthetic")
+Section = dict[str, JsonValue]
+
+
+def recipe_directory(name: str) -> str:
+    """The folder that relative paths start from; the working folder for a recipe on standard input."""
+    return os.path.dirname(os.path.abspath(name))
+
+
+def decide(document: JsonObject) -> JsonObject:
+    """Settles the `auto` values that depend on another key of the recipe: starting weights and tokenizers."""
+    decided = dict(document)
+    model = dict(cast(JsonObject, document["model"]))
+    if model["weights"] == "auto":
+        model["weights"] = "random" if model["source"] is None else "pretrained"
+    decided["model"] = model
+    for section in ("data", "validation"):
+        if decided.get(section) is not None:
+            decided[section] = _with_tokenizer(cast(JsonObject, decided[section]), cast("str | None", model["source"]))
+    decided.pop("extends", None)  # merged
+    return decided
+
+
+def _with_tokenizer(data: JsonObject, source: str | None) -> JsonObject:
+    if "mixture" in data:
+        parts = cast("list[JsonObject]", data["mixture"])
+        return {**data, "mixture": [_with_tokenizer(part, source) for part in parts]}
+    if data.get("tokenizer") != "auto":
+        return data
+    return {**data, "tokenizer": None if data.get("kind") in _WITHOUT_TOKENIZER else source or "byte"}
+
+
+def build(document: JsonObject, directory: str, source: Source) -> Recipe:
+    """directory: absolute folder of the recipe file. The schema has refused whatever no record would hold."""
+    settled = dict(document)
+    for key, settle in _SECTIONS.items():
+        if document[key] is not None:
+            settled[key] = settle(dict(cast(JsonObject, document[key])), directory)
+    return read_record(Recipe, settled, directory=directory, document=document, source=source)
+
+
+def _model(model: Section, directory: str) -> Section:
+    names = {key: _folder_or_name(model[key], directory) for key in ("source", "trust_remote_code")}
+    return {**model, **names}
+
+
+def _without_auto(section: Section, _: str = "") -> Section:
+    return {key: None if value == "auto" else value for key, value in section.items()}
+
+
+def _cluster(cluster: Section, _: str) -> Section:
+    return {**_without_auto(cluster), "gpu": cluster["gpu"]}  # a name
+
+
+def _training(training: Section, _: str) -> Section:
+    scheduler = dict(cast(JsonObject, training["scheduler"]))
+    # Neither of a pair: no warm-up, and down to zero.
+    for key, ratio in (("warmup_steps", "warmup_ratio"), ("min_lr", "min_lr_ratio")):
+        if scheduler[key] is None and scheduler[ratio] is None:
+            scheduler[key] = 0
+    return {**_without_auto(training), "scheduler": scheduler}
+
+
+def _data(data: Section, directory: str) -> Section:
+    """With its paths made absolute, a mixture's parts included, and the keys that its kind does not know."""
+    settled = {"kind": "mixture", "path": None, "tokenizer": None, "packing": True, "shuffle": True} | data
+    if settled["path"] is not None:
+        settled["path"] = absolute_data_path(str(settled["path"]), directory, str(settled["kind"]))
+    settled["tokenizer"] = _folder_or_name(settled["tokenizer"], directory)
+    if "mixture" in data:
+        settled["mixture"] = [_data(dict(part), directory) for part in cast("list[JsonObject]", data["mixture"])]
+    return settled
+
+
+def _validation(validation: Section, directory: str) -> Section:
+    own = {key: validation.pop(key) for key in ("every_steps", "fraction")}
+    return {**own, "data": _data(validation, directory) if "kind" in validation else None}
+
+
+def _parallelism(parallelism: Section, _: str) -> Section:
+    settled = _without_auto(parallelism)
+    for key in ("expert", "context", "virtual_stages"):
+        settled[key] = settled[key] or 1
+    settled["sequence_parallel"] = settled["sequence_parallel"] is True
+    return settled
+
+
+def _launch(launch: Section, directory: str) -> Section:
+    paths = {
+        k: None if launch[k] is None else absolute(str(launch[k]), directory) for k in ("hostfile", "setup_script")
+    }
+    slurm = launch["slurm"] if launch["slurm"] is None else _slurm(dict(cast(JsonObject, launch["slurm"])))
+    return {**_without_auto(launch), "launcher": launch["launcher"], **paths, "slurm": slurm}
+
+
+def _slurm(slurm: Section) -> Section:
+    whole = "0" if slurm["exclusive"] else None
+    mem = whole if slurm["mem"] == "auto" else str(slurm["mem"])
+    return {**slurm, "mem": mem, "extra": list(words(slurm["extra"])), "container": _container(slurm["container"])}
+
+
+def _container(container: JsonValue) -> JsonValue:
+    if container is None:
+        return None
+    mounts = cast("list[str]", cast(JsonObject, container)["mounts"])
+    return {
+        **cast(JsonObject, container),
+        "mounts": [mount if ":" in mount else f"{mount}:{mount}" for mount in mounts],
+    }
+
+
+def _folder_or_name(value: JsonValue, directory: str) -> str | None:
+    if value is None:
+        return None
+    text = cast(str, value)
+    return absolute(text, directory) if is_folder(text, directory) else text
+
+
+_SECTIONS: dict[str, Callable[[Section, str], Section]] = {
+    "model": _model,
+    "cluster": _cluster,
+    "training": _training,
+    "data": _data,
+    "validation": _validation,
+    "parallelism": _parallelism,
+    "launch": _launch,
+    "lora": _without_auto,
+}
