@@ -20,7 +20,7 @@ from shardwright.ir.recipe import DataSection, Recipe
 from shardwright.layout.estimate import Estimate
 from shardwright.plan.build import canonical_hash
 from shardwright.plan.graph_file import read_graph
-from shardwright.plan.plan import Plan, PlanData
+from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import load_plan
 from shardwright.recipe.load import load_recipe
 from shardwright.search.settle import as_planned
@@ -89,7 +89,7 @@ def _as_compiled(recipe: Recipe, plan: Plan) -> Recipe:
     )
 
 
-def _with_paths(data: DataSection, plan: PlanData) -> DataSection:
+def _with_paths(data: DataSection, plan: DataSection) -> DataSection:
     parts = tuple(_with_paths(*each) for each in zip(data.mixture, plan.mixture, strict=True))
     return dataclasses.replace(data, path=plan.path, mixture=parts)
 

@@ -49,6 +49,12 @@ def read_record(kind: type[Record], value: object, **given: object) -> Record:
     return kind(**made)
 
 
+def carried(kind: type[Record], source: object, **changes: object) -> Record:
+    """A record of another kind with the fields that the two share."""
+    names = [f.name for f in dataclasses.fields(cast(Any, kind)) if f.name not in changes]
+    return kind(**{name: getattr(source, name) for name in names}, **changes)
+
+
 @functools.cache
 def _fields(kind: Any) -> tuple[Mapping[str, Reader], tuple[str, ...]]:
     """Each field's reader, and the names of those that have no default."""

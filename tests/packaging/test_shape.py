@@ -21,8 +21,6 @@ LONG_FUNCTIONS = {
     "migrate/batch.py::batch": "to be taken apart",
     "migrate/cluster.py::_size": "to be taken apart",
     "partition/tensor.py::tensor_parallel_map": "to be taken apart",
-    "plan/build.py::build_plan": "to be taken apart",
-    "recipe/typed.py::build": "to be taken apart",
     "schedule/events.py::simulate": "to be taken apart",
     "schedule/streams.py::_dualpipev": "to be taken apart",
 }

@@ -17,10 +17,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from shardwright.ir.recipe import OptimizerSection
 from shardwright.launch.run import free_port
 from shardwright.modules.learning_rate import learning_rate
 from shardwright.modules.recompute import recompute_forward
-from shardwright.plan.plan import PlanOptimizer, PlanScheduler
+from shardwright.plan.plan import PlanScheduler
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,7 @@ def test_warm_up_is_linear() -> None:
     """DeepSpeed's WarmupLR warms up on a log curve unless told otherwise."""
     from deepspeed.runtime.lr_schedules import WarmupLR
 
-    optimizer = PlanOptimizer(name="adamw", lr=1.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    optimizer = OptimizerSection(name="adamw", lr=1.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     scheduler = PlanScheduler(name="constant", warmup_steps=10, min_lr=0.0, decay_steps=None)
     assert [learning_rate(optimizer, scheduler, 100, k) for k in (1, 5, 10, 11)] == [0.1, 0.5, 1.0, 1.0]
     theirs = WarmupLR(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), warmup_max_lr=1.0, warmup_num_steps=10)

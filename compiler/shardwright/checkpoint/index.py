@@ -11,7 +11,8 @@ from shardwright.checkpoint.manifest import checksum, damage, is_finite, read_ma
 from shardwright.checkpoint.step_folders import published_steps, step_name, step_of
 from shardwright.checkpoint.store import CheckpointStore
 from shardwright.diagnostics import Diagnostic, Refusal
-from shardwright.plan.plan import Plan, PlanData
+from shardwright.ir.recipe import DataSection
+from shardwright.plan.plan import Plan
 from shardwright.plan.resume import other_adapters
 from shardwright.plan.serialize import read_plan
 from shardwright.watch.journal import read_json
@@ -206,7 +207,7 @@ def _other_samples(plan: Plan, saved: Plan) -> str:
     return ", ".join(changed + _other_data(plan.data, saved.data, "data"))
 
 
-def _other_data(here: PlanData, there: PlanData, key: str) -> list[str]:
+def _other_data(here: DataSection, there: DataSection, key: str) -> list[str]:
     """Tokenizers are compared by what is in them, not by where they lie."""
     if len(here.mixture) != len(there.mixture):
         return [f"{key} has {len(here.mixture) or 1} parts, not {len(there.mixture) or 1}"]
@@ -229,7 +230,7 @@ def _other_tokenizer(plan: Plan, saved: Plan, folder: Path, checkpoint: Path) ->
     return f"{differing[0]} differs" if differing else None
 
 
-def _tokenizer(data: PlanData) -> str | None:
+def _tokenizer(data: DataSection) -> str | None:
     """All parts of a mixture have the same one."""
     return data.tokenizer or next((part.tokenizer for part in data.mixture if part.tokenizer), None)
 

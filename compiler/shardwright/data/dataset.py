@@ -19,7 +19,8 @@ from shardwright.data.sources import parts_of
 from shardwright.data.store import open_documents, read_manifest
 from shardwright.data.trouble import refusal, writing
 from shardwright.data.whole import whole_rows
-from shardwright.plan.plan import Plan, PlanData
+from shardwright.ir.recipe import DataSection
+from shardwright.plan.plan import Plan
 
 SAMPLED_TOKENS = 2**26
 """Of an array that was not made by `prepare`: a full pass over terabytes would idle the GPUs."""
@@ -125,7 +126,7 @@ def _joined(parts: list[Rows]) -> Rows:
     return parts[0] if len(parts) == 1 else JoinedRows(tuple(parts))
 
 
-def _open(plan: Plan, part: PlanData, folder: Path, limit: int | None) -> Rows:
+def _open(plan: Plan, part: DataSection, folder: Path, limit: int | None) -> Rows:
     length, vocabulary = plan.training.sequence_length, plan.model.vocabulary_size
     if part.kind == "synthetic":
         # Learnable and the same everywhere: arithmetic sequences modulo the vocabulary.
@@ -177,14 +178,14 @@ def _load_tokens(path: str, length: int) -> npt.NDArray[np.integer]:
     return tokens  # type: ignore[no-any-return]
 
 
-def _check_range(part: PlanData, tokens: npt.NDArray[np.integer], vocabulary: int) -> None:
+def _check_range(part: DataSection, tokens: npt.NDArray[np.integer], vocabulary: int) -> None:
     if tokens.size:
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= vocabulary:
             raise _outside(part, high if high >= vocabulary else low, vocabulary)
 
 
-def _outside(part: PlanData, token: int, vocabulary: int) -> Exception:
+def _outside(part: DataSection, token: int, vocabulary: int) -> Exception:
     return refusal(
         "SW6105",
         f"{part.path!r} holds token id {token}, the model's vocabulary has ids 0 to {vocabulary - 1}",

@@ -8,7 +8,8 @@ from pathlib import Path
 from shardwright.data.prepare import prepared_folder
 from shardwright.data.sources import every_part
 from shardwright.data.store import MANIFEST
-from shardwright.plan.plan import Plan, PlanData
+from shardwright.ir.recipe import DataSection
+from shardwright.plan.plan import Plan
 
 BLOCK_BYTES, BLOCKS = 2**16, 1024
 """Of a larger file its size and this many blocks, from its first to its last bytes: terabytes are not read. What was
@@ -28,7 +29,7 @@ def fingerprints(plan: Plan, folder: Path) -> dict[str, str]:
     return found
 
 
-def _files(part: PlanData, folder: Path) -> list[Path]:
+def _files(part: DataSection, folder: Path) -> list[Path]:
     if part.kind == "synthetic":
         return []
     if part.kind == "tokens":

@@ -26,7 +26,8 @@ from shardwright.data.store import TokenManifest, Writer, open_documents, read_m
 from shardwright.data.tokenizers import Tokenizer, load_tokenizer
 from shardwright.data.trouble import refusal, writing
 from shardwright.data.whole import store_table
-from shardwright.plan.plan import Plan, PlanData
+from shardwright.ir.recipe import DataSection
+from shardwright.plan.plan import Plan
 
 LARGEST_UNPREPARED_BYTES = 64 * 2**20
 """Of sources that `run` tokenizes by itself: about a minute for a slow tokenizer, while the GPUs wait."""
@@ -80,7 +81,7 @@ def prepare(plan: Plan, folder: Path, *, limit_bytes: int | None) -> None:
                     store_table(here, open_documents(here), plan.training.sequence_length, packed=source.part.packing)
 
 
-def prepared_folder(part: PlanData, folder: Path) -> Path:
+def prepared_folder(part: DataSection, folder: Path) -> Path:
     """Where the tokens of `part` lie. Raises Refusal (SW6120) where they were never made here."""
     at, settings = data_folder(folder), locate_settings(part, folder)
     name = _remembered(at, settings)
@@ -93,7 +94,7 @@ def prepared_folder(part: PlanData, folder: Path) -> Path:
     return at / name
 
 
-def locate_settings(part: PlanData, folder: Path) -> str:
+def locate_settings(part: DataSection, folder: Path) -> str:
     return locate(part, folder, look=False).settings
 
 
@@ -177,7 +178,7 @@ def _check_ids(plan: Plan, tokenizer: Tokenizer, writer: Writer) -> None:
 
 
 def _read(
-    part: PlanData, files: tuple[str, ...], tokenizer: Tokenizer, writer: Writer, shown: ReadingProgress
+    part: DataSection, files: tuple[str, ...], tokenizer: Tokenizer, writer: Writer, shown: ReadingProgress
 ) -> Iterator[None]:
     """Yields after each batch that is written."""
     if part.kind == "chat":
@@ -206,7 +207,7 @@ Piece = tuple[str, int, bool]
 """(text, bytes of the source, whether its document ends with it)."""
 
 
-def _pieces(part: PlanData, files: tuple[str, ...]) -> Iterator[Piece]:
+def _pieces(part: DataSection, files: tuple[str, ...]) -> Iterator[Piece]:
     """Of text files, each of which is one document, however large; or the records of the other kinds."""
     for name in files:
         if part.kind == "text":

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwright.data.trouble import refusal
-from shardwright.ir.recipe import DOCUMENT_KINDS, TOKENIZED_KINDS
-from shardwright.plan.plan import Plan, PlanData
+from shardwright.ir.recipe import DOCUMENT_KINDS, TOKENIZED_KINDS, DataSection
+from shardwright.plan.plan import Plan
 
 FORMAT = 1
 """Of the prepared files; another number is another key."""
@@ -28,25 +28,25 @@ class DataSource:
     settings: hash of all that decides how they are read; key: of that and of the files' names, sizes and times.
     """
 
-    part: PlanData
+    part: DataSection
     files: tuple[str, ...]
     size_bytes: int
     settings: str
     key: str
 
 
-def parts_of(data: PlanData) -> tuple[PlanData, ...]:
+def parts_of(data: DataSection) -> tuple[DataSection, ...]:
     return data.mixture or (data,)
 
 
-def every_part(plan: Plan) -> Iterator[PlanData]:
+def every_part(plan: Plan) -> Iterator[DataSection]:
     """The parts of the training and of the validation data."""
     held_out = None if plan.validation is None else plan.validation.data
     for data in (plan.data, held_out):
         yield from () if data is None else parts_of(data)
 
 
-def prepared_parts(plan: Plan) -> Iterator[PlanData]:
+def prepared_parts(plan: Plan) -> Iterator[DataSection]:
     """Those that are tokenized; the others are memory-mapped as they lie."""
     return (part for part in every_part(plan) if part.kind in TOKENIZED_KINDS)
 
@@ -56,7 +56,7 @@ def packs(plan: Plan) -> bool:
     return any(part.packing and part.kind in DOCUMENT_KINDS for part in every_part(plan))
 
 
-def locate(part: PlanData, folder: Path, *, look: bool = True) -> DataSource:
+def locate(part: DataSection, folder: Path, *, look: bool = True) -> DataSource:
     """folder: the compiled one, which holds the tokenizer. look: for the files, too."""
     files = tuple(files_behind(str(part.path))) if look else ()
     settings = _digest(

@@ -17,8 +17,8 @@ from shardwright.data.sources import parts_of
 from shardwright.data.store import Documents, open_documents, read_manifest
 from shardwright.data.tokenizers import Ids, load_tokenizer
 from shardwright.data.whole import whole_rows
-from shardwright.ir.recipe import DOCUMENT_KINDS
-from shardwright.plan.plan import Plan, PlanData
+from shardwright.ir.recipe import DOCUMENT_KINDS, DataSection
+from shardwright.plan.plan import Plan
 
 SAMPLES = 3
 SAMPLE_TOKENS = 160
@@ -56,7 +56,7 @@ def summarize(plan: Plan, folder: Path) -> tuple[PartSummary, ...]:
     return tuple(_part(plan, part, folder) for part in parts_of(plan.data))
 
 
-def _part(plan: Plan, part: PlanData, folder: Path) -> PartSummary:
+def _part(plan: Plan, part: DataSection, folder: Path) -> PartSummary:
     length = plan.training.sequence_length
     if part.kind not in DOCUMENT_KINDS:
         return PartSummary(
@@ -98,7 +98,7 @@ def _part(plan: Plan, part: PlanData, folder: Path) -> PartSummary:
     )
 
 
-def _trained(documents: Documents, part: PlanData) -> int:
+def _trained(documents: Documents, part: DataSection) -> int:
     """What nothing stands before cannot be predicted."""
     firsts = np.concatenate([[0], documents.ends[:-1]])
     if documents.trained is not None:

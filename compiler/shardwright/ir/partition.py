@@ -112,9 +112,9 @@ class TensorParallelMap:
 
     degree: int
     kind: str
-    modules: tuple[ModuleSplit, ...]
-    vocabulary_sizes: tuple[int, ...]
     sharded_fraction: float
+    vocabulary_sizes: tuple[int, ...]
+    modules: tuple[ModuleSplit, ...]
 
     def verify(self) -> None:
         for module in self.modules:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -53,53 +52,79 @@ class OptimizerSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerSection:
-    """`warmup_ratio`, `min_lr_ratio` and `decay_steps` are resolved against the steps in stage 6."""
+class SchedulerRecord:
+    """What a recipe says of the schedule and a plan settles."""
 
     name: str  # constant | linear | cosine | wsd
     warmup_steps: int | None
-    warmup_ratio: float | None
     min_lr: float | None
-    min_lr_ratio: float | None
     decay_steps: int | None
+    warmup_ratio: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingSection:
-    """Exactly one of steps, tokens, epochs is set."""
+class SchedulerSection(SchedulerRecord):
+    """`warmup_ratio`, `min_lr_ratio` and `decay_steps` are resolved against the steps in stage 6."""
+
+    min_lr_ratio: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRecord:
+    """What a recipe says of the training and a plan settles.
+
+    stop_after_nonfinite: losses in a row that are no finite number, after which the run ends; 0 is never.
+    """
 
     sequence_length: int
     global_batch_size: int
     steps: int | None
-    tokens: int | None
-    epochs: float | None
     precision: str  # bf16 | fp16 | fp32
     gradient_accumulation_dtype: str | None  # None = auto
-    optimizer: OptimizerSection
-    scheduler: SchedulerSection
     gradient_clipping: float
     seed: int
+    epochs: float | None = None
+    stop_after_nonfinite: int = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSection(TrainingRecord):
+    """Exactly one of steps, tokens, epochs is set."""
+
+    tokens: int | None
+    optimizer: OptimizerSection
+    scheduler: SchedulerSection
     days_at_most: float | None
-    stop_after_nonfinite: int = 10  # losses in a row; 0 = never
 
     @property
     def known_steps(self) -> int:
-        """Optimizer steps: `steps`, or ceil(tokens / (batch x S)). 0 = not known yet: `epochs` counts the data, which
-        is read only when it is prepared."""
-        if self.steps is not None:
-            return self.steps
-        if self.tokens is not None:
-            return math.ceil(self.tokens / (self.global_batch_size * self.sequence_length))
-        return 0
+        """Optimizer steps. 0 = not known yet: `epochs` counts the data, which is read only when it is prepared."""
+        return optimizer_steps(self.steps, self.tokens, self.global_batch_size, self.sequence_length) or 0
+
+
+def optimizer_steps(
+    steps: int | None, tokens: int | None, batch: int | None, sequence_length: int | None
+) -> int | None:
+    """`steps`, or ceil(tokens / (batch x S)); None where neither can be told. batch: in sequences."""
+    if tokens and batch and sequence_length:
+        return -(-tokens // (batch * sequence_length))
+    return steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSection:
-    """Keys that a kind does not know have their defaults."""
+    """Keys that a kind does not know have their defaults.
+
+    path: a glob for text, jsonl, parquet, chat. In a plan None for synthetic.
+    tokenizer: "byte", a HF name, or a folder made absolute; in a plan "byte", a folder relative to the compiled one, or
+        None for what holds token ids.
+    field: of jsonl and parquet; messages, template, train_on: of chat.
+    mixture: of kind "mixture", each part with its weight; shuffle counts for all of them.
+    """
 
     kind: str  # text | jsonl | parquet | chat | tokens | megatron | synthetic | mixture
     path: str | None  # made absolute; the literal "python-stdlib" stays
-    tokenizer: str | None  # "byte", a HF name, or a folder made absolute
+    tokenizer: str | None
     packing: bool
     shuffle: bool
     field: str = "text"
@@ -120,7 +145,7 @@ FLASH = "flash_attention_2"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationSection:
-    """Exactly one of fraction and data is set."""
+    """Exactly one of fraction (of the training data) and data is set."""
 
     every_steps: int
     fraction: float | None
@@ -214,15 +239,19 @@ class KubernetesSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSection:
+    """hostfile, setup_script: made absolute; in a plan relative to the compiled folder, and without a hostfile the
+    hosts are named when the run starts. slurm, kubernetes: in a plan set where that is the launcher.
+    """
+
     launcher: str  # auto | local | pdsh | slurm | no_ssh | openmpi | kubernetes
-    hostfile: str | None  # made absolute
+    hostfile: str | None
     master_addr: str | None  # None = auto
     master_port: int | None
-    env: Mapping[str, str]
+    env: tuple[tuple[str, str], ...]  # names and values
     env_from: tuple[str, ...]
-    setup_script: str | None  # made absolute
-    slurm: SlurmSection | None
-    kubernetes: KubernetesSection | None
+    setup_script: str | None
+    slurm: SlurmSection | None = None
+    kubernetes: KubernetesSection | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,7 +115,7 @@ def _below(path: str, folder: str) -> bool:
 
 
 def _unquoted(launch: LaunchSection, launcher: str) -> list[Diagnostic]:
-    values: list[tuple[tuple[str, ...], str]] = [(("launch", "env", k), v) for k, v in sorted(launch.env.items())]
+    values: list[tuple[tuple[str, ...], str]] = [(("launch", "env", k), v) for k, v in sorted(launch.env)]
     if launch.master_addr is not None:
         values.append((("launch", "master_addr"), launch.master_addr))
     return [

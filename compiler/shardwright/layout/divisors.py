@@ -12,3 +12,8 @@ def divisors(n: int) -> tuple[int, ...]:
 def nearest_divisors(n: int, wanted: int, count: int = 3) -> tuple[int, ...]:
     """The `count` divisors of n nearest to `wanted`, ascending."""
     return tuple(sorted(sorted(divisors(n), key=lambda d: (abs(d - wanted), d))[:count]))
+
+
+def nearest_multiples(n: int, wanted: int) -> tuple[int, ...]:
+    """The multiples of n on both sides of `wanted`, above 0; `wanted` alone where it is one."""
+    return tuple(m for m in dict.fromkeys((wanted // n * n, -(-wanted // n) * n)) if m > 0)

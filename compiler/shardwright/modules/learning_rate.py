@@ -7,10 +7,11 @@ from collections.abc import Iterable
 
 import torch
 
-from shardwright.plan.plan import PlanOptimizer, PlanScheduler
+from shardwright.ir.recipe import OptimizerSection
+from shardwright.plan.plan import PlanScheduler
 
 
-def learning_rate(optimizer: PlanOptimizer, scheduler: PlanScheduler, steps: int, update: int) -> float:
+def learning_rate(optimizer: OptimizerSection, scheduler: PlanScheduler, steps: int, update: int) -> float:
     """The rate of update `update` (from 1) of `steps`: lr * min(1, k / warmup), then the curve to min_lr.
 
     DeepSpeed's own WarmupLR warms up on a log curve by default, hence no DeepSpeed scheduler.

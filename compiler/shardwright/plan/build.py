@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import json
@@ -14,7 +15,15 @@ from shardwright.ir.lora import target_modules
 from shardwright.ir.model_graph import Layer, ModelGraph
 from shardwright.ir.own_code import OwnCode
 from shardwright.ir.partition import StagePartition, TensorParallelMap
-from shardwright.ir.recipe import TOKENIZED_KINDS, DataSection, LaunchSection, Recipe, SlurmSection, TrainingSection
+from shardwright.ir.recipe import (
+    TOKENIZED_KINDS,
+    DataSection,
+    LaunchSection,
+    Recipe,
+    SlurmSection,
+    TrainingSection,
+    ValidationSection,
+)
 from shardwright.ir.weights import LocatedWeights
 from shardwright.layout.estimate import Estimate
 from shardwright.layout.strategy import Strategy
@@ -22,22 +31,17 @@ from shardwright.plan.graph_file import GRAPH_FILE
 from shardwright.plan.plan import (
     PLAN_VERSION,
     Plan,
-    PlanCheckpoint,
-    PlanData,
-    PlanLaunch,
     PlanLora,
     PlanModel,
-    PlanOptimizer,
     PlanRank,
     PlanScheduler,
     PlanStage,
-    PlanTensorParallel,
     PlanTraining,
-    PlanValidation,
     Predicted,
     Versions,
 )
 from shardwright.plan.ranks import BYTES_PER_ELEMENT, place_ranks
+from shardwright.records import carried
 
 PLAN_FILE = "plan.json"
 DS_CONFIG = "ds_config.json"
@@ -92,7 +96,7 @@ def build_plan(
     errors = (*_data_errors(recipe, graph), *_checkpoint_errors(recipe.checkpoint.directory))
     if recipe.data is None or errors:
         raise Refusal(*errors)
-    steps = recipe.training.known_steps
+    training = recipe.training
     ranks = place_ranks(graph, cluster, strategy, partition, tensor_map, recipe)
     return Plan(
         version=PLAN_VERSION,
@@ -107,40 +111,13 @@ def build_plan(
         gpu=cluster.gpu.name,
         is_cpu=cluster.gpu.is_cpu,
         stages=_stages(graph, partition, strategy),
-        tensor_parallel=PlanTensorParallel(
-            degree=tensor_map.degree,
-            kind=tensor_map.kind,
-            sharded_fraction=tensor_map.sharded_fraction,
-            vocabulary_sizes=tensor_map.vocabulary_sizes,
-            modules=tensor_map.modules,
-        ),
+        tensor_parallel=tensor_map,
         ranks=ranks,
-        training=PlanTraining(
-            sequence_length=recipe.training.sequence_length,
-            global_batch_size=recipe.training.global_batch_size,
-            steps=steps,
-            precision=recipe.training.precision,
-            gradient_accumulation_dtype=accumulation_dtype(recipe.training),
-            gradient_clipping=recipe.training.gradient_clipping,
-            seed=recipe.training.seed,
-            epochs=recipe.training.epochs,
-            stop_after_nonfinite=recipe.training.stop_after_nonfinite,
-        ),
-        optimizer=PlanOptimizer(
-            name=recipe.training.optimizer.name,
-            lr=recipe.training.optimizer.lr,
-            betas=recipe.training.optimizer.betas,
-            eps=recipe.training.optimizer.eps,
-            weight_decay=recipe.training.optimizer.weight_decay,
-        ),
-        scheduler=resolve_scheduler(recipe.training, steps),
+        training=plan_training(training),
+        optimizer=training.optimizer,
+        scheduler=resolve_scheduler(training, training.known_steps),
         data=_data(recipe.data),
-        checkpoint=PlanCheckpoint(
-            directory=recipe.checkpoint.directory,
-            every_steps=recipe.checkpoint.every_steps,
-            keep=recipe.checkpoint.keep,
-            upload_to=recipe.checkpoint.upload_to,
-        ),
+        checkpoint=recipe.checkpoint,
         launch=_launch(recipe.launch, cluster.nodes),
         predicted=Predicted(memory=estimate.memory, time=estimate.time, training=estimate.training),
         zero=zero_section(strategy, numel=_largest_numel(ranks, strategy, recipe), is_cpu=cluster.gpu.is_cpu),
@@ -149,6 +126,11 @@ def build_plan(
         validation=_validation(recipe),
         lora=plan_lora(recipe, graph),
     )
+
+
+def plan_training(training: TrainingSection) -> PlanTraining:
+    dtype = accumulation_dtype(training)
+    return carried(PlanTraining, training, steps=training.known_steps, gradient_accumulation_dtype=dtype)
 
 
 def _largest_numel(ranks: tuple[PlanRank, ...], strategy: Strategy, recipe: Recipe) -> int:
@@ -168,13 +150,8 @@ def resolve_scheduler(training: TrainingSection, steps: int) -> PlanScheduler:
     s, lr = training.scheduler, training.optimizer.lr
     warmup = round(s.warmup_ratio * steps) if s.warmup_ratio is not None else s.warmup_steps or 0
     min_lr = s.min_lr_ratio * lr if s.min_lr_ratio is not None else s.min_lr or 0.0
-    return PlanScheduler(
-        name=s.name,
-        warmup_steps=warmup,
-        min_lr=min_lr,
-        decay_steps=s.decay_steps,
-        warmup_ratio=s.warmup_ratio if training.epochs is not None else None,
-    )
+    ratio = s.warmup_ratio if training.epochs is not None else None
+    return carried(PlanScheduler, s, warmup_steps=warmup, min_lr=min_lr, warmup_ratio=ratio)
 
 
 def accumulation_dtype(training: TrainingSection) -> str:
@@ -247,20 +224,10 @@ def _stages(graph: ModelGraph, partition: StagePartition, strategy: Strategy) ->
     )
 
 
-def _data(data: DataSection) -> PlanData:
-    return PlanData(
-        kind=data.kind,
-        path=None if data.kind == "synthetic" else data.path,
-        tokenizer=_tokenizer(data),
-        packing=data.packing,
-        shuffle=data.shuffle,
-        field=data.field,
-        messages=data.messages,
-        template=data.template,
-        train_on=data.train_on,
-        weight=data.weight,
-        mixture=tuple(_data(part) for part in data.mixture),
-    )
+def _data(data: DataSection) -> DataSection:
+    path = None if data.kind == "synthetic" else data.path
+    parts = tuple(_data(part) for part in data.mixture)
+    return dataclasses.replace(data, path=path, tokenizer=_tokenizer(data), mixture=parts)
 
 
 def _tokenizer(data: DataSection) -> str | None:
@@ -272,20 +239,12 @@ def _tokenizer(data: DataSection) -> str | None:
 def plan_lora(recipe: Recipe, graph: ModelGraph) -> PlanLora | None:
     if recipe.lora is None:
         return None
-    return PlanLora(
-        rank=recipe.lora.rank,
-        alpha=recipe.lora.alpha,
-        dropout=recipe.lora.dropout,
-        target_modules=target_modules(graph, recipe.lora),
-    )
+    return carried(PlanLora, recipe.lora, target_modules=target_modules(graph, recipe.lora))
 
 
-def _validation(recipe: Recipe) -> PlanValidation | None:
+def _validation(recipe: Recipe) -> ValidationSection | None:
     v = recipe.validation
-    if v is None:
-        return None
-    data = None if v.data is None else _data(v.data)
-    return PlanValidation(every_steps=v.every_steps, fraction=v.fraction, data=data)
+    return v if v is None or v.data is None else dataclasses.replace(v, data=_data(v.data))
 
 
 NEEDS_HOSTS = ("pdsh", "openmpi")
@@ -303,15 +262,14 @@ def launcher_of(launch: LaunchSection, nodes: int) -> str:
     return "local" if nodes == 1 else "pdsh"
 
 
-def _launch(launch: LaunchSection, nodes: int) -> PlanLaunch:
+def _launch(launch: LaunchSection, nodes: int) -> LaunchSection:
     launcher = launcher_of(launch, nodes)
     has_hostfile = nodes == 1 or launch.hostfile is not None or launcher not in NEEDS_HOSTS
-    return PlanLaunch(
+    return dataclasses.replace(
+        launch,
         launcher=launcher,
         hostfile=HOSTFILE if has_hostfile else None,
-        master_addr=launch.master_addr,
-        master_port=launch.master_port,
-        env=tuple(sorted(launch.env.items())),
+        env=tuple(sorted(launch.env)),
         env_from=tuple(sorted(set(launch.env_from))),
         setup_script=None if launch.setup_script is None else SETUP_SCRIPT,
         slurm=(launch.slurm or SlurmSection(mem="0")) if launcher == "slurm" else None,

@@ -11,9 +11,19 @@ from dataclasses import dataclass, field
 
 from shardwright.ir.cut import Cut
 from shardwright.ir.json_value import JsonObject
+from shardwright.ir.lora import LoraSection
 from shardwright.ir.own_code import OwnCode
-from shardwright.ir.partition import ModuleSplit
-from shardwright.ir.recipe import KubernetesSection, SlurmSection, TrackingSection
+from shardwright.ir.partition import TensorParallelMap
+from shardwright.ir.recipe import (
+    CheckpointSection,
+    DataSection,
+    LaunchSection,
+    OptimizerSection,
+    SchedulerRecord,
+    TrackingSection,
+    TrainingRecord,
+    ValidationSection,
+)
 from shardwright.layout.estimate import Memory, Time, Training
 from shardwright.layout.strategy import Strategy
 
@@ -74,23 +84,9 @@ class PlanStage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanTensorParallel:
-    """As ir.partition.TensorParallelMap."""
-
-    degree: int
-    kind: str
-    sharded_fraction: float
-    vocabulary_sizes: tuple[int, ...]
-    modules: tuple[ModuleSplit, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanLora:
+class PlanLora(LoraSection):
     """target_modules: the last part of the path of each adapted module, all inside decoder layers."""
 
-    rank: int
-    alpha: float
-    dropout: float
     target_modules: tuple[str, ...]
 
 
@@ -108,101 +104,22 @@ class PlanRank:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanTraining:
-    """steps: 0 where `epochs` is given: they are counted when the data is prepared.
+class PlanTraining(TrainingRecord):
+    """steps: 0 where `epochs` is given: they are counted when the data is prepared."""
 
-    stop_after_nonfinite: losses in a row that are no finite number, after which the run ends; 0 is never.
-    """
-
-    sequence_length: int
-    global_batch_size: int
     steps: int
-    precision: str
     gradient_accumulation_dtype: str
-    gradient_clipping: float
-    seed: int
-    epochs: float | None = None
-    stop_after_nonfinite: int = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptimizer:
-    name: str
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanScheduler:
+class PlanScheduler(SchedulerRecord):
     """Update k (from 1) uses lr * min(1, k / warmup_steps), then `name`'s curve to min_lr at the last step.
 
     warmup_ratio: set where the number of steps is not known yet; warmup_steps follows from it then.
     """
 
-    name: str
     warmup_steps: int
     min_lr: float
-    decay_steps: int | None
-    warmup_ratio: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanData:
-    """path: absolute (a glob for text, jsonl, parquet, chat), the literal "python-stdlib", or None for synthetic.
-
-    tokenizer: "byte", or a folder relative to the compiled folder, or None.
-    field: of jsonl and parquet; messages, template, train_on: of chat.
-    mixture: of kind "mixture", each part with its weight; shuffle counts for all of them.
-    """
-
-    kind: str
-    path: str | None
-    tokenizer: str | None
-    packing: bool
-    shuffle: bool
-    field: str = "text"
-    messages: str = "messages"
-    template: str | None = None
-    train_on: str = "assistant"
-    weight: float = 1.0
-    mixture: tuple[PlanData, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanValidation:
-    """Exactly one of fraction (of the training data) and data is set."""
-
-    every_steps: int
-    fraction: float | None
-    data: PlanData | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanCheckpoint:
-    directory: str
-    every_steps: int | None
-    keep: int | None
-    upload_to: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanLaunch:
-    """hostfile, setup_script: relative to the compiled folder. No hostfile: the hosts are named when the run starts.
-
-    slurm, kubernetes: set where that is the launcher.
-    """
-
-    launcher: str
-    hostfile: str | None
-    master_addr: str | None
-    master_port: int | None
-    env: tuple[tuple[str, str], ...]
-    env_from: tuple[str, ...]
-    setup_script: str | None
-    slurm: SlurmSection | None = None
-    kubernetes: KubernetesSection | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,19 +148,19 @@ class Plan:
     gpu: str
     is_cpu: bool
     stages: tuple[PlanStage, ...]
-    tensor_parallel: PlanTensorParallel
+    tensor_parallel: TensorParallelMap
     ranks: tuple[PlanRank, ...]
     training: PlanTraining
-    optimizer: PlanOptimizer
+    optimizer: OptimizerSection
     scheduler: PlanScheduler
-    data: PlanData
-    checkpoint: PlanCheckpoint
-    launch: PlanLaunch
+    data: DataSection
+    checkpoint: CheckpointSection
+    launch: LaunchSection
     predicted: Predicted
     zero: JsonObject
     extra: JsonObject = field(default_factory=dict)
     tracking: TrackingSection | None = None
-    validation: PlanValidation | None = None
+    validation: ValidationSection | None = None
     lora: PlanLora | None = None
     digests: Mapping[str, str] = field(default_factory=dict)
 

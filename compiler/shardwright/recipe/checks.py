@@ -11,7 +11,8 @@ from typing import cast
 
 from shardwright.diagnostics import Diagnostic, KeyPath
 from shardwright.ir.json_value import JsonObject, JsonValue
-from shardwright.layout.divisors import nearest_divisors
+from shardwright.ir.recipe import optimizer_steps
+from shardwright.layout.divisors import nearest_divisors, nearest_multiples
 from shardwright.recipe.describe import words_for
 from shardwright.recipe.pod_patch import check_pod_patch
 from shardwright.recipe.slurm import check_extra
@@ -162,18 +163,15 @@ def _batch(view: View) -> Iterable[Diagnostic]:
     if batch is None or group == 1 or batch % group == 0:
         return
     shown = " x ".join(part for part in (f"micro_batch_size={micro}" if micro else "", data_shown) if part)
-    near = tuple(str(n) for n in (batch // group * group, (batch // group + 1) * group) if n)
+    near = tuple(map(str, nearest_multiples(group, batch)))
     message = f"global_batch_size {batch} is not a multiple of {shown}" + (f" = {group}" if micro and data else "")
     help = f"The nearest batch sizes are {words_for(near)}."
     yield _error("SW1204", "training.global_batch_size", message, help, near)
 
 
 def _steps(view: View) -> int | None:
-    tokens, batch = view.number("training.tokens"), view.number("training.global_batch_size")
-    length = view.number("training.sequence_length")
-    if tokens and batch and length:
-        return -(-tokens // (batch * length))
-    return view.number("training.steps")
+    keys = ("steps", "tokens", "global_batch_size", "sequence_length")
+    return optimizer_steps(*(view.number(f"training.{key}") for key in keys))
 
 
 def _schedule(view: View) -> Iterable[Diagnostic]:

@@ -107,7 +107,8 @@ def _launch(launch: Section, directory: str) -> Section:
         k: None if launch[k] is None else absolute(str(launch[k]), directory) for k in ("hostfile", "setup_script")
     }
     slurm = launch["slurm"] if launch["slurm"] is None else _slurm(dict(cast(JsonObject, launch["slurm"])))
-    return {**_without_auto(launch), "launcher": launch["launcher"], **paths, "slurm": slurm}
+    env: JsonValue = [list(pair) for pair in cast(JsonObject, launch["env"]).items()]
+    return {**_without_auto(launch), "launcher": launch["launcher"], "env": env, **paths, "slurm": slurm}
 
 
 def _slurm(slurm: Section) -> Section:

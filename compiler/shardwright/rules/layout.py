@@ -8,7 +8,7 @@ from __future__ import annotations
 from shardwright.diagnostics import Diagnostic
 from shardwright.engines.table import ENGINES
 from shardwright.ir.model_graph import ModelGraph
-from shardwright.layout.divisors import nearest_divisors
+from shardwright.layout.divisors import nearest_divisors, nearest_multiples
 from shardwright.layout.experts import experts_of
 from shardwright.layout.rule import Candidate, found
 from shardwright.layout.strategy import UNPRICED_AXES
@@ -43,14 +43,12 @@ def batch(x: Candidate) -> Diagnostic | None:
     s, size = x.strategy, x.recipe.training.global_batch_size
     if s.micro_batch_size * s.gradient_accumulation_steps * s.data == size:
         return None
-    per_step = s.micro_batch_size * s.data
-    lower, upper = size // per_step * per_step, -(-size // per_step) * per_step
     return found(
         "SW3102",
         "training.global_batch_size",
         f"global_batch_size {size} is not a multiple of micro_batch_size {s.micro_batch_size} x data {s.data}",
         "Gradient accumulation takes whole micro-batches on every data rank.",
-        tuple(n for n in dict.fromkeys((lower, upper)) if n > 0),
+        nearest_multiples(s.micro_batch_size * s.data, size),
     )
 
 

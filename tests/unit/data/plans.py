@@ -12,22 +12,23 @@ import pytest
 from shardwright.data.dataset import Dataset, resolve
 from shardwright.data.prepare import prepare
 from shardwright.diagnostics import Refusal
-from shardwright.plan.plan import PlanData, PlanScheduler, PlanTraining, PlanValidation
+from shardwright.ir.recipe import DataSection, ValidationSection
+from shardwright.plan.plan import PlanScheduler, PlanTraining
 
 
-def part(kind: str, path: object = None, **more: Any) -> PlanData:
+def part(kind: str, path: object = None, **more: Any) -> DataSection:
     defaults: dict[str, Any] = {"tokenizer": "byte", "packing": True, "shuffle": False}
-    return PlanData(kind=kind, path=None if path is None else str(path), **(defaults | more))
+    return DataSection(kind=kind, path=None if path is None else str(path), **(defaults | more))
 
 
 def plan(
-    data: PlanData,
+    data: DataSection,
     *,
     length: int = 4,
     vocabulary: int = 256,
     batch: int = 2,
     epochs: float | None = None,
-    validation: PlanValidation | None = None,
+    validation: ValidationSection | None = None,
 ) -> Any:
     training = PlanTraining(
         sequence_length=length,
@@ -51,11 +52,11 @@ def plan(
 
 @dataclass(frozen=True)
 class PlanLike:
-    data: PlanData
+    data: DataSection
     training: PlanTraining
     scheduler: PlanScheduler
     model: Any
-    validation: PlanValidation | None
+    validation: ValidationSection | None
 
 
 def opened(p: Any, folder: Path, *, limit: int | None = None) -> Dataset:

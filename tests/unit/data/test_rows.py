@@ -14,7 +14,8 @@ from shardwright.data.megatron import open_megatron
 from shardwright.data.order import EpochOrder, MixtureOrder
 from shardwright.data.packing import pack
 from shardwright.diagnostics import Refusal
-from shardwright.plan.plan import PlanScheduler, PlanValidation
+from shardwright.ir.recipe import ValidationSection
+from shardwright.plan.plan import PlanScheduler
 from tests.unit.data.plans import opened, part, plan, refused
 
 
@@ -124,7 +125,7 @@ def test_a_schedule_is_resolved_or_too_long() -> None:
 @pytest.mark.parametrize("fraction", [0.001, 0.1, 0.5])
 def test_held_out_rows_are_never_trained_on(tmp_path: Path, fraction: float) -> None:
     np.save(tmp_path / "a.npy", np.repeat(np.arange(50)[:, None], 4, axis=1))
-    held = PlanValidation(every_steps=1, fraction=fraction, data=None)
+    held = ValidationSection(every_steps=1, fraction=fraction, data=None)
     p = plan(part("tokens", tmp_path / "a.npy", shuffle=True), validation=held)
     data = opened(p, tmp_path)
     assert data.validation is not None
@@ -136,7 +137,7 @@ def test_held_out_rows_are_never_trained_on(tmp_path: Path, fraction: float) -> 
 
 def test_no_validation_data(tmp_path: Path) -> None:
     (tmp_path / "v.txt").write_text("ab")
-    held = PlanValidation(every_steps=1, fraction=None, data=part("text", tmp_path / "v.txt"))
+    held = ValidationSection(every_steps=1, fraction=None, data=part("text", tmp_path / "v.txt"))
     assert refused(plan(part("synthetic"), validation=held), tmp_path)[0] == "SW6123"
 
 

@@ -168,7 +168,7 @@ def recipe_of(
             hostfile=None,
             master_addr=None,
             master_port=None,
-            env={},
+            env=(),
             env_from=(),
             setup_script=None,
             slurm=None,

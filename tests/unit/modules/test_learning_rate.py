@@ -11,14 +11,15 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, optimization
 
+from shardwright.ir.recipe import OptimizerSection
 from shardwright.modules.learning_rate import decay_groups, learning_rate
-from shardwright.plan.plan import PlanOptimizer, PlanScheduler
+from shardwright.plan.plan import PlanScheduler
 
 LR, STEPS, WARMUP, DECAY = 3e-4, 40, 7, 11
 
 
 def rates(name: str, *, steps: int = STEPS, warmup: int = WARMUP, low: float = 0.0, decay: int | None = None) -> Any:
-    optimizer = PlanOptimizer(name="adamw", lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    optimizer = OptimizerSection(name="adamw", lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     scheduler = PlanScheduler(name=name, warmup_steps=warmup, min_lr=low, decay_steps=decay)
     return [learning_rate(optimizer, scheduler, steps, k) for k in range(1, steps + 1)]
 

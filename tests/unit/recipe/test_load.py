@@ -178,7 +178,7 @@ def test_extends(tmp_path: Path) -> None:
     (tmp_path / "middle.yaml").write_text("extends: root.yaml\ntraining: {seed: 7}\nlaunch: {env: {B: c}}\n")
     recipe = load("extends: middle.yaml\nname: top\ntraining: {tokens: 4096}\nlaunch: {env_from: []}\n", tmp_path)
     assert (recipe.name, recipe.training.seed, recipe.training.steps, recipe.training.tokens) == ("top", 7, None, 4096)
-    assert recipe.launch.env == {"A": "a", "B": "c"} and recipe.launch.env_from == ()
+    assert dict(recipe.launch.env) == {"A": "a", "B": "c"} and recipe.launch.env_from == ()
     assert "extends" not in recipe.document
 
 
@@ -213,7 +213,7 @@ def test_bad_bases(text: str, code: str, words: str, tmp_path: Path) -> None:
 def test_set(tmp_path: Path) -> None:
     recipe = load(GOOD, tmp_path, "training.tokens=1e6", "launch.env={A: x}", "launch.env.B=y", "name=b", "data=null")
     assert (recipe.training.steps, recipe.training.tokens, recipe.name) == (None, 10**6, "b")
-    assert recipe.launch.env == {"A": "x", "B": "y"}
+    assert dict(recipe.launch.env) == {"A": "x", "B": "y"}
     with pytest.raises(Refusal) as caught:
         load(GOOD, tmp_path, "name=a", 'training.steps="8"')
     place = locate(caught.value.diagnostics[0], caught.value.source)
