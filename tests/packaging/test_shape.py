@@ -17,10 +17,6 @@ BRANCHES = (*(ast.If, ast.IfExp, ast.For, ast.While, ast.ExceptHandler, ast.comp
 
 LONG_FUNCTIONS = {
     "cost/shapes.py::_model_shapes": "to be taken apart",
-    "hf/shrink.py::shrink": "to be taken apart",
-    "migrate/batch.py::batch": "to be taken apart",
-    "migrate/cluster.py::_size": "to be taken apart",
-    "partition/tensor.py::tensor_parallel_map": "to be taken apart",
     "schedule/events.py::simulate": "to be taken apart",
     "schedule/streams.py::_dualpipev": "to be taken apart",
 }

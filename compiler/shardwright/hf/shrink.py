@@ -5,7 +5,7 @@ One table of sizes by attribute name; what it does not name stays as it is. hf/d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardwright.hf.depth import at_depth, kept_layers
@@ -82,41 +82,61 @@ def shrink(document: Mapping[str, Any], *, depth: bool = True, widths: bool = Tr
     ids = iter(range(3, VOCABULARY))
     out: dict[str, Any] = {}
     for name, value in document.items():
-        if name in _UNUSED:
-            out[name] = 0
-        elif name in _VOCABULARIES and isinstance(value, int):
-            out[name] = VOCABULARY  # also where the model's own is smaller: the probe needs tokens to tell apart
-        elif isinstance(value, float) and ("drop" in name or "jitter" in name):
-            out[name] = 0.0  # the probe runs in training mode, and compares bits
-        elif name.endswith(("_token_id", "_token_index")) and isinstance(value, int) and value >= VOCABULARY:
-            out[name] = next(ids)
+        fixed = _fixed(name, value, ids)
+        if fixed is not None:
+            out[name] = fixed
         elif isinstance(value, dict) and "model_type" in value:
             out[name] = shrink(value, depth=depth, widths=widths)
         elif not widths:
             out[name] = value
-        elif name in _KEY_VALUE_HEADS and isinstance(value, int):
-            out[name] = min(heads, 4) if value == heads else (2 if value > 1 and min(heads, 4) % 2 == 0 else 1)
-        elif name in _WIDTHS and isinstance(value, int):
-            out[name] = min(value, width)
-        elif name == "word_embed_proj_dim" and isinstance(value, int):
-            out[name] = min(value, width) if value == document.get("hidden_size") else 48
-        elif name in _AT_MOST and isinstance(value, int) and not isinstance(value, bool):
-            out[name] = min(value, _AT_MOST[name])
-        elif name in _AT_MOST and isinstance(value, list) and all(type(n) is int for n in value):
-            out[name] = [min(n, _AT_MOST[name]) for n in value]
-        elif name == "per_layer_config" and isinstance(value, dict):
-            whole = {k: v for k, v in document.items() if k != name}  # what a layer does not say is as everywhere
-            small = {layer: shrink({**whole, **sizes}, depth=False) for layer, sizes in value.items()}
-            out[name] = {layer: {k: small[layer][k] for k in sizes} for layer, sizes in value.items()}
-        elif name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
-            out[name] = _rope(value)
-        elif name == "attention_hidden_size" and isinstance(value, int):
-            out[name] = width * max(1, value // document.get("hidden_size", value))
+        elif isinstance(value, int):
+            out[name] = _number(document, name, value, heads, width)
         else:
-            out[name] = value
+            out[name] = _inside(document, name, value)
     if widths:
         _keep_proportions(document, out)
     return out
+
+
+def _fixed(name: str, value: Any, ids: Iterator[int]) -> int | float | None:
+    """What is the same whatever the sizes; None for the rest. ids: of tokens that nothing has yet."""
+    if name in _UNUSED:
+        return 0
+    if name in _VOCABULARIES and isinstance(value, int):
+        return VOCABULARY  # also where the model's own is smaller: the probe needs tokens to tell apart
+    if isinstance(value, float) and ("drop" in name or "jitter" in name):
+        return 0.0  # the probe runs in training mode, and compares bits
+    if name.endswith(("_token_id", "_token_index")) and isinstance(value, int) and value >= VOCABULARY:
+        return next(ids)
+    return None
+
+
+def _number(document: Mapping[str, Any], name: str, value: int, heads: int, width: int) -> int:
+    """A size or a count, made small. heads: the real number; width: of the hidden states, small."""
+    if name in _KEY_VALUE_HEADS:
+        return min(heads, 4) if value == heads else (2 if value > 1 and min(heads, 4) % 2 == 0 else 1)
+    if name in _WIDTHS:
+        return min(value, width)
+    if name == "word_embed_proj_dim":
+        return min(value, width) if value == document.get("hidden_size") else 48
+    if name in _AT_MOST and not isinstance(value, bool):
+        return min(value, _AT_MOST[name])
+    if name == "attention_hidden_size":
+        return width * max(1, value // int(document.get("hidden_size", value)))
+    return value
+
+
+def _inside(document: Mapping[str, Any], name: str, value: Any) -> Any:
+    """Lists of sizes, and tables that say a layer's sizes or the rotary positions."""
+    if name in _AT_MOST and isinstance(value, list) and all(type(n) is int for n in value):
+        return [min(n, _AT_MOST[name]) for n in value]
+    if name == "per_layer_config" and isinstance(value, dict):
+        whole = {k: v for k, v in document.items() if k != name}  # what a layer does not say is as everywhere
+        small = {layer: shrink({**whole, **sizes}, depth=False) for layer, sizes in value.items()}
+        return {layer: {k: small[layer][k] for k in sizes} for layer, sizes in value.items()}
+    if name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
+        return _rope(value)
+    return value
 
 
 def _keep_proportions(document: Mapping[str, Any], out: dict[str, Any]) -> None:

@@ -32,20 +32,41 @@ def parallel(s: Sources) -> None:
 
 def batch(s: Sources) -> None:
     """train_batch_size = micro-batch x accumulation x data ranks; what two of them say of the third is used."""
-    tensor = s.draft.values["parallelism.tensor"]
-    pipeline = s.draft.values["parallelism.pipeline"]
-    data = None
-    if s.world_size and isinstance(tensor, int) and isinstance(pipeline, int):
-        data = s.world_size // (tensor * pipeline) or None
+    data = _data_ranks(s)
     train, steps = s.integer(TRAIN), s.integer(STEPS)
     typed = s.word(as_count, STEPS)
     steps = steps or (typed[1] if typed else None) or (1 if s.is_trainer and s.has_command else None)
+    micro = _micro(s, train, steps, data)
+    _global(s, train, micro, steps, data)
+    for source in (*_there(s, STEPS), *((typed[0],) if typed else ())):
+        s.draft.take(source, BATCH)
+    if micro is None and s.has(MICRO):
+        s.draft.take(MICRO, MICRO_BATCH)
+        s.draft.note("parallelism", f"{MICRO}: auto; left to compile")
+    tensor = s.draft.values["parallelism.tensor"]
+    if isinstance(tensor, int) and tensor > 1 and train:
+        s.draft.note("training", f"DeepSpeed counts tensor ranks as data ranks in {TRAIN}; here it is sequences")
+
+
+def _data_ranks(s: Sources) -> int | None:
+    tensor, pipeline = (s.draft.values[f"parallelism.{axis}"] for axis in ("tensor", "pipeline"))
+    if not s.world_size or not isinstance(tensor, int) or not isinstance(pipeline, int):
+        return None
+    return s.world_size // (tensor * pipeline) or None
+
+
+def _micro(s: Sources, train: int | None, steps: int | None, data: int | None) -> int | None:
+    """The micro-batch: said, or what the others leave. Where the others say the world size, it is noted."""
     micro = s.settle(MICRO_BATCH, MICRO, _MICRO_WORDS, as_count, TRAINERS_MICRO)
     if s.world_size is None and train and micro and steps and train % (micro * steps) == 0:
         s.world_size = train // (micro * steps)
     if micro is None and train and data and train % (data * (steps or 1)) == 0:
         micro = train // (data * (steps or 1))
         s.draft.put(MICRO_BATCH, micro, f"{TRAIN} / {STEPS} / {data} data ranks", *_there(s, MICRO))
+    return micro
+
+
+def _global(s: Sources, train: int | None, micro: int | None, steps: int | None, data: int | None) -> None:
     if train:
         s.draft.put(BATCH, train, TRAIN)
     elif micro and data:
@@ -54,13 +75,6 @@ def batch(s: Sources) -> None:
     else:
         known = f"{micro or 'micro-batch'} x {steps or 'accumulation'} x the number of data ranks"
         s.unanswered(BATCH, TRAIN, f"sequences of an optimizer step: {known}")
-    for source in (*_there(s, STEPS), *((typed[0],) if typed else ())):
-        s.draft.take(source, BATCH)
-    if micro is None and s.has(MICRO):
-        s.draft.take(MICRO, MICRO_BATCH)
-        s.draft.note("parallelism", f"{MICRO}: auto; left to compile")
-    if isinstance(tensor, int) and tensor > 1 and train:
-        s.draft.note("training", f"DeepSpeed counts tensor ranks as data ranks in {TRAIN}; here it is sequences")
 
 
 def _there(s: Sources, key: str) -> tuple[str, ...]:

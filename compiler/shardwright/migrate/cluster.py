@@ -62,6 +62,19 @@ def cluster(s: Sources, folder: str) -> None:
 
 def _size(s: Sources) -> None:
     """Nodes and GPUs a node, by the first that says so: include, hostfile, counts of the launchers."""
+    _size_of_hosts(s)
+    _size_of_counts(s)
+    visible = s.command.environment.get("CUDA_VISIBLE_DEVICES", "")
+    if s.gpus_per_node is None and visible and s.command.launcher in ("deepspeed", "python"):
+        s.gpus_per_node, s.nodes = len(visible.split(",")), s.nodes or 1
+        s.draft.take("CUDA_VISIBLE_DEVICES", "cluster")
+    if s.command.launcher == "python" and s.gpus_per_node is None:
+        s.gpus_per_node = 1
+    if s.nodes and s.gpus_per_node:
+        s.world_size = s.nodes * s.gpus_per_node
+
+
+def _size_of_hosts(s: Sources) -> None:
     hosts = _hosts(s)
     filtered = s.command.option("include")
     if filtered is not None:
@@ -76,6 +89,9 @@ def _size(s: Sources) -> None:
         sizes = set(kept.values())
         s.nodes, s.gpus_per_node = len(kept), sizes.pop() if len(sizes) == 1 else None
         s.draft.take("--exclude", "cluster")
+
+
+def _size_of_counts(s: Sources) -> None:
     nodes = s.word(as_count, "num_nodes", "nnodes", "num_machines")
     gpus = s.word(as_count, "num_gpus", "num_accelerators", "nproc_per_node")
     total = s.word(as_count, "num_processes")
@@ -88,14 +104,6 @@ def _size(s: Sources) -> None:
         s.nodes = 1
     if total is not None and s.gpus_per_node is None and s.nodes and total[1] % s.nodes == 0:
         s.gpus_per_node = total[1] // s.nodes
-    visible = s.command.environment.get("CUDA_VISIBLE_DEVICES", "")
-    if s.gpus_per_node is None and visible and s.command.launcher in ("deepspeed", "python"):
-        s.gpus_per_node, s.nodes = len(visible.split(",")), s.nodes or 1
-        s.draft.take("CUDA_VISIBLE_DEVICES", "cluster")
-    if s.command.launcher == "python" and s.gpus_per_node is None:
-        s.gpus_per_node = 1
-    if s.nodes and s.gpus_per_node:
-        s.world_size = s.nodes * s.gpus_per_node
 
 
 def _hosts(s: Sources) -> dict[str, int]:

@@ -40,13 +40,7 @@ def tensor_parallel_map(graph: ModelGraph, degree: int) -> TensorParallelMap:
     if refused:
         raise Refusal(refused[0])
     styles = dict(graph.tensor_styles) if degree > 1 else {}
-    modules: dict[str, list[Parameter]] = {}
-    seen: set[str] = set()
-    for layer in graph.layers:
-        for parameter in layer.parameters:
-            if parameter.name not in seen:
-                seen.add(parameter.name)
-                modules.setdefault(parameter.name.rpartition(".")[0], []).append(parameter)
+    modules = _owners(graph)
     splits: list[ModuleSplit] = []
     for module, parameters in modules.items():
         cut = tuple(split_parameter(graph, p, degree) for p in parameters)
@@ -61,19 +55,34 @@ def tensor_parallel_map(graph: ModelGraph, degree: int) -> TensorParallelMap:
         for name, style in styles.items()
         if style in VOCABULARY_STYLES and name not in listed and name not in owned
     ]
-    decoder = {p.name for layer in graph.layers if layer.kind == "decoder" for p in layer.parameters}
-    matrices = [p for m in splits for p in m.parameters if p.name in decoder and len(p.shape) >= 2]
-    total = sum(math.prod(p.shape) for p in matrices)
-    sharded = sum(math.prod(p.shape) for p in matrices if p.dimension is not None)
     result = TensorParallelMap(
         degree=degree,
         kind=graph.tensor_kind if degree > 1 else "none",
         modules=tuple(splits),
         vocabulary_sizes=shard_sizes(graph.vocabulary_size, degree) if "vocabulary_head" in styles.values() else (),
-        sharded_fraction=sharded / max(1, total),
+        sharded_fraction=_sharded_fraction(graph, splits),
     )
     result.verify()
     return result
+
+
+def _owners(graph: ModelGraph) -> dict[str, list[Parameter]]:
+    """Module -> the parameters that it owns, each listed once, in model order."""
+    modules: dict[str, list[Parameter]] = {}
+    seen: set[str] = set()
+    for layer in graph.layers:
+        for parameter in layer.parameters:
+            if parameter.name not in seen:
+                seen.add(parameter.name)
+                modules.setdefault(parameter.name.rpartition(".")[0], []).append(parameter)
+    return modules
+
+
+def _sharded_fraction(graph: ModelGraph, splits: list[ModuleSplit]) -> float:
+    decoder = {p.name for layer in graph.layers if layer.kind == "decoder" for p in layer.parameters}
+    matrices = [p for m in splits for p in m.parameters if p.name in decoder and len(p.shape) >= 2]
+    total = sum(math.prod(p.shape) for p in matrices)
+    return sum(math.prod(p.shape) for p in matrices if p.dimension is not None) / max(1, total)
 
 
 def _module_style(styles: dict[str, str], module: str, parameters: tuple[ParameterSplit, ...]) -> str:
