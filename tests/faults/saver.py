@@ -134,8 +134,8 @@ def _trainer(plan: Plan, out: Path) -> Any:
     model = AutoModelForCausalLM.from_config(load_config(plan, out))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine = SimpleNamespace(module=model, optimizer=optimizer, global_steps=0, global_samples=0)
-    trainer = DeepSpeedTrainer()
-    trainer.plan, trainer.engine, trainer.transposed = plan, engine, frozenset()
+    trainer = DeepSpeedTrainer(plan, frozenset())
+    trainer.engine = engine
     return trainer
 
 

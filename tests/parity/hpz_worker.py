@@ -20,8 +20,8 @@ from deepspeed.utils import groups
 
 from shardwright.checkpoint.write import load_checkpoint, save_checkpoint
 from shardwright.data.dataset import open_dataset
+from shardwright.engines.deepspeed import data_trainer as engine
 from shardwright.engines.deepspeed import live
-from shardwright.engines.deepspeed import trainer as engine
 from shardwright.engines.deepspeed.ds_config import ds_config
 from shardwright.engines.deepspeed.trainer import build_trainer
 from shardwright.engines.protocol import LiveFragment, Trainer

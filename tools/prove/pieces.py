@@ -22,6 +22,8 @@ ENGINE = (
     "engines/deepspeed/runtime.py",
     "engines/protocol.py",
     "engines/deepspeed/base.py",
+    "engines/deepspeed/data_trainer.py",
+    "engines/deepspeed/pipeline_trainer.py",
     "modules/dropout.py",
     "engines/deepspeed/trainer.py",
     "modules/lora.py",

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from shardwright.engines.table import DEFAULT, ENGINES
+from shardwright.engines.table import engine_of
 from shardwright.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -115,7 +115,6 @@ class Runtime(Protocol):
 
 
 def runtime_of(plan: Plan) -> Runtime:
-    """A plan names no engine yet: each is the default's."""
-    path = ENGINES[DEFAULT].runtime
-    assert path is not None
+    path = engine_of(plan).runtime
+    assert path is not None, "the rules let no plan through that its engine cannot train"
     return cast(Runtime, import_module(path))

@@ -1,12 +1,16 @@
-"""What both of DeepSpeed's engines have in common as trainers: what they hold, and how it is restored."""
+"""What trainers under both of DeepSpeed's engines share: how one is made, what it holds, how it is restored."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+import deepspeed
 import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
+from torch import nn
 
 from shardwright.engines.deepspeed.live import (
     held_parameters,
@@ -18,17 +22,24 @@ from shardwright.engines.deepspeed.live import (
     use_masters,
 )
 from shardwright.engines.protocol import Counters, HeldParameter, LiveFragment
+from shardwright.modules.batches import MicroBatch
+from shardwright.modules.learning_rate import decay_groups
+from shardwright.modules.loss import CausalLoss, ChunkedLoss
 from shardwright.plan.plan import Plan
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class DeepSpeedTrainer:
     """engines.protocol.Trainer without its steps. engine: DeepSpeed's; grid: its process groups."""
 
-    plan: Plan
     engine: Any
     grid: PipelineParallelGrid
-    device: torch.device
-    transposed: frozenset[str]
+    loss_fn: CausalLoss
+
+    def __init__(self, plan: Plan, transposed: frozenset[str]) -> None:
+        self.plan, self.transposed = plan, transposed
+        self.device = torch.device(get_accelerator().current_device_name())
 
     def owned(self) -> Iterator[LiveFragment]:
         return live_fragments(self.plan, self.engine)
@@ -47,3 +58,45 @@ class DeepSpeedTrainer:
             set_loss_scale(self.engine, counters.loss_scale or {})
         self.engine.global_steps = step
         self.engine.global_samples = step * self.plan.training.global_batch_size
+
+    def _initialize(self, module: nn.Module, config: dict[str, Any], mpu: PipelineParallelGrid | None) -> None:
+        buffers = _buffers(module)
+        self.engine, *_ = deepspeed.initialize(
+            model=module,
+            model_parameters=decay_groups(module.named_parameters(), self.plan.optimizer.weight_decay),
+            config=config,
+            mpu=mpu,
+            dist_init_required=False,
+        )
+        # DeepSpeed casts every buffer to the compute dtype; rotary tables would lose positions that way. A model that
+        # is partitioned already (ZeRO-3) it does not move to the device.
+        for owner, name, buffer in buffers:
+            owner._buffers[name] = buffer.to(self.engine.device)
+
+    def _begin_step(self, micro_batches: list[MicroBatch], learning_rate: float) -> None:
+        """Packing makes the number of labels that count differ between micro-batches and ranks: the loss is a mean over
+        those of the global batch."""
+        predicted = self._sum(sum(m.predicted for m in micro_batches))
+        self.loss_fn.scale = len(micro_batches) * self.plan.strategy.data / predicted
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+
+    def _sum(self, number: int) -> int:
+        """Over data ranks."""
+        total = torch.tensor([number], dtype=torch.float64, device=self.device)
+        dist.all_reduce(total, group=self.grid.get_data_parallel_group())
+        return int(total.item())
+
+
+def causal_loss(plan: Plan, grid: PipelineParallelGrid) -> CausalLoss:
+    sizes = plan.tensor_parallel.vocabulary_sizes
+    kind = ChunkedLoss if plan.model.loss == "chunked" else CausalLoss
+    if not sizes:
+        return kind()
+    return kind(grid.get_slice_parallel_group(), sum(sizes[: grid.get_slice_parallel_rank()]))
+
+
+def _buffers(module: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    """Copies, contiguous: a checkpoint has flat views of them."""
+    named = ((m, name, buffer) for m in module.modules() for name, buffer in m.named_buffers(recurse=False))
+    return [(m, name, buffer.clone(memory_format=torch.contiguous_format)) for m, name, buffer in named]

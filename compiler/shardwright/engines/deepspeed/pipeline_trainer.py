@@ -1,0 +1,51 @@
+"""A step in a pipeline, under DeepSpeed's PipelineEngine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright.engines.deepspeed.base import DTYPES, DeepSpeedTrainer, causal_loss
+from shardwright.engines.deepspeed.pipeline import build_pipeline
+from shardwright.engines.protocol import StepResult
+from shardwright.modules.batches import HeldOut, MicroBatch
+from shardwright.modules.loss import CausalLoss, ChunkedLoss
+from shardwright.modules.materialize import Filler
+from shardwright.plan.plan import Plan
+
+
+class PipelineTrainer(DeepSpeedTrainer):
+    """PipelineModule x tensor-parallel layers x ZeRO-1, 1F1B or DualPipeV."""
+
+    def __init__(self, plan: Plan, model: nn.Module, config: dict[str, Any], filler: Filler) -> None:
+        super().__init__(plan, filler.transposed)
+        self.loss_fn = CausalLoss()
+        dtype = DTYPES[plan.training.precision]
+        module = build_pipeline(model, plan, lambda *a: self.loss_fn(*a), self.device, dtype, filler)
+        self.grid = module.mpu()
+        self.loss_fn = causal_loss(plan, self.grid)
+        if isinstance(self.loss_fn, ChunkedLoss):
+            assert module.tail is not None
+            self.loss_fn.tail = module.tail
+        self._initialize(module, config, None)
+
+    def step(self, micro_batches: list[MicroBatch], learning_rate: float) -> StepResult:
+        self._begin_step(micro_batches, learning_rate)
+        loss = self.engine.train_batch(data_iter=iter([self._wire(m) for m in micro_batches]))
+        return StepResult(loss=float(loss), grad_norm=float(self.engine.get_global_grad_norm()))
+
+    def evaluate(self, held_out: HeldOut) -> tuple[float, int]:
+        predicted = self._sum(held_out.predicted)
+        self.loss_fn.scale = held_out.at_once * self.plan.strategy.data / max(1, predicted)
+        wired, loss = map(self._wire, held_out), 0.0
+        for _ in range(0, len(held_out), held_out.at_once):
+            loss += float(self.engine.eval_batch(data_iter=wired, num_micro_batches=held_out.at_once))
+        self.engine.module.train()
+        return loss, predicted
+
+    @staticmethod
+    def _wire(m: MicroBatch) -> tuple[Any, torch.Tensor]:
+        inputs = m.input_ids if m.position_ids is None else (m.input_ids, m.position_ids)
+        return inputs, m.labels
