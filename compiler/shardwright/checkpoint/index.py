@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
+from shardwright.checkpoint.fits import check_fits, not_whole
 from shardwright.checkpoint.lineage import Line, branch, continued, current_line, line_of
-from shardwright.checkpoint.manifest import checksum, damage, is_finite, read_manifest
+from shardwright.checkpoint.manifest import damage, is_finite, read_manifest
 from shardwright.checkpoint.step_folders import published_steps, step_name, step_of
 from shardwright.checkpoint.store import CheckpointStore
 from shardwright.diagnostics import Diagnostic, Refusal
-from shardwright.ir.recipe import DataSection
 from shardwright.plan.plan import Plan
-from shardwright.plan.resume import other_adapters
-from shardwright.plan.serialize import read_plan
 from shardwright.watch.journal import read_json
 
 
@@ -45,7 +43,7 @@ def choose_checkpoint(plan: Plan, folder: Path, resume: str) -> Chosen | None:
     if resume != "auto":
         path = Path(resume).resolve()
         if why := damage(path, contents=True):
-            raise Refusal(_not_whole(path, why))
+            raise Refusal(not_whole(path, why))
         step = read_manifest(path).step
         notes = () if is_finite(path) else (_diverged(path),)
         line = branch(line_of(path), step)
@@ -130,112 +128,3 @@ def tell(chosen: Chosen | None) -> None:
 
 def _diverged(path: Path) -> str:
     return f"warning[SW6212]: {path.name} was written after a loss, or holds weights, that are no finite numbers"
-
-
-def _not_whole(path: Path, why: str) -> Diagnostic:
-    return Diagnostic(
-        code="SW6201",
-        message=f"{str(path)!r} is not a whole checkpoint: {why}",
-        help="Give one `step-XXXXXXXX` folder, or start again with --resume never.",
-    )
-
-
-def check_fits(plan: Plan, folder: Path, checkpoint: Path) -> tuple[str, ...]:
-    """What is different but can go on. Raises Refusal where `checkpoint` is of another model or tokenizer."""
-    try:
-        saved = read_plan(checkpoint)
-    except (OSError, ValueError) as error:
-        raise Refusal(_not_whole(checkpoint, str(error).splitlines()[0])) from None
-    if saved.model.config_hash != plan.model.config_hash:
-        raise Refusal(
-            Diagnostic(
-                code="SW6203",
-                message=f"{checkpoint.name} holds another model ({saved.model.architecture}, config "
-                f"{saved.model.config_hash[:12]}; this plan has {plan.model.config_hash[:12]})",
-                help="Resume from a checkpoint of this model, or start again with --resume never.",
-            )
-        )
-    if adapters := other_adapters(saved.lora, plan.lora):
-        raise Refusal(
-            Diagnostic(
-                code="SW6254",
-                message=f"{checkpoint.name} is of another run: {adapters}",
-                help="Compile with the `lora` section that it was trained with, or export it and start from there.",
-            )
-        )
-    if why := _other_tokenizer(plan, saved, folder, checkpoint):
-        raise Refusal(
-            Diagnostic(
-                code="SW6204",
-                message=f"{checkpoint.name} was trained with another tokenizer: {why}",
-                help="Compile with the tokenizer that it was trained with, or start again with --resume never.",
-            )
-        )
-    notes = []
-    if changed := _other_samples(plan, saved):
-        notes.append(f"warning[SW6207]: the order of the samples is another than {checkpoint.name} had: {changed}")
-    if changed := _other_layout(plan, saved):
-        notes.append(f"{checkpoint.name} was written under another layout: {changed}")
-    return tuple(notes)
-
-
-def same_ranks(plan: Plan, saved: Plan) -> bool:
-    """Whether each rank has the layers and the shards that it had."""
-    here, there = plan.strategy, saved.strategy
-    keys = ("tensor", "pipeline", "data", "schedule")
-    return plan.boundaries == saved.boundaries and all(getattr(here, k) == getattr(there, k) for k in keys)
-
-
-def _other_layout(plan: Plan, saved: Plan) -> str:
-    here, there = plan.strategy, saved.strategy
-    keys = ("tensor", "pipeline", "data", "zero_stage", "schedule")
-    changed = [f"{k} {getattr(there, k)} -> {getattr(here, k)}" for k in keys if getattr(there, k) != getattr(here, k)]
-    if saved.boundaries != plan.boundaries and not changed:
-        changed = [f"stage boundaries {saved.boundaries} -> {plan.boundaries}"]
-    if saved.training.precision != plan.training.precision:
-        changed.append(f"precision {saved.training.precision} -> {plan.training.precision}")
-    return ", ".join(changed)
-
-
-def _other_samples(plan: Plan, saved: Plan) -> str:
-    """A step's number stands for the samples before it: true where these are the same."""
-    changed = [
-        f"training.{key} {getattr(saved.training, key)} -> {getattr(plan.training, key)}"
-        for key in ("global_batch_size", "sequence_length", "seed")
-        if getattr(saved.training, key) != getattr(plan.training, key)
-    ]
-    return ", ".join(changed + _other_data(plan.data, saved.data, "data"))
-
-
-def _other_data(here: DataSection, there: DataSection, key: str) -> list[str]:
-    """Tokenizers are compared by what is in them, not by where they lie."""
-    if len(here.mixture) != len(there.mixture):
-        return [f"{key} has {len(here.mixture) or 1} parts, not {len(there.mixture) or 1}"]
-    names = [f.name for f in fields(here) if f.name not in ("tokenizer", "mixture")]
-    pairs = ((name, getattr(there, name), getattr(here, name)) for name in names)
-    changed = [f"{key}.{name} {before} -> {now}" for name, before, now in pairs if before != now]
-    for number, parts in enumerate(zip(here.mixture, there.mixture, strict=True)):
-        changed += _other_data(*parts, f"{key}.mixture.{number}")
-    return changed
-
-
-def _other_tokenizer(plan: Plan, saved: Plan, folder: Path, checkpoint: Path) -> str | None:
-    here, there = _tokenizer(plan.data), _tokenizer(saved.data)
-    if here is None or there is None:  # token ids came from elsewhere
-        return None
-    if "byte" in (here, there):
-        return None if here == there else f"{there!r} there, {here!r} here"
-    ours, theirs = _digests(folder / here), _digests(checkpoint / there)
-    differing = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-    return f"{differing[0]} differs" if differing else None
-
-
-def _tokenizer(data: DataSection) -> str | None:
-    """All parts of a mixture have the same one."""
-    return data.tokenizer or next((part.tokenizer for part in data.mixture if part.tokenizer), None)
-
-
-def _digests(folder: Path) -> dict[str, str]:
-    if not folder.is_dir():
-        return {}
-    return {str(path.relative_to(folder)): checksum(path) for path in folder.rglob("*") if path.is_file()}

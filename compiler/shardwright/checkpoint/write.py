@@ -17,7 +17,8 @@ import torch
 from safetensors import SafetensorError
 from torch import distributed as dist
 
-from shardwright.checkpoint.index import checkpoint_root, same_ranks
+from shardwright.checkpoint.fits import same_ranks
+from shardwright.checkpoint.index import checkpoint_root
 from shardwright.checkpoint.lineage import RUN_FILE, UNKNOWN_ORIGIN, Line, Origin, line_of, write_line
 from shardwright.checkpoint.manifest import (
     CHECKSUMS,

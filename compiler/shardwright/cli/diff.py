@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING
 from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
+    from shardwright.checkpoint.fits import CheckpointFacts, TokenizerFiles
+    from shardwright.cli.resume import Resumable, Resume
     from shardwright.cli.subject import PricedRecipe
     from shardwright.ir.json_value import JsonObject, JsonValue
+    from shardwright.ir.recipe import Recipe
     from shardwright.layout.estimate import Estimate
-    from shardwright.plan.resume import Resumable, Resume, TokenizerFiles
 
 GIB = 2**30
 Change = tuple[str, "JsonValue", "JsonValue"]
@@ -66,12 +68,12 @@ class Difference:
 
 
 def difference(a: PricedRecipe, b: PricedRecipe) -> Difference:
-    from shardwright.plan.resume import resume_under
+    from shardwright.cli.resume import resume_under
 
     ours, theirs = resumable(a), resumable(b)
     return Difference(
         recipe=changes(a.recipe.document, b.recipe.document),
-        strategy=changes(dataclasses.asdict(ours.strategy), dataclasses.asdict(theirs.strategy)),
+        strategy=changes(dataclasses.asdict(ours.facts.strategy), dataclasses.asdict(theirs.facts.strategy)),
         stages=changes(_stages(a, ours), _stages(b, theirs)),
         model=changes(a.graph.config, b.graph.config),
         versions=changes(_versions(ours), _versions(theirs)),
@@ -81,37 +83,58 @@ def difference(a: PricedRecipe, b: PricedRecipe) -> Difference:
 
 def resumable(subject: PricedRecipe) -> Resumable:
     """A recipe counts as compiled by what is installed."""
-    from shardwright.plan.build import installed_versions, plan_lora
-    from shardwright.plan.resume import Resumable
+    from shardwright.cli.resume import Resumable
+    from shardwright.plan.build import installed_versions
 
-    plan, estimate = subject.plan, subject.estimate
-    boundaries = estimate.boundaries if plan is None else plan.boundaries
-    if any(d.code == "SW3106" for d in estimate.diagnostics):  # more stages than layers
-        boundaries = ()
     return Resumable(
         recipe=subject.recipe,
-        strategy=estimate.strategy,
-        boundaries=boundaries,
-        config_hash=subject.graph.config_hash,
+        facts=_facts(subject),
         attention=subject.graph.attention,
-        tokenizer=_tokenizer(subject),
-        lora=plan_lora(subject.recipe, subject.graph) if plan is None else plan.lora,
-        versions=installed_versions() if plan is None else plan.versions,
+        versions=installed_versions() if subject.plan is None else subject.plan.versions,
     )
 
 
-def _tokenizer(subject: PricedRecipe) -> TokenizerFiles | None:
-    """All parts of the data have the same one."""
-    from shardwright.ir.weights import TOKENIZER_PATTERNS
-    from shardwright.plan.build import TOKENIZER_DIRECTORY
-    from shardwright.plan.resume import TokenizerFiles
+def _facts(subject: PricedRecipe) -> CheckpointFacts:
+    """Of a compiled folder those that `run` takes, but for the tokenizer's name: a recipe has it from elsewhere."""
+    from shardwright.checkpoint.fits import CheckpointFacts, facts_of, samples_of
+    from shardwright.plan.build import plan_data, plan_lora
 
-    name = next((part.tokenizer for _, part in subject.recipe.tokenized()), None)
-    if name is None or name == "byte":
-        return None if name is None else TokenizerFiles(name=name, files=())
-    folder = Path(name) if subject.plan is None else Path(subject.name) / TOKENIZER_DIRECTORY
+    recipe, graph, name = subject.recipe, subject.graph, _tokenizer_name(subject.recipe)
+    if subject.plan is not None:
+        facts = facts_of(subject.plan, Path(subject.name))
+        if facts.tokenizer is None or name is None:
+            return facts
+        return dataclasses.replace(facts, tokenizer=dataclasses.replace(facts.tokenizer, name=name))
+    too_few_layers = any(d.code == "SW3106" for d in subject.estimate.diagnostics)
+    return CheckpointFacts(
+        architecture=graph.architecture,
+        config_hash=graph.config_hash,
+        strategy=subject.estimate.strategy,
+        boundaries=() if too_few_layers else subject.estimate.boundaries,
+        precision=recipe.training.precision,
+        lora=plan_lora(recipe, graph),
+        tokenizer=None if name is None else _tokenizer_files(name),
+        samples=samples_of(recipe.training),
+        data=None if recipe.data is None else plan_data(recipe.data),
+        held_out=(recipe.validation and recipe.validation.fraction) or 0.0,
+    )
+
+
+def _tokenizer_name(recipe: Recipe) -> str | None:
+    """All parts of the data have the same one."""
+    return next((part.tokenizer for _, part in recipe.tokenized()), None)
+
+
+def _tokenizer_files(name: str) -> TokenizerFiles:
+    """Of a folder on this machine; those of a Hugging Face name are not looked for."""
+    from shardwright.checkpoint.fits import BYTE, TokenizerFiles
+    from shardwright.ir.weights import TOKENIZER_PATTERNS
+
+    if name == BYTE:
+        return TokenizerFiles(name=name, files=())
+    folder = Path(name)
     found = {path for pattern in TOKENIZER_PATTERNS for path in folder.glob(pattern) if path.is_file()}
-    if not found or (not folder.is_absolute() and subject.plan is None):
+    if not found or not folder.is_absolute():
         return TokenizerFiles(name=name, files=None)
     digests = ((path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in sorted(found))
     return TokenizerFiles(name=name, files=tuple(digests))
@@ -137,7 +160,7 @@ def _leaves(value: JsonObject, path: tuple[str, ...] = ()) -> Iterator[tuple[str
 
 def _stages(subject: PricedRecipe, resumable: Resumable) -> JsonObject:
     names = [layer.name for layer in subject.graph.layers]
-    bounds = zip(resumable.boundaries, resumable.boundaries[1:], strict=False)
+    bounds = zip(resumable.facts.boundaries, resumable.facts.boundaries[1:], strict=False)
     return {f"stage {i}": _span(names[start:stop]) for i, (start, stop) in enumerate(bounds)}
 
 
@@ -146,7 +169,7 @@ def _span(names: list[str]) -> str:
 
 
 def _versions(resumable: Resumable) -> JsonObject:
-    return {} if resumable.versions is None else dataclasses.asdict(resumable.versions)
+    return dataclasses.asdict(resumable.versions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

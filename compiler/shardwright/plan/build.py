@@ -116,7 +116,7 @@ def build_plan(
         training=plan_training(training),
         optimizer=training.optimizer,
         scheduler=resolve_scheduler(training, training.known_steps),
-        data=_data(recipe.data),
+        data=plan_data(recipe.data),
         checkpoint=recipe.checkpoint,
         launch=_launch(recipe.launch, cluster.nodes),
         predicted=Predicted(memory=estimate.memory, time=estimate.time, training=estimate.training),
@@ -224,9 +224,9 @@ def _stages(graph: ModelGraph, partition: StagePartition, strategy: Strategy) ->
     )
 
 
-def _data(data: DataSection) -> DataSection:
+def plan_data(data: DataSection) -> DataSection:
     path = None if data.kind == "synthetic" else data.path
-    parts = tuple(_data(part) for part in data.mixture)
+    parts = tuple(plan_data(part) for part in data.mixture)
     return dataclasses.replace(data, path=path, tokenizer=_tokenizer(data), mixture=parts)
 
 
@@ -244,7 +244,7 @@ def plan_lora(recipe: Recipe, graph: ModelGraph) -> PlanLora | None:
 
 def _validation(recipe: Recipe) -> ValidationSection | None:
     v = recipe.validation
-    return v if v is None or v.data is None else dataclasses.replace(v, data=_data(v.data))
+    return v if v is None or v.data is None else dataclasses.replace(v, data=plan_data(v.data))
 
 
 NEEDS_HOSTS = ("pdsh", "openmpi")

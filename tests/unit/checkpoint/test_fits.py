@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.checkpoint.index import check_fits, same_ranks
+from shardwright.checkpoint.fits import check_fits, same_ranks
 from shardwright.diagnostics import Refusal
 from shardwright.plan.plan import Plan, PlanLora
 from shardwright.plan.serialize import plan_to_json, read_plan
@@ -49,6 +49,7 @@ def test_other_samples_are_warned_of(key: str, plan: Plan, compiled: Path, tmp_p
         ("strategy", "data", 2),
         ("strategy", "zero_stage", 3),
         ("strategy", "schedule", "dualpipev"),
+        ("strategy", "offload", "optimizer"),
         ("training", "precision", "bf16"),
     ],
 )

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig
 
-from shardwright.checkpoint.index import check_fits
+from shardwright.checkpoint.fits import check_fits
 from shardwright.diagnostics import Refusal
 from shardwright.engines.deepspeed.live import held_parameters
 from shardwright.launch.preconditions import check_machine
