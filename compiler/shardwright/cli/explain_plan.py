@@ -12,7 +12,7 @@ from shardwright.cost.breakdown import RankBreakdown, StepParts
 from shardwright.cost.measured import error_words
 from shardwright.figures import rate
 from shardwright.ir.weights import weights_words
-from shardwright.search.compare import hpz_words, layout_words
+from shardwright.search.compare import hpz_words
 from shardwright.search.explain import Alternative, KeyReason, PlanExplanation, SecondCopy, explain
 from shardwright.search.plainer import plainer_words
 from shardwright.search.sensitivity import MORE, Sensitivity
@@ -93,7 +93,7 @@ def _head(subject: PricedRecipe, found: PlanExplanation) -> list[str]:
         ("recipe", subject.recipe.name),
         ("model", f"{graph.architecture}, {graph.total_parameters:,} parameters, {weights}"),
         ("cluster", f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"),
-        ("layout", layout_words(e.strategy)),
+        ("layout", e.strategy.describe()),
         *([] if found.second_copy is None else [("weights", _weights(found.second_copy, e, subject.recipe))]),
         ("place", _place(found)),
         (
@@ -270,7 +270,7 @@ def _more(each: Sensitivity, found: PlanExplanation, step: float) -> tuple[str, 
     if each.best is None:
         return words, same, "-", "no layout runs"
     is_same = each.best.strategy == found.chosen.strategy
-    other = "the same layout" if is_same else layout_words(each.best.strategy)
+    other = "the same layout" if is_same else each.best.strategy.describe()
     return words, same, _change(each.best.time.step_seconds / step - 1), other
 
 
@@ -285,7 +285,7 @@ def _next(found: PlanExplanation) -> list[str]:
     header = ("layout", "GiB", "s/step", "Δ", "")
     rows = [
         (
-            layout_words(e.strategy),
+            e.strategy.describe(),
             f"{e.peak_bytes / GIB:.1f}",
             f"{e.step_seconds:.4g}",
             f"{e.slower:+.1%}",

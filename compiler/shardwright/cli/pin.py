@@ -16,20 +16,6 @@ if TYPE_CHECKING:
 WIDE = 4096  # columns: ruamel.yaml would fold the user's long lines
 
 
-def pins_of(strategy: Strategy) -> dict[str, str | int]:
-    """The keys of `parallelism` that leave this layout alone."""
-    return {
-        "tensor": strategy.tensor,
-        "pipeline": strategy.pipeline,
-        "data": strategy.data,
-        "zero_stage": strategy.zero_stage,
-        "micro_batch_size": strategy.micro_batch_size,
-        "activation_checkpointing": strategy.activation_checkpointing,
-        "schedule": strategy.schedule,
-        "offload": strategy.offload,
-    }
-
-
 def pin_recipe(text: str, target: Path, strategy: Strategy, recipe: Recipe) -> None:
     """Writes `text`, a recipe that was read as `recipe`, with the pins in it; a file there is replaced whole."""
     write_atomically(target, pinned_text(text, strategy, recipe, as_json=target.suffix == ".json"))
@@ -54,7 +40,7 @@ def pinned_text(text: str, strategy: Strategy, recipe: Recipe, *, as_json: bool 
 
 
 def _pin(document: dict[str, Any], strategy: Strategy, recipe: Recipe) -> None:
-    _section(document, "parallelism").update(pins_of(strategy))
+    _section(document, "parallelism").update(strategy.pins())
     training: Any = recipe.document["training"]
     if training["days_at_most"] is not None:  # the deadline has chosen the number of nodes
         _section(document, "cluster")["nodes"] = strategy.world_size // recipe.cluster.gpus_per_node

@@ -25,10 +25,11 @@ from shardwright.strict_json import strict_json
 if TYPE_CHECKING:
     from shardwright.cli.plan_table import PlanRow
     from shardwright.ir.cluster import Cluster
-    from shardwright.ir.json_value import JsonValue
+    from shardwright.ir.json_value import JsonObject, JsonValue
     from shardwright.ir.model_graph import ModelGraph
     from shardwright.ir.recipe import Recipe
     from shardwright.layout.estimate import Estimate
+    from shardwright.search.compare import LostRegion
     from shardwright.search.deadline import OtherBatch, Sizing
     from shardwright.search.search import SearchResult
 
@@ -149,9 +150,7 @@ def _row(estimate: Estimate, *, today: bool, ranked: bool) -> PlanRow:
     from shardwright.cli.plan_table import PlanRow
 
     s = estimate.strategy
-    notes = [] if s.schedule == "1f1b" else [s.schedule]
-    notes += [] if s.offload == "none" else [f"offload {s.offload}"]
-    notes += [] if s.hpz_partition_size == 1 else ["hpZ"]
+    notes = [axis.note.format(value) for axis, value in s.beyond_plain() if axis.note]
     notes += [f"today's ZeRO-{s.zero_stage}"] if today else []
     broken = [d.code for d in estimate.diagnostics if d.severity == "error"]
     notes += broken or ([] if ranked else ["not as pinned"])
@@ -175,7 +174,7 @@ def _object(
         "recipe": path,
         "plans": [estimate_object(path, row.estimate) for row in rows],
         "rejected": [dataclasses.asdict(region) for region in result.rejected],
-        "lost": [dataclasses.asdict(region) for region in lost_regions(recipe, result.ranked)],
+        "lost": [_lost_object(region) for region in lost_regions(recipe, result.ranked)],
         "pareto": [estimate_object(path, estimate) for estimate in pareto_front(result.ranked)],
         "binding": binding_constraint(result.ranked[0], result.beyond_memory) if result.ranked else None,
         "measured_error": _measured_error(result),
@@ -186,6 +185,14 @@ def _object(
         other = None if batch is None else dataclasses.asdict(batch)
         found["sizing"] = {**dataclasses.asdict(sizing), "bound": _bound(recipe, sizing, batch), "other_batch": other}
     return found
+
+
+def _lost_object(region: LostRegion) -> JsonObject:
+    import dataclasses
+
+    fields = dataclasses.asdict(region)
+    del fields["where"]
+    return {**dict(region.where), **fields}
 
 
 def _measured_error(result: SearchResult) -> dict[str, JsonValue]:
@@ -245,10 +252,7 @@ def page_lines(
     lost = lost_regions(recipe, result.ranked)
     if lost:
         lines.append("lost to row 1:")
-        lines += [
-            f"  {f'tensor={r.tensor} pipeline={r.pipeline} zero_stage={r.zero_stage}':38} {r.slower:+8.1%}  {r.because}"
-            for r in lost[:MOST_LOST]
-        ]
+        lines += [f"  {region.words():38} {region.slower:+8.1%}  {region.because}" for region in lost[:MOST_LOST]]
         lines += [f"  and {len(lost) - MOST_LOST} more (--json)"] if len(lost) > MOST_LOST else []
     if result.rejected:
         lines.append("ruled out:")
@@ -281,9 +285,8 @@ def _pinned_file(args: argparse.Namespace) -> Path:
 
 def _pin(args: argparse.Namespace, recipe: Recipe, text: str, row: PlanRow) -> None:
     from shardwright.cli.pin import pin_recipe
-    from shardwright.search.compare import layout_words
 
     source = text or recipe.source.texts[recipe.source.file]
     target = _pinned_file(args)
     pin_recipe(source, target, row.estimate.strategy, recipe)
-    print(f"row {args.pin} is pinned in {target}: {layout_words(row.estimate.strategy)}", file=sys.stderr)
+    print(f"row {args.pin} is pinned in {target}: {row.estimate.strategy.describe()}", file=sys.stderr)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from shardwright.cli.plan_table import GIB
 from shardwright.cli.tables import table_lines
-from shardwright.search.compare import PARTS, layout_words
+from shardwright.search.compare import PARTS
 from shardwright.search.why_not import CHOSEN, LOSES, TOO_LARGE, WINS, WhyNotAnswer
 from shardwright.strict_json import strict_json
 
@@ -115,9 +115,9 @@ def page(subject: PricedRecipe, asked: Mapping[str, str], freed: Sequence[str], 
     lines = [f"asked    {' '.join(f'{key}={value}' for key, value in asked.items())}"]
     if freed:
         lines[0] += f" (set aside: the recipe's own {', '.join(freed)})"
-    lines.append(f"plan     {layout_words(subject.estimate.strategy)}")
+    lines.append(f"plan     {subject.estimate.strategy.describe()}")
     if answer.estimate is not None and answer.verdict != CHOSEN:
-        lines.append(f"best     {layout_words(answer.estimate.strategy)}")
+        lines.append(f"best     {answer.estimate.strategy.describe()}")
     lines.append(f"answer   {sentence(subject, answer)}")
     for d in answer.diagnostics:
         lines.append(f"         {d.severity}[{d.code}]: {d.message}")

@@ -17,6 +17,7 @@ from shardwright.cost.memory import estimate_memory
 from shardwright.engines.deepspeed.schema.check import misfits
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
+from shardwright.ir.words import Checkpointing, Offload
 from shardwright.layout.estimate import Memory
 from shardwright.layout.hpz import HPZ
 from shardwright.layout.strategy import Strategy
@@ -30,6 +31,7 @@ from shardwright.search.settle import place
 
 ASSUMED_SEQUENCE = 4096
 GIB = 2**30
+RECOMPUTED: tuple[Checkpointing, ...] = ("full", "none")
 
 
 def memory(
@@ -47,7 +49,7 @@ def memory(
     names = [gpu] if gpu else [name for name in catalogue()["gpus"] if name != "cpu"]
     predicted = {
         recompute: {name: _memory(recipe, graph, strategy, name, recompute) for name in names}
-        for recompute in ("full", "none")
+        for recompute in RECOMPUTED
     }
     stage = predicted["full"][names[-1]].stages[0]
     states = stage.parameters_bytes + stage.gradients_bytes + stage.optimizer_bytes
@@ -58,7 +60,7 @@ def memory(
         f"         {states / GIB:.1f} GiB of model states a GPU: parameters {stage.parameters_bytes / GIB:.1f}, "
         f"gradients {stage.gradients_bytes / GIB:.1f}, optimizer {stage.optimizer_bytes / GIB:.1f}",
     ]
-    for recompute, words in (("full", "with"), ("none", "without")):
+    for recompute, words in zip(RECOMPUTED, ("with", "without"), strict=True):
         fits = [name for name, found in predicted[recompute].items() if found.fits]
         lines.append(f"         {words} activation checkpointing it fits on {', '.join(fits) or 'none of them'}")
     if any(found.fits for found in predicted["full"].values()):
@@ -108,7 +110,8 @@ def _strategy(subject: LintedConfig) -> Strategy:
         micro = max(1, train // world // (steps or 1)) if train else 1
     if not steps:
         steps = max(1, train // (micro * world)) if train else 1
-    offload, copied = "none", 1
+    offload: Offload = "none"
+    copied = 1
     if subject.offload("offload_optimizer") in ("cpu", "nvme") and subject.stage:
         offload = "optimizer"
     if subject.offload("offload_param") in ("cpu", "nvme") and subject.stage == 3:
@@ -152,7 +155,7 @@ def _recipe(subject: LintedConfig, strategy: Strategy, model: str, gpu: str, len
     return load_recipe(Path("-"), (), stdin_text=json.dumps(document))
 
 
-def _memory(recipe: Recipe, graph: ModelGraph, strategy: Strategy, gpu: str, recompute: str) -> Memory:
+def _memory(recipe: Recipe, graph: ModelGraph, strategy: Strategy, gpu: str, recompute: Checkpointing) -> Memory:
     cluster = resolve_cluster(dataclasses.replace(recipe.cluster, gpu=gpu))
     chosen = dataclasses.replace(strategy, activation_checkpointing=recompute)
     return estimate_memory(place(recipe, graph, cluster, chosen))

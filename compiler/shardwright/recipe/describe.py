@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from shardwright.diagnostics import KeyPath
 from shardwright.ir.json_value import JsonObject, JsonValue
+from shardwright.layout.axes import AXES
 from shardwright.recipe.schema import properties, recipe_schema
 
 FILL_IN = "FILL_IN"
@@ -43,23 +44,12 @@ _SYNONYMS: dict[str, tuple[str, ...]] = {
     "fp16": ("training", "precision"),
     "lr_scheduler_type": ("training", "scheduler", "name"),
     "model_name_or_path": ("model", "source"),
-    "tp": ("parallelism", "tensor"),
-    "tensor_parallel": ("parallelism", "tensor"),
-    "tensor_parallel_size": ("parallelism", "tensor"),
-    "pp": ("parallelism", "pipeline"),
-    "pipeline_parallel_size": ("parallelism", "pipeline"),
-    "dp": ("parallelism", "data"),
-    "zero": ("parallelism", "zero_stage"),
-    "stage": ("parallelism", "zero_stage"),
-    "micro_batch": ("parallelism", "micro_batch_size"),
-    "per_device_train_batch_size": ("parallelism", "micro_batch_size"),
-    "train_micro_batch_size_per_gpu": ("parallelism", "micro_batch_size"),
-    "gradient_checkpointing": ("parallelism", "activation_checkpointing"),
     "save_steps": ("checkpoint", "every_steps"),
     "save_total_limit": ("checkpoint", "keep"),
     "output_dir": ("checkpoint", "directory"),
     "num_nodes": ("cluster", "nodes"),
     "num_gpus": ("cluster", "gpus_per_node"),
+    **{word: (axis.section, axis.name) for axis in AXES for word in axis.synonyms},
 }
 
 

@@ -28,7 +28,6 @@ from shardwright.report.run import Evaluation, MeasuredRun
 from shardwright.report.space import VERDICTS as VERDICT_NAMES
 from shardwright.report.space import Point, Space
 from shardwright.report.timeline import KINDS, StepTimeline, drawn_ranks
-from shardwright.search.compare import layout_words
 
 GIB = 2**30
 ROW_PIXELS, FRAME_PIXELS = 30, 84
@@ -247,7 +246,7 @@ def space_chart(space: Space, chosen_words: str, capacity_bytes: int) -> figure:
         line_color=VERDICTS["runs"],
         name="Pareto front",
     )
-    chosen = [p for p in space.points if layout_words(p.strategy) == chosen_words]
+    chosen = [p for p in space.points if p.strategy.describe() == chosen_words]
     star = made.scatter(
         "gib",
         "seconds",
@@ -271,7 +270,7 @@ def _space_source(points: Sequence[Point], reasons: list[str]) -> ColumnDataSour
         {
             "gib": [p.peak_bytes / GIB for p in points],
             "seconds": [p.step_seconds for p in points],
-            "layout": [layout_words(p.strategy) for p in points],
+            "layout": [p.strategy.describe() for p in points],
             "reason": reasons,
         }
     )

@@ -24,6 +24,7 @@ from shardwright.figures import duration, number
 from shardwright.folder import CompiledFolder
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.ir.weights import weights_words
+from shardwright.layout.strategy import Strategy
 from shardwright.plan.plan import Plan
 from shardwright.report import charts
 from shardwright.report.cluster_map import AXES, cluster_map, held_layers
@@ -32,7 +33,6 @@ from shardwright.report.run import MeasuredRun, read_run
 from shardwright.report.space import Space, whole_space
 from shardwright.report.timeline import StepTimeline, drawn_ranks, step_timeline
 from shardwright.resources import templates_dir
-from shardwright.search.compare import layout_words
 from shardwright.search.plainer import plainer_words
 from shardwright.search.settle import is_roomy
 
@@ -67,7 +67,7 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
     html = environment.get_template("page.html.j2").render(
         plan=plan,
         recipe=subject.recipe,
-        layout=layout_words(plan.strategy),
+        layout=plan.strategy.describe(),
         weights=weights_words(subject.recipe.model.weights),
         verdict=_verdict(subject),
         warnings=[d for d in subject.estimate.diagnostics if d.severity == "warning"],
@@ -83,7 +83,7 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
         drawn_ranks=drawn_ranks(timeline, charts.MOST_BARS),
         space=space,
         lost=space.lost[:LOST_SHOWN],
-        words=layout_words,
+        words=Strategy.describe,
         run=run,
         held=held_layers(plan),
         axes=[_axis(plan, axis) for axis in AXES],
@@ -108,7 +108,7 @@ def _charts(
     yield "memory", charts.memory_chart(plan.predicted.memory)
     yield "timeline", charts.timeline_chart(timeline)
     yield "parts", charts.parts_chart(timeline)
-    yield "space", charts.space_chart(space, layout_words(plan.strategy), plan.predicted.memory.capacity_bytes)
+    yield "space", charts.space_chart(space, plan.strategy.describe(), plan.predicted.memory.capacity_bytes)
     if run is not None:
         yield "loss", charts.loss_chart(run)
         yield "seconds", charts.seconds_chart(run, plan.predicted.time.step_seconds)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import Estimate
 from shardwright.layout.problem import Problem
-from shardwright.layout.strategy import Strategy
+from shardwright.layout.strategy import Strategy, free_axes
 from shardwright.rules.registry import check_layout
 from shardwright.search.compare import LostRegion, binding_constraint, lost_regions, pareto_front
 from shardwright.search.plainer import Plainer, plainer
@@ -21,8 +21,6 @@ VERDICTS = ("runs", "tight", "does not fit", "ruled out")
 """tight: it fits, but by less than what predictions fall short by."""
 MOST_FORBIDDEN = 4_000
 """Layouts that a rule forbids, a millisecond each to price: of more, so many are taken evenly."""
-# The pins that a search leaves free. What is not about speed and memory (offload, experts) stays as the recipe says.
-_FREE = ("tensor", "pipeline", "data", "zero_stage", "micro_batch_size", "activation_checkpointing", "schedule")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +91,7 @@ def whole_space(recipe: Recipe, graph: ModelGraph, cluster: Cluster, chosen: Est
         binding=binding_constraint(winner, result.beyond_memory),
         best=result.ranked[0].strategy if result.ranked else None,
         plainer=plainer(recipe, result.ranked),
-        pins=tuple(f.name for f in fields(recipe.parallelism) if f.name in _FREE and _pin(recipe, f.name) is not None),
+        pins=tuple(axis.name for axis in free_axes() if axis.pin(recipe) is not None),
         legal=len(legal),
         forbidden=len(forbidden),
         forbidden_drawn=len(drawn),
@@ -101,20 +99,15 @@ def whole_space(recipe: Recipe, graph: ModelGraph, cluster: Cluster, chosen: Est
 
 
 def _today(legal: list[Point], zero_stage: int) -> list[Point]:
-    plain = [p for p in legal if (p.strategy.tensor, p.strategy.pipeline, p.strategy.zero_stage) == (1, 1, zero_stage)]
+    plain = [p for p in legal if p.strategy.is_whole and p.strategy.zero_stage == zero_stage]
     running = [p for p in plain if not p.code]
     if running:
         return [min(running, key=lambda p: p.step_seconds)]
     return [min(plain, key=lambda p: p.peak_bytes)] if plain else []
 
 
-def _pin(recipe: Recipe, name: str) -> int | str | None:
-    value: int | str | None = getattr(recipe.parallelism, name)
-    return value
-
-
 def _is_pinned(recipe: Recipe, strategy: Strategy) -> bool:
-    return all(_pin(recipe, name) in (None, getattr(strategy, name)) for name in _FREE)
+    return all(axis.pin(recipe) in (None, getattr(strategy, axis.name)) for axis in free_axes())
 
 
 def _legal_point(recipe: Recipe, estimate: Estimate, pinned: bool) -> Point:

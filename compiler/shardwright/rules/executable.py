@@ -9,6 +9,7 @@ from shardwright.diagnostics import Diagnostic, KeyPath
 from shardwright.engines.table import DEFAULT, ENGINES
 from shardwright.ir.json_value import JsonScalar
 from shardwright.ir.recipe import Recipe
+from shardwright.layout.strategy import printed_axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,33 +51,16 @@ EXECUTABLE: tuple[Limit, ...] = (
             ("ignore_memory", lambda r: r.assume.ignore_memory, (False,)),
         )
     ),
-    Limit(
-        code="SW1909",
-        key=("parallelism", "expert"),
-        value=lambda r: r.parallelism.expert,
-        allowed=(1,),
-        help=f"Write `expert: 1`. {UNKNOWN}",
-    ),
-    Limit(
-        code="SW1909",
-        key=("parallelism", "context"),
-        value=lambda r: r.parallelism.context,
-        allowed=(1,),
-        help=f"Write `context: 1`. {UNKNOWN}",
-    ),
-    Limit(
-        code="SW1909",
-        key=("parallelism", "virtual_stages"),
-        value=lambda r: r.parallelism.virtual_stages,
-        allowed=(1,),
-        help=f"Write `virtual_stages: 1`. {LATER}",
-    ),
-    Limit(
-        code="SW1909",
-        key=("parallelism", "sequence_parallel"),
-        value=lambda r: r.parallelism.sequence_parallel,
-        allowed=(False,),
-        help=f"Write `sequence_parallel: false`. {LATER}",
+    *(
+        Limit(
+            code="SW1909",
+            key=(axis.section, axis.name),
+            value=axis.pin,
+            allowed=(axis.plain,),
+            help=f"Write `{axis.name}: {str(axis.plain).lower()}`. {LATER if axis.priced else UNKNOWN}",
+        )
+        for axis in printed_axes()
+        if not axis.runs
     ),
 )
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from shardwright.diagnostics import Diagnostic
 from shardwright.engines.table import ENGINES
 from shardwright.ir.model_graph import ModelGraph
+from shardwright.layout.axes import rank_axes
 from shardwright.layout.divisors import nearest_divisors, nearest_multiples
 from shardwright.layout.experts import experts_of
 from shardwright.layout.rule import Candidate, found
-from shardwright.layout.strategy import UNPRICED_AXES
 from shardwright.model.chunked import proved_chunked
 from shardwright.partition.stages import most_stages, too_few_layers
 from shardwright.partition.tensor import indivisible
@@ -25,14 +25,13 @@ def world_size(x: Candidate) -> Diagnostic | None:
     s, world = x.strategy, x.cluster.world_size
     if s.world_size == world:
         return None
-    pins = x.recipe.parallelism
-    context = "" if s.context == 1 else f" x context {s.context}"
-    key = next((k for k in ("data", "pipeline", "tensor") if getattr(pins, k) is not None), "tensor")
+    axes = [axis for axis in rank_axes() if axis.is_free]
+    key = next((axis.name for axis in reversed(axes) if axis.pin(x.recipe) is not None), axes[0].name)
+    shown = [f"{a.name} {s.degrees()[a.name]}" for a in rank_axes() if a.is_free or s.degrees()[a.name] != a.plain]
     return found(
         "SW3101",
         f"parallelism.{key}",
-        f"tensor {s.tensor} x pipeline {s.pipeline}{context} x data {s.data} = {s.world_size}, "
-        f"but {x.cluster.nodes} nodes x {x.cluster.gpus_per_node} GPUs = {world}",
+        f"{' x '.join(shown)} = {s.world_size}, but {x.cluster.nodes} nodes x {x.cluster.gpus_per_node} GPUs = {world}",
         "The product must be the number of GPUs; leave tensor, pipeline or data at auto to have it computed.",
         nearest_divisors(world, getattr(s, key)),
     )
@@ -166,22 +165,19 @@ def half_precision_accumulation(x: Candidate) -> Diagnostic | None:
 
 
 def not_yet(x: Candidate) -> Diagnostic | None:
-    """Keys that no engine here runs. The cost model knows two of them, virtual_stages and sequence_parallel; of a
-    layout with expert or context ranks it says nothing: neither time nor memory."""
-    s, p = x.strategy, x.recipe.parallelism
-    values: dict[str, int] = {name: getattr(s, name) for name in UNPRICED_AXES}
-    further = {"virtual_stages": s.virtual_stages, "sequence_parallel": int(s.sequence_parallel) + 1}
-    values |= {name: value for name, value in further.items() if name not in ENGINES[x.recipe.target].axes}
-    wrong = {name: getattr(p, name) for name, value in values.items() if value > 1}
+    """Axes that no engine here runs. Of those that are not even priced nothing is said: neither time nor memory."""
+    known = ENGINES[x.recipe.target].axes
+    wrong = {a: v for a, v in x.strategy.beyond_plain() if not a.priced or not (a.runs or a.name in known)}
     if not wrong:
         return None
-    named = ", ".join(f"{name} {str(value).lower()}" for name, value in wrong.items())
-    priced = "" if wrong.keys().isdisjoint(UNPRICED_AXES) else ", which has no numbers for it either"
+    plain = [f"{axis.name}: {str(axis.plain).lower()}" for axis in x.strategy.values() if not axis.runs]
+    named = ", ".join(f"{axis.name} {str(value).lower()}" for axis, value in wrong.items())
+    priced = "" if all(axis.priced for axis in wrong) else ", which has no numbers for it either"
     return found(
         "SW3115",
-        f"parallelism.{next(iter(wrong))}",
+        f"parallelism.{next(iter(wrong)).name}",
         f"{named} cannot run in this version{priced}",
-        "Use expert: 1, context: 1, virtual_stages: 1 and sequence_parallel: false.",
+        f"Use {', '.join(plain[:-1])} and {plain[-1]}.",
     )
 
 

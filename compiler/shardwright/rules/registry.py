@@ -6,12 +6,13 @@ from collections.abc import Iterable
 
 from shardwright.diagnostics import Diagnostic
 from shardwright.engines.table import ENGINES
+from shardwright.layout.axes import rank_axes
 from shardwright.layout.problem import Problem
 from shardwright.layout.rule import Candidate, Rule, rule
-from shardwright.layout.strategy import UNPRICED_AXES, Strategy
+from shardwright.layout.strategy import Strategy
 from shardwright.rules import attention, layout, lora, offload
 
-_DEGREES = ("tensor", "pipeline", "data")
+_DEGREES = [axis.name for axis in rank_axes()]
 
 # Hold whatever engine runs the layout.
 GENERAL_RULES: dict[str, Rule] = {
@@ -56,8 +57,8 @@ UNCOUNTABLE_CODES = frozenset({"SW3101", "SW3102"})
 
 def is_countable(strategy: Strategy, found: Iterable[Diagnostic]) -> bool:
     """Whether numbers can be given. found: of check_layout."""
-    known = all(getattr(strategy, axis) == 1 for axis in UNPRICED_AXES)
-    return known and not any(d.code in UNCOUNTABLE_CODES for d in found)
+    priced = all(axis.priced for axis, _ in strategy.beyond_plain())
+    return priced and not any(d.code in UNCOUNTABLE_CODES for d in found)
 
 
 def rules_for(target: str) -> dict[str, Rule]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwright.ir.recipe import Recipe
+from shardwright.layout.axes import AXES, Value
 from shardwright.layout.estimate import Estimate, Time
 from shardwright.layout.strategy import Strategy
 from shardwright.search.settle import is_roomy
@@ -24,20 +25,22 @@ BINDS_FROM = 0.005  # a layout beyond memory that is faster by less does not say
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostRegion:
-    """The feasible layouts of one (tensor, pipeline, ZeRO stage) that is not the winner's.
+    """The feasible layouts of one region that is not the winner's.
 
+    where: the keys that make it, and their values.
     slower: the best one's step over the winner's, less 1. because: the part of the step that costs it most.
     """
 
-    tensor: int
-    pipeline: int
-    zero_stage: int
+    where: tuple[tuple[str, Value], ...]
     layouts: int
     best: Strategy
     step_seconds: float
     peak_bytes: int
     slower: float
     because: str
+
+    def words(self) -> str:
+        return " ".join(f"{key}={value}" for key, value in self.where)
 
 
 def pareto_front(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:
@@ -54,16 +57,14 @@ def lost_regions(recipe: Recipe, ranked: Sequence[Estimate]) -> tuple[LostRegion
     if not ranked:
         return ()
     winner = ranked[0]
-    regions: dict[tuple[int, int, int], list[Estimate]] = {}
+    keys = [axis.name for axis in AXES if axis.region]
+    regions: dict[tuple[Value, ...], list[Estimate]] = {}
     for estimate in ranked:
-        s = estimate.strategy
-        regions.setdefault((s.tensor, s.pipeline, s.zero_stage), []).append(estimate)
-    others = list(regions.values())[1:]
+        regions.setdefault(tuple(getattr(estimate.strategy, key) for key in keys), []).append(estimate)
+    others = list(regions.items())[1:]
     return tuple(
         LostRegion(
-            tensor=members[0].strategy.tensor,
-            pipeline=members[0].strategy.pipeline,
-            zero_stage=members[0].strategy.zero_stage,
+            where=tuple(zip(keys, values, strict=True)),
             layouts=len(members),
             best=members[0].strategy,
             step_seconds=members[0].time.step_seconds,
@@ -71,7 +72,7 @@ def lost_regions(recipe: Recipe, ranked: Sequence[Estimate]) -> tuple[LostRegion
             slower=members[0].time.step_seconds / winner.time.step_seconds - 1,
             because=because(recipe, members[0], winner),
         )
-        for members in others
+        for values, members in others
     )
 
 
@@ -92,20 +93,11 @@ def binding_constraint(winner: Estimate, beyond_memory: Estimate | None) -> str:
     if beyond_memory is not None and beyond_memory.time.step_seconds < step * (1 - BINDS_FROM):
         faster = 1 - beyond_memory.time.step_seconds / step
         return (
-            f"memory: {layout_words(beyond_memory.strategy)} would take {faster:.0%} less time, "
+            f"memory: {beyond_memory.strategy.describe()} would take {faster:.0%} less time, "
             f"but needs {_gib(beyond_memory)} of {winner.memory.capacity_bytes / 2**30:.0f} GiB"
         )
     part = max(PARTS, key=lambda name: _seconds(winner.time, name))
     return f"{PARTS[part]}: {_seconds(winner.time, part) / step:.0%} of the step; more memory would not make it faster"
-
-
-def layout_words(s: Strategy) -> str:
-    """Recipe key names, the keys that `--pin` writes."""
-    return (
-        f"tensor={s.tensor} pipeline={s.pipeline} data={s.data} zero_stage={s.zero_stage} "
-        f"micro_batch_size={s.micro_batch_size} activation_checkpointing={s.activation_checkpointing} "
-        f"schedule={s.schedule}" + ("" if s.offload == "none" else f" offload={s.offload}")
-    )
 
 
 def hpz_words(s: Strategy) -> str:

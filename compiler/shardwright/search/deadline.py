@@ -15,7 +15,8 @@ from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
-from shardwright.layout.divisors import divisors
+from shardwright.layout.axes import worlds
+from shardwright.layout.problem import Problem
 from shardwright.search.search import search
 
 MOST_GPUS = 65_536  # as many as a plan.json lists: beyond it no answer could be compiled
@@ -172,13 +173,9 @@ def _with_nodes(recipe: Recipe, nodes: int) -> Recipe:
 
 
 def _sizes(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> Iterator[int]:
-    """Every number of nodes that some tensor x pipeline x data makes up, ascending."""
-    pins, gpus, batch = recipe.parallelism, cluster.gpus_per_node, recipe.training.global_batch_size
-    tensors = divisors(gpus) if pins.tensor is None else (pins.tensor,)
-    pipelines = range(1, len(graph.layers) + 1) if pins.pipeline is None else (pins.pipeline,)
-    datas = divisors(batch) if pins.data is None else (pins.data,)
-    worlds = {t * p * d for t in tensors for p in pipelines for d in datas}
-    yield from sorted(world // gpus for world in worlds if world % gpus == 0 and world <= MOST_GPUS)
+    """Every number of nodes that some degrees make up, ascending."""
+    gpus, found = cluster.gpus_per_node, worlds(Problem(recipe=recipe, graph=graph, cluster=cluster))
+    yield from sorted(world // gpus for world in found if world % gpus == 0 and world <= MOST_GPUS)
 
 
 def _work_seconds(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> float:

@@ -12,7 +12,7 @@ from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import Estimate
-from shardwright.layout.strategy import Strategy
+from shardwright.layout.strategy import Strategy, layout_axes
 from shardwright.search.compare import because, binding_constraint
 from shardwright.search.plainer import Plainer, plainer
 from shardwright.search.search import SearchResult, search
@@ -21,11 +21,6 @@ from shardwright.search.settle import as_planned, is_roomy, with_hpz, without_hp
 from shardwright.search.space import without_layout_pins
 from shardwright.search.walk import RejectedRegion
 
-LAYOUT_KEYS = (
-    *("tensor", "pipeline", "data", "zero_stage", "micro_batch_size"),
-    *("activation_checkpointing", "schedule", "offload"),
-)
-"""The keys of `parallelism` that a search settles."""
 NEXT = 3
 
 
@@ -101,7 +96,7 @@ def explain(recipe: Recipe, graph: ModelGraph, cluster: Cluster, chosen: Estimat
         chosen=chosen,
         breakdown=break_down(layout, chosen),
         binding=binding_constraint(chosen, within.beyond_memory),
-        keys=tuple(_reason(recipe, everywhere, chosen, key, key in pinned) for key in LAYOUT_KEYS),
+        keys=tuple(_reason(recipe, everywhere, chosen, axis.name, axis.name in pinned) for axis in layout_axes()),
         place=order.index(chosen.strategy) + 1 if chosen.strategy in order else None,
         layouts=len(order),
         next_best=tuple(alternative(recipe, e, chosen) for e in after[:NEXT]),
@@ -135,9 +130,8 @@ def _second_copy(layout: Layout, chosen: Estimate) -> SecondCopy | None:
 
 
 def pinned_keys(recipe: Recipe) -> tuple[str, ...]:
-    """Layout keys that the recipe gives; `offload: none` is what a recipe says that does not speak of it."""
-    pins, plain = recipe.parallelism, {"offload": "none"}
-    return tuple(k for k in LAYOUT_KEYS if getattr(pins, k) is not None and getattr(pins, k) != plain.get(k))
+    """Layout keys that the recipe gives; a default (`offload: none`) is what one says that does not speak of it."""
+    return tuple(axis.name for axis in layout_axes() if axis.pin(recipe) not in (None, axis.default))
 
 
 def alternative(recipe: Recipe, estimate: Estimate, chosen: Estimate) -> Alternative:

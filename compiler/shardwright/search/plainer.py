@@ -9,7 +9,6 @@ from shardwright.cost.measured import bench
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import Estimate
 from shardwright.layout.strategy import Strategy
-from shardwright.search.compare import layout_words
 from shardwright.search.settle import is_roomy
 
 FOR_SCRIPTS = "accelerate/ (its settings for the Hugging Face Trainer and Accelerate)"
@@ -59,23 +58,16 @@ def plainer(recipe: Recipe, ranked: Sequence[Estimate]) -> Plainer | None:
 def plainer_words(found: Plainer) -> str:
     lost = f"; row 1 gives up {' and '.join(found.gives_up)}" if found.gives_up else ""
     return (
-        f"{layout_words(found.strategy)} does without {' and '.join(found.without)} and is {found.slower:.1%} slower, "
+        f"{found.strategy.describe()} does without {' and '.join(found.without)} and is {found.slower:.1%} slower, "
         f"within the prediction's error, {bench().time.error:.1%} at best{lost}"
     )
 
 
 def _machinery(s: Strategy) -> frozenset[str]:
     """What a layout has beyond data parallelism and ZeRO. hpZ is none: nobody chooses it, and nothing is lost by it."""
-    parts = {
-        "tensor parallelism": s.tensor > 1,
-        "a pipeline": s.pipeline > 1,
-        s.schedule: s.schedule != "1f1b",
-        "offload": s.offload != "none",
-    }
-    return frozenset(name for name, has in parts.items() if has)
+    return frozenset(axis.machinery.format(value) for axis, value in s.beyond_plain() if axis.machinery)
 
 
 def _given_up(best: Strategy, other: Strategy) -> tuple[str, ...]:
     """accelerate/ and LoRA need each rank to have the whole model."""
-    whole = other.tensor == other.pipeline == 1
-    return (FOR_SCRIPTS, "LoRA") if whole and (best.tensor, best.pipeline) != (1, 1) else ()
+    return (FOR_SCRIPTS, "LoRA") if other.is_whole and not best.is_whole else ()

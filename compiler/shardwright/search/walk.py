@@ -11,10 +11,11 @@ from shardwright.diagnostics import Diagnostic
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
+from shardwright.layout.axes import AXES, Value
 from shardwright.layout.rule import Candidate, Rule
 from shardwright.layout.strategy import Strategy
 from shardwright.rules.registry import in_order, rules_for
-from shardwright.search.space import Placement, Value, placements, strategy_of
+from shardwright.search.space import Placement, placements, strategy_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +108,7 @@ class _Walk:
 
 def _levels(target: str, names: list[str]) -> tuple[tuple[Rule, ...], ...]:
     """Per level (the degrees, then each axis) the rules that can be asked there and not before."""
-    settled = {"tensor", "pipeline", "data"}
+    settled = {axis.name for axis in AXES if axis.section} - set(names)
     waiting = list(rules_for(target).values())
     levels: list[tuple[Rule, ...]] = []
     for name in (None, *names):

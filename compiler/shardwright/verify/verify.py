@@ -29,7 +29,6 @@ from shardwright.lower.folder import write_folder
 from shardwright.model.build import build_model_graph
 from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
-from shardwright.search.compare import layout_words
 from shardwright.search.deadline import size_cluster
 from shardwright.search.search import choose
 from shardwright.verify import tiny
@@ -79,8 +78,8 @@ def verify_recipe(recipe: Recipe, say: Say) -> Verdict:
     return Verdict(
         architecture=graph.architecture,
         parameters=plan.model.total_parameters,
-        layout=layout_words(strategy),
-        verified=layout_words(small),
+        layout=strategy.describe(),
+        verified=small.describe(),
         checks=checks,
         seconds=time.monotonic() - began,
     )

@@ -113,7 +113,7 @@ def test_the_pareto_front_and_the_lost_regions() -> None:
         assert not beats
     lost = lost_regions(recipe, ranked)
     assert sum(region.layouts for region in lost) < len(ranked)
-    keys = [(r.tensor, r.pipeline, r.zero_stage) for r in lost]
+    keys = [tuple(value for _, value in r.where) for r in lost]
     assert len(set(keys)) == len(keys) and all(r.because for r in lost)
     best = ranked[0].strategy
     assert (best.tensor, best.pipeline, best.zero_stage) not in keys

@@ -20,7 +20,7 @@ TRAINER = f"{FOLDER}/ds_config.trainer.json"
 
 
 def has_accelerate(plan: Plan) -> bool:
-    return plan.strategy.pipeline == 1 and plan.strategy.tensor == 1
+    return plan.strategy.is_whole
 
 
 def plain_config(plan: Plan) -> JsonObject:

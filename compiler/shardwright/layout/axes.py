@@ -1,0 +1,276 @@
+"""The one table of axes: all that a layout decides, a row a field of Strategy.
+
+What lists, prints, pins, compares or searches layouts reads this table. Rows stand in the order in which a search
+settles them: the degrees whose product is the world, data the last (it takes what the others leave), then the settings,
+the micro-batch the last, so that memory only grows along it. Printed they come in the order of Strategy's fields.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from shardwright.ir.recipe import Recipe
+from shardwright.ir.words import CHECKPOINTING, OFFLOAD, SCHEDULES
+from shardwright.layout.divisors import divisors
+from shardwright.layout.problem import Problem
+
+ZERO_STAGES = (0, 1, 2, 3)
+LARGEST_MICRO_BATCH = 64  # larger ones gain nothing: the matrices are full long before
+
+Value = int | str
+Degrees = Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """One field of Strategy.
+
+    name: of the field, and of the recipe's key where there is one. section: of the recipe ("" where it follows from
+        the other rows). default: the recipe's; None is auto.
+    plain: the value of a layout that does without it.
+    ranks: the world is the product of these degrees. holds: decides which rank holds what of model and optimizer.
+    cuts: beyond plain no rank has the whole model.
+    values: what a search tries for a problem where the recipe says auto, the degrees being settled (none of them where
+        a degree itself is asked for: then all that any cluster could have). None: nothing but plain.
+    admits: what else is required of a value, a pinned one too; a pin stands though the rules forbid it, and they say
+        why.
+    yields: where tensor, pipeline and data are pinned and fill the world, `auto` means plain (`choices`).
+    priced: the cost model knows it. runs: every engine has it; of the other axes an engine's row names those it has.
+    region: layouts that differ here are told apart where `plan` says what lost.
+    short: at the head of a table. note: sets a row of a table apart, {} being the value; machinery: the same in a list
+        of what a layout needs beyond data parallelism and ZeRO.
+    synonyms: what other tools call the recipe's key.
+    """
+
+    name: str
+    plain: Value
+    section: str = "parallelism"
+    default: Value | None = None
+    ranks: bool = False
+    holds: bool = False
+    cuts: bool = False
+    values: Callable[[Problem, Degrees], Iterable[Value]] | None = None
+    admits: Callable[[Problem, Degrees, Value], bool] | None = None
+    yields: bool = False
+    priced: bool = True
+    runs: bool = True
+    region: bool = False
+    short: str = ""
+    note: str = ""
+    machinery: str = ""
+    synonyms: tuple[str, ...] = ()
+
+    @property
+    def is_free(self) -> bool:
+        """A search settles it in a recipe that does not speak of it."""
+        return self.values is not None and self.default is None
+
+    def pin(self, recipe: Recipe) -> Value | None:
+        """None where the recipe leaves it to the search, or has no key for it."""
+        value: Value | None = getattr(getattr(recipe, self.section), self.name) if self.section else None
+        return None if value == "auto" else value
+
+
+def _tensors(problem: Problem, degrees: Degrees) -> Iterable[int]:
+    """A group stands inside a node."""
+    return divisors(problem.cluster.gpus_per_node)
+
+
+def _pipelines(problem: Problem, degrees: Degrees) -> Iterable[int]:
+    return range(1, len(problem.graph.layers) + 1)
+
+
+def _datas(problem: Problem, degrees: Degrees) -> Iterable[int]:
+    return divisors(problem.recipe.training.global_batch_size)
+
+
+def _offloads(problem: Problem, degrees: Degrees) -> Iterable[str]:
+    """`auto` never offloads into memory whose size it is not told."""
+    return OFFLOAD if problem.cluster.host_memory_bytes else OFFLOAD[:1]
+
+
+def _schedules(problem: Problem, degrees: Degrees) -> Iterable[str]:
+    return SCHEDULES if degrees["pipeline"] > 1 else SCHEDULES[:1]
+
+
+def _micro_batches(problem: Problem, degrees: Degrees) -> Iterable[int]:
+    per_rank = problem.recipe.training.global_batch_size // degrees["data"]
+    return (n for n in divisors(per_rank) if n <= LARGEST_MICRO_BATCH)
+
+
+def _divides_batch(problem: Problem, degrees: Degrees, micro_batch: Value) -> bool:
+    return problem.recipe.training.global_batch_size % (degrees["data"] * int(micro_batch)) == 0
+
+
+AXES: tuple[Axis, ...] = (
+    Axis(
+        name="tensor",
+        plain=1,
+        ranks=True,
+        holds=True,
+        cuts=True,
+        values=_tensors,
+        region=True,
+        short="TP",
+        machinery="tensor parallelism",
+        synonyms=("tp", "tensor_parallel", "tensor_parallel_size"),
+    ),
+    Axis(
+        name="pipeline",
+        plain=1,
+        ranks=True,
+        holds=True,
+        cuts=True,
+        values=_pipelines,
+        region=True,
+        short="PP",
+        machinery="a pipeline",
+        synonyms=("pp", "pipeline_parallel_size"),
+    ),
+    Axis(
+        name="context",
+        plain=1,
+        default=1,
+        ranks=True,
+        yields=True,
+        priced=False,
+        runs=False,
+        short="CP",
+        machinery="context parallelism",
+    ),
+    Axis(name="data", plain=1, ranks=True, holds=True, values=_datas, short="DP", synonyms=("dp",)),
+    Axis(
+        name="expert",
+        plain=1,
+        default=1,
+        holds=True,
+        cuts=True,
+        yields=True,
+        priced=False,
+        runs=False,
+        short="EP",
+        machinery="expert parallelism",
+    ),
+    Axis(
+        name="virtual_stages",
+        plain=1,
+        default=1,
+        holds=True,
+        yields=True,
+        runs=False,
+        note="{} virtual stages",
+        machinery="virtual stages",
+    ),
+    Axis(
+        name="sequence_parallel",
+        plain=False,
+        default=False,
+        yields=True,
+        runs=False,
+        note="sequence parallel",
+        machinery="sequence parallelism",
+    ),
+    Axis(
+        name="zero_stage",
+        plain=1,
+        holds=True,
+        values=lambda problem, degrees: ZERO_STAGES,
+        region=True,
+        synonyms=("zero", "stage"),
+    ),
+    Axis(
+        name="offload",
+        plain="none",
+        default="none",
+        holds=True,
+        values=_offloads,
+        note="offload {}",
+        machinery="offload",
+    ),
+    Axis(name="schedule", plain="1f1b", holds=True, values=_schedules, note="{}", machinery="{}"),
+    Axis(
+        name="activation_checkpointing",
+        plain="none",
+        values=lambda problem, degrees: CHECKPOINTING,
+        synonyms=("gradient_checkpointing",),
+    ),
+    Axis(
+        name="micro_batch_size",
+        plain=1,
+        values=_micro_batches,
+        admits=_divides_batch,
+        synonyms=("micro_batch", "per_device_train_batch_size", "train_micro_batch_size_per_gpu"),
+    ),
+    Axis(name="gradient_accumulation_steps", plain=1, section=""),
+    Axis(name="loss", plain="full", section="model"),  # auto: settled once the layout is
+    Axis(name="hpz_partition_size", plain=1, section="", note="hpZ"),
+)
+
+
+def axis_of(name: str) -> Axis:
+    return next(axis for axis in AXES if axis.name == name)
+
+
+def rank_axes() -> tuple[Axis, ...]:
+    """Those whose degrees make up the world; data is the last."""
+    return tuple(axis for axis in AXES if axis.ranks)
+
+
+def setting_axes() -> tuple[Axis, ...]:
+    """All other keys of the recipe's `parallelism`."""
+    return tuple(axis for axis in AXES if axis.section == "parallelism" and not axis.ranks)
+
+
+def world_of(degrees: Degrees) -> int:
+    return math.prod(degrees[axis.name] for axis in rank_axes())
+
+
+def pins_fill_the_world(problem: Problem) -> bool:
+    """Whether the recipe itself says how tensor, pipeline and data share out all of the GPUs."""
+    pins = [axis.pin(problem.recipe) for axis in AXES if axis.ranks and not axis.yields]
+    return None not in pins and math.prod(int(pin or 0) for pin in pins) == problem.cluster.world_size
+
+
+def choices(axis: Axis, problem: Problem, degrees: Degrees) -> tuple[Value, ...]:
+    """The values that a layout of these degrees can have along an axis: the pin, where there is one.
+
+    The rule for `auto`: where tensor, pipeline and data are pinned and multiply to the world, an axis that would change
+    the world or the meaning of these pins (`yields`) stands at its plain value. Everything else the search settles.
+    """
+    pin = axis.pin(problem.recipe)
+    if pin is not None:
+        found: Iterable[Value] = (pin,)
+    elif axis.values is None or (axis.yields and pins_fill_the_world(problem)):
+        found = (axis.plain,)
+    else:
+        found = axis.values(problem, degrees)
+    return tuple(v for v in found if axis.admits is None or axis.admits(problem, degrees, v))
+
+
+def degrees_that_fill(problem: Problem) -> Iterator[dict[str, int]]:
+    """Every choice of the degrees whose product is the world, pins respected."""
+
+    def below(place: int, left: int, settled: dict[str, int]) -> Iterator[dict[str, int]]:
+        axis, found = axes[place], [int(v) for v in choices(axes[place], problem, {})]
+        if place == len(axes) - 1:
+            found = [left] if left in found else []
+        for degree in found:
+            if left % degree == 0:
+                deeper = {**settled, axis.name: degree}
+                if place == len(axes) - 1:
+                    yield deeper
+                else:
+                    yield from below(place + 1, left // degree, deeper)
+
+    axes = rank_axes()
+    return below(0, problem.cluster.world_size, {})
+
+
+def worlds(problem: Problem) -> set[int]:
+    """Every number of GPUs that some degrees make up."""
+    found = {1}
+    for axis in rank_axes():
+        found = {world * int(degree) for world in found for degree in choices(axis, problem, {})}
+    return found
