@@ -13,7 +13,7 @@ from shardwright.checkpoint.step_folders import published_steps, step_name, step
 from shardwright.checkpoint.store import CheckpointStore
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.plan.plan import Plan
-from shardwright.watch.journal import read_json
+from shardwright.watch.journal import read_attempt_record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,10 +98,9 @@ def _choose_newest(plan: Plan, folder: Path) -> Chosen | None:
 
 def _begun_from(folder: Path, root: Path) -> tuple[int, Path] | None:
     """What the last attempt went on from, where that lies outside of checkpoint.directory."""
-    begun = read_json(folder / "run" / "attempt.json")
-    path = Path(str(begun.get("resume") or root))
-    step = begun.get("step")
-    return (step, path) if isinstance(step, int) and path.parent != root.resolve() and path != root else None
+    begun = read_attempt_record(folder)
+    path, step = Path(begun.resume or root), begun.step
+    return (step, path) if step is not None and path.parent != root.resolve() and path != root else None
 
 
 def _copies(store: CheckpointStore, line: Line | None) -> set[int]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright.checkpoint.manifest import read_limited
-from shardwright.watch.journal import read_json, write_json
+from shardwright.watch.journal import read_attempt_record, write_json
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -96,7 +96,7 @@ def _adapter() -> TypeAdapter[Line]:
 
 def current_line(folder: Path) -> Line | None:
     """Of the compiled folder's last attempt."""
-    return line_from_json(read_json(folder / "run" / "attempt.json").get("line"))
+    return line_from_json(read_attempt_record(folder).line)
 
 
 def line_of(checkpoint: Path) -> Line:

@@ -13,7 +13,7 @@ from shardwright.launch.run import another_is_alive
 from shardwright.launch.state import is_alive
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import load_plan
-from shardwright.watch.journal import read_json
+from shardwright.watch.journal import read_attempt_record
 
 POLL_SECONDS = 0.2
 
@@ -43,8 +43,8 @@ def run_detached(folder: Path, hostfile: Path | None, resume: str) -> int:
     return 0
 
 
-def _attempt(folder: Path) -> object:
-    return read_json(folder / "run" / "attempt.json").get("attempt")
+def _attempt(folder: Path) -> int | None:
+    return read_attempt_record(folder).number
 
 
 def _told(plan: Plan, folder: Path, pid: int, log: Path) -> str:

@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 
 from shardwright.checkpoint.step_folders import published_steps
-from shardwright.ir.json_value import JsonValue
 from shardwright.plan.plan import Plan
-from shardwright.watch.events import first_cause, read_events
+from shardwright.watch.events import RankFailed, RankLost, first_cause, read_events
 from shardwright.watch.journal import write_status
 
 _LAUNCHER_CODE = re.compile(r"exits with return code = (-\d+)")
@@ -38,25 +37,25 @@ def report_failure(plan: Plan, folder: Path, attempt: int, launcher_code: int) -
     first = first_cause(events)
     if first is None:
         return _report_silence(plan, folder, attempt, log, launcher_code)
-    rank = int(str(first["rank"]))
-    where: dict[str, JsonValue] = {name: first.get(name) for name in ("host", "stage")}
-    named = f"rank {rank} (stage {where['stage']}, host {where['host']}): "
-    if first["kind"] == "lost":
+    rank = first.rank
+    where: dict[str, str | int | None] = {"host": first.host, "stage": first.stage}
+    named = f"rank {rank} (stage {first.stage}, host {first.host}): "
+    if isinstance(first, RankLost):
         cause = _signal_of(log) or LOST
-        _print_error("SW6301", named + cause, _next_steps(plan, run, rank, str(where["host"])))
+        _print_error("SW6301", named + cause, _next_steps(plan, run, rank, str(first.host)))
         write_status(folder, "failed", attempt, rank=rank, **where, code="SW6301", cause=cause)
         return 3
-    code, cause = str(first["code"]), str(first["cause"])
+    code, cause = first.code, first.cause
     if code == "SW6301":
-        frames = _last_frames(str(first["traceback"]))
-        notes = (frames, _less_memory(plan, cause), _next_steps(plan, run, rank, str(where["host"])))
+        frames = _last_frames(first.traceback)
+        notes = (frames, _less_memory(plan, cause), _next_steps(plan, run, rank, str(first.host)))
         _print_error(code, named + cause, "\n".join(note for note in notes if note))
-        others = sum(e.get("kind") == "failed" for e in events) - 1
+        others = sum(isinstance(e, RankFailed) for e in events) - 1
         if others:
             print(f"  ({others} other ranks failed after it: {run / 'errors'})", file=sys.stderr)
     else:
-        _print_error(code, cause, str(first["help"]))
-        where["help"] = str(first["help"])
+        _print_error(code, cause, first.help)
+        where["help"] = first.help
     if code != "SW6006":  # else the folder, and its status, are another run's
         write_status(folder, "failed", attempt, rank=rank, **where, code=code, cause=cause)
     return 3 if code in DID_NOT_FINISH else 1

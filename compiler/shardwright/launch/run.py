@@ -36,8 +36,8 @@ from shardwright.train.agreement import check_unchanged
 from shardwright.train.attempt import begin_attempt
 from shardwright.train.confidential import blotter
 from shardwright.train.ownership import held_by_run
-from shardwright.watch.events import parse_event
-from shardwright.watch.journal import PROGRESS, evaluated_step, read_json, write_status
+from shardwright.watch.events import RunNote, RunStalled, parse_event
+from shardwright.watch.journal import PROGRESS, evaluated_step, read_status, write_status
 
 INTERRUPT_GRACE_SECONDS = 10.0
 HOST_GRACE_SECONDS = 15.0
@@ -220,8 +220,8 @@ def _stream(process: subprocess.Popen[str], plan: Plan, folder: Path) -> None:
             if PROGRESS in text:
                 progress.show(text.split(PROGRESS, 1)[1])
             elif event is not None:
-                if "text" in event:
-                    progress.note(f"warning[SW6303]: {event['text']}")
+                if isinstance(event, RunStalled | RunNote) and event.text:
+                    progress.note(f"warning[SW6303]: {event.text}")
             elif text.strip() and not _CHATTER.match(text):
                 progress.note(text.rstrip())
     if ender is not None:
@@ -259,9 +259,9 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 def _conclude(plan: Plan, folder: Path, attempt: int, code: int) -> int:
     """The launcher's exit code alone proves nothing (it is 0 when launch.py dies by a signal): the marker does."""
-    status = read_json(folder / "run" / "status.json")
-    if status.get("attempt") == attempt and status.get("status") in ("done", "preempted"):
-        print(f"{status['status']} at step {status['step']} of {plan.training.steps}")
+    status = read_status(folder)
+    if status.attempt == attempt and status.status in ("done", "preempted"):
+        print(f"{status.status} at step {status.step} of {plan.training.steps}")
         print(f"metrics      {folder / 'run' / 'metrics.jsonl'}")
         print(f"checkpoints  {folder / plan.checkpoint.directory}")
         return 0

@@ -5,16 +5,14 @@ from __future__ import annotations
 import fcntl
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardwright.checkpoint.step_folders import step_of
 from shardwright.data.dataset import noted_steps
-from shardwright.ir.json_value import JsonValue
 from shardwright.plan.plan import Plan
-from shardwright.watch.journal import number, read_json
+from shardwright.watch.journal import AttemptRecord, number, read_attempt_record, read_status
 
 HEARTBEAT_LOST_SECONDS = 60.0
 """Rank 0 touches run/heartbeat every 5 s; clocks of two hosts may differ by some."""
@@ -69,7 +67,7 @@ def is_alive(folder: Path) -> bool:
     """Whether the lock is held, or a rank 0 that was started otherwise was here a moment ago and has not ended."""
     if holds_lock(folder):
         return True
-    if read_json(folder / "run" / "status.json").get("status") in ENDED:
+    if read_status(folder).status in ENDED:
         return False
     try:
         return time.time() - (folder / "run" / "heartbeat").stat().st_mtime < HEARTBEAT_LOST_SECONDS
@@ -78,34 +76,31 @@ def is_alive(folder: Path) -> bool:
 
 
 def read_state(plan: Plan, folder: Path) -> RunState:
-    status = read_json(folder / "run" / "status.json")
-    begun = read_json(folder / "run" / "attempt.json")
-    attempt = begun.get("attempt")
-    name, cause = str(status.get("status", "")), status.get("cause")
+    status, begun = read_status(folder), read_attempt_record(folder)
+    name, cause = status.status, status.cause
     if not name:
-        name = "not started" if attempt is None else "starting"
+        name = "not started" if begun.number is None else "starting"
     if name in ("starting", "running") and not is_alive(folder):
         name, cause = "failed", GONE
     step, loss, rate, pace = _last_steps(folder / "run" / "metrics.jsonl", begun)
-    numbers = {key: status.get(key) for key in ("rank", "stage")}
     return RunState(
         status=name,
-        attempt=None if attempt is None else int(str(attempt)),
+        attempt=begun.number,
         step=step,
-        steps=(steps := int(str(begun.get("steps") or noted_steps(plan, folder)))),
+        steps=(steps := begun.steps or noted_steps(plan, folder)),
         loss=loss,
         tokens_per_second=rate,
         eta_seconds=pace * (steps - step) if name == "running" and pace is not None else None,
-        rank=None if numbers["rank"] is None else int(str(numbers["rank"])),
-        host=None if status.get("host") is None else str(status["host"]),
-        stage=None if numbers["stage"] is None else int(str(numbers["stage"])),
-        cause=None if cause is None else str(cause),
-        help=None if name != "failed" or status.get("help") is None else str(status["help"]),
-        stalled=None if name != "running" or status.get("stalled") is None else str(status["stalled"]),
+        rank=status.rank,
+        host=status.host,
+        stage=status.stage,
+        cause=cause,
+        help=status.help if name == "failed" else None,
+        stalled=status.stalled if name == "running" else None,
     )
 
 
-def _last_steps(metrics: Path, begun: Mapping[str, JsonValue]) -> tuple[int, float | None, float | None, float | None]:
+def _last_steps(metrics: Path, begun: AttemptRecord) -> tuple[int, float | None, float | None, float | None]:
     """(last step, its loss, mean tokens per second, mean seconds of a step) of the last steps of the attempt `begun`
     and of those that it goes on from. What an earlier attempt trained beyond them does not count: an attempt that dies
     early leaves those lines where they are."""
@@ -113,14 +108,14 @@ def _last_steps(metrics: Path, begun: Mapping[str, JsonValue]) -> tuple[int, flo
         lines = metrics.read_bytes().splitlines()
     except OSError:
         lines = []
-    resumed = step_of(Path(str(begun["resume"]))) if begun.get("resume") else 0
+    resumed = step_of(Path(begun.resume)) if begun.resume else 0
     rows: list[dict[str, Any]] = []
     for line in reversed(lines):
         try:
             row = json.loads(line)
         except ValueError:
             continue  # half written
-        if "attempt" not in begun or row.get("attempt") == begun["attempt"] or int(row["step"]) <= resumed:
+        if begun.number is None or row.get("attempt") == begun.number or int(row["step"]) <= resumed:
             rows.insert(0, row)
         if len(rows) == RECENT_STEPS:
             break

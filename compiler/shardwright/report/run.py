@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardwright.plan.plan import Plan
-from shardwright.watch.journal import number, read_json
+from shardwright.watch.journal import number, read_json, read_status
 
 WARM_UP_STEPS = 3
 """The first steps allocate and compile: the median leaves them out where there are others."""
@@ -62,14 +62,14 @@ def read_run(folder: Path, plan: Plan) -> MeasuredRun | None:
     steps = _steps(folder / "run" / "metrics.jsonl")
     if not steps:
         return None
-    status = read_json(folder / "run" / "status.json")
+    status = read_status(folder)
     settled = [s.step_seconds for s in steps[WARM_UP_STEPS:]] or [s.step_seconds for s in steps]
     median = statistics.median(settled)
     tokens = plan.training.global_batch_size * plan.training.sequence_length
     stride = max(1, math.ceil(len(steps) / MOST_POINTS))
     return MeasuredRun(
-        status=str(status.get("status", "unknown")),
-        cause=str(status.get("cause") or ""),
+        status=status.status or "unknown",
+        cause=status.cause or "",
         steps=steps[-1].step,
         drawn=tuple(s for i, s in enumerate(steps) if i % stride == 0 or i == len(steps) - 1),
         median_step_seconds=median,

@@ -14,7 +14,7 @@ from shardwright.checkpoint.step_folders import set_aside
 from shardwright.lease import Lease
 from shardwright.plan.plan import Plan
 from shardwright.train.ownership import take
-from shardwright.watch.journal import read_json, write_json
+from shardwright.watch.journal import AttemptRecord, read_attempt_record, write_attempt_record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ def begin_attempt(
     run = folder / "run"
     line = chosen.line if chosen else (None if fresh else current_line(folder)) or new_line()
     attempt = Attempt(
-        number=int(str(read_json(run / "attempt.json").get("attempt", 0))) + 1,
+        number=(read_attempt_record(folder).number or 0) + 1,
         resume=str(chosen.path) if chosen else None,
         step=chosen.step if chosen else 0,
         line=line,
@@ -51,19 +51,26 @@ def begin_attempt(
         shutil.rmtree(run / leftovers, ignore_errors=True)
     for log in () if ranks_live else (run / "logs").glob("rank-*.log"):
         log.unlink()
-    where = {"resume": attempt.resume, "step": attempt.step, "steps": plan.training.steps}
-    write_json(run / "attempt.json", {"attempt": attempt.number, **where, "line": asdict(line), "lease": lease})
+    record = AttemptRecord(
+        number=attempt.number,
+        resume=attempt.resume,
+        step=attempt.step,
+        steps=plan.training.steps,
+        line=asdict(line),
+        lease=lease,
+    )
+    write_attempt_record(folder, record)
     return attempt
 
 
 def read_attempt(folder: Path) -> Attempt:
     """What `run` has begun."""
-    begun = read_json(folder / "run" / "attempt.json")
+    begun = read_attempt_record(folder)
     return Attempt(
-        number=int(str(begun.get("attempt", 1))),
-        resume=str(begun["resume"]) if begun.get("resume") else None,
-        step=int(str(begun.get("step", 0))),
-        line=line_from_json(begun.get("line")) or new_line(),
+        number=begun.number or 1,
+        resume=begun.resume or None,
+        step=begun.step or 0,
+        line=line_from_json(begun.line) or new_line(),
     )
 
 

@@ -17,7 +17,7 @@ from shardwright.checkpoint.index import checkpoint_root
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.lease import Held, Lease, Owner, read_owner, this_process
 from shardwright.plan.plan import Plan
-from shardwright.watch.journal import read_json
+from shardwright.watch.journal import read_attempt_record
 
 RUN, RANKS = "run", "ranks"
 HANDED_SECONDS = 10.0
@@ -71,7 +71,7 @@ def _handed(folder: Path) -> str | None:
     """The token of the `run` whose attempt this is."""
     end = time.monotonic() + HANDED_SECONDS
     while (owner := read_owner(folder / "run" / "lease")) is not None and owner.role == RUN:
-        if read_json(folder / "run" / "attempt.json").get("lease") == owner.token:
+        if read_attempt_record(folder).lease == owner.token:
             return owner.token
         if time.monotonic() > end:
             break

@@ -18,8 +18,8 @@ from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
 from shardwright.train.confidential import blotter, forget_environment, take_environment
 from shardwright.train.ownership import RANKS, check_alone, lease_of, take_on_rank_0
-from shardwright.watch.events import Event, is_echo
-from shardwright.watch.journal import read_json, write_json, write_status
+from shardwright.watch.events import RankFailed, event_object, is_echo
+from shardwright.watch.journal import read_attempt_record, write_json, write_status
 from shardwright.watch.watch import Watch
 
 if TYPE_CHECKING:
@@ -36,8 +36,7 @@ def main() -> int:
     folder = Path(sys.argv[0]).resolve().parent
     rank = int(os.environ["RANK"])
     (folder / "run").mkdir(exist_ok=True)  # launch.sh by hand, in a fresh folder
-    attempt = read_json(folder / "run" / "attempt.json")
-    number = int(str(attempt.get("attempt", 1)))
+    number = read_attempt_record(folder).number or 1
     output = os.dup(1)
     if rank != 0:
         _redirect_output(folder / "run" / "logs" / f"rank-{rank:05d}.log")
@@ -52,8 +51,10 @@ def main() -> int:
         if rank != 0:
             traceback.print_exc()  # into its own log; rank 0's is what the user watches
         event = _failure(plan, rank, error)
-        if event["code"] != "SW6006":  # the folder is another run's
-            write_json(folder / "run" / "errors" / f"rank-{rank:05d}.json", {"attempt": watch.attempt, **event})
+        if event.code != "SW6006":  # the folder is another run's
+            write_json(
+                folder / "run" / "errors" / f"rank-{rank:05d}.json", {"attempt": watch.attempt, **event_object(event)}
+            )
         watch.failed(event)
         if is_echo(str(error)):
             # Let the launcher, which looks once a second, see the process that was killed before it sees this one.
@@ -73,7 +74,7 @@ def _redirect_output(path: Path) -> None:
     os.dup2(file, 2)
 
 
-def _failure(plan: Plan, rank: int, error: BaseException) -> Event:
+def _failure(plan: Plan, rank: int, error: BaseException) -> RankFailed:
     """The launcher ends every rank once one is down; the earliest is the cause, the others its echo."""
     if isinstance(error, Refusal):
         first = error.diagnostics[0]
@@ -81,16 +82,15 @@ def _failure(plan: Plan, rank: int, error: BaseException) -> Event:
     else:
         cause, code, help_text = f"{type(error).__name__}: {error}", "SW6301", ""
     blot = blotter(plan.launch.env_from)
-    return {
-        "kind": "failed",
-        "rank": rank,
-        "host": socket.gethostname(),
-        "stage": plan.ranks[rank].pipeline if rank < len(plan.ranks) else None,
-        "code": code,
-        "cause": blot(cause),
-        "help": help_text,
-        "traceback": blot(traceback.format_exc()),
-    }
+    return RankFailed(
+        rank=rank,
+        host=socket.gethostname(),
+        stage=plan.ranks[rank].pipeline if rank < len(plan.ranks) else None,
+        code=code,
+        cause=blot(cause),
+        help=help_text,
+        traceback=blot(traceback.format_exc()),
+    )
 
 
 def _train(plan: Plan, folder: Path, rank: int, watch: Watch, lease: Lease | None) -> int:

@@ -1,6 +1,6 @@
 """What ranks say to whoever watches the launcher's output: one line each, on any host, shared file system or not.
 
-Kinds: `failed` (a rank's own error), `lost` (a rank that went away without a word), `stalled`, `note`.
+On the line an event is a JSON object: its `kind`, then its class's fields.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ import contextlib
 import json
 import os
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
-from shardwright.ir.json_value import JsonValue
+from shardwright.ir.json_value import JsonObject
 
 EVENT = "@shardwright-event "
 MOST_BYTES = 4096
@@ -18,13 +20,64 @@ MOST_BYTES = 4096
 MOST_CHARACTERS = 1000
 """Of a cause or a help text."""
 
-Event = dict[str, JsonValue]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFailed:
+    """A rank's own error. code, help, traceback: "" where rank 0 has heard the cause alone."""
+
+    kind: ClassVar[str] = "failed"
+    rank: int
+    host: str | None = None
+    stage: int | None = None
+    code: str = ""
+    cause: str = ""
+    help: str = ""
+    traceback: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLost:
+    """A rank that went away without a word."""
+
+    kind: ClassVar[str] = "lost"
+    rank: int
+    host: str | None = None
+    stage: int | None = None
+    pid: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStalled:
+    """No step came for long. ranks: those that the others wait for, where that is known."""
+
+    kind: ClassVar[str] = "stalled"
+    ranks: tuple[int, ...] = ()
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunNote:
+    """Also for a kind of another version: "" is no news."""
+
+    kind: ClassVar[str] = "note"
+    text: str
+
+
+Event = RankFailed | RankLost | RunStalled | RunNote
+
+
+def event_object(event: Event) -> JsonObject:
+    fields = asdict(event)
+    if isinstance(event, RankLost) and event.pid is None:  # its own host would know
+        del fields["pid"]
+    return {"kind": event.kind, **fields}
 
 
 def emit(descriptor: int, event: Event) -> None:
     """Writes `event` to the launcher's output; of a traceback the end is kept, as much as fits."""
     short = {
-        name: v[:MOST_CHARACTERS] if isinstance(v, str) and name != "traceback" else v for name, v in event.items()
+        name: v[:MOST_CHARACTERS] if isinstance(v, str) and name != "traceback" else v
+        for name, v in event_object(event).items()
     }
     line = f"{EVENT}{json.dumps(short)}\n"
     while len(line) > MOST_BYTES and short.get("traceback"):
@@ -50,10 +103,27 @@ def parse_event(line: str) -> Event | None:
     if not marker:
         return None
     try:
-        event, _ = json.JSONDecoder().raw_decode(text)
+        document, _ = json.JSONDecoder().raw_decode(text)
     except ValueError:
         return None
-    return event if isinstance(event, dict) else None
+    return _event(document) if isinstance(document, dict) else None
+
+
+def _event(document: dict[str, Any]) -> Event | None:
+    """None where it does not say which rank it is about."""
+    kind, rank = document.get("kind"), document.get("rank")
+    if kind not in (RankFailed.kind, RankLost.kind):
+        text = str(document.get("text") or "")
+        return (
+            RunStalled(ranks=tuple(document.get("ranks") or ()), text=text) if kind == "stalled" else RunNote(text=text)
+        )
+    if not isinstance(rank, int):
+        return None
+    host, stage = document.get("host"), document.get("stage")
+    if kind == RankLost.kind:
+        return RankLost(rank=rank, host=host, stage=stage, pid=document.get("pid"))
+    texts = {name: str(document.get(name) or "") for name in ("code", "cause", "help", "traceback")}
+    return RankFailed(rank=rank, host=host, stage=stage, **texts)
 
 
 def is_echo(cause: str) -> bool:
@@ -70,10 +140,11 @@ def is_echo(cause: str) -> bool:
     return any(sign in cause for sign in signs)
 
 
-def first_cause(events: Iterable[Event]) -> Event | None:
+def first_cause(events: Iterable[Event]) -> RankFailed | RankLost | None:
     """The earliest error of a rank's own, else the rank that went away first, else the first echo."""
     events = list(events)
-    failed = [e for e in events if e.get("kind") == "failed"]
-    own = [e for e in failed if not is_echo(str(e.get("cause")))]
-    lost = [e for e in events if e.get("kind") == "lost"]
-    return next(iter([*own, *lost, *failed]), None)
+    failed = [e for e in events if isinstance(e, RankFailed)]
+    own = [e for e in failed if not is_echo(e.cause)]
+    lost = [e for e in events if isinstance(e, RankLost)]
+    first: list[RankFailed | RankLost] = [*own, *lost, *failed]
+    return first[0] if first else None

@@ -41,7 +41,7 @@ from shardwright.watch.channel import (
     proves,
     welcome_to,
 )
-from shardwright.watch.events import Event, emit, first_cause
+from shardwright.watch.events import RankFailed, RankLost, RunNote, RunStalled, emit, first_cause
 from shardwright.watch.journal import write_status
 from shardwright.watch.stall import Stack, culprits, describe
 from shardwright.watch.token import forget_token
@@ -95,7 +95,7 @@ class Hub(threading.Thread):
         self._strangers: dict[_Peer, None] = {}  # the one that came first, first
         self._peers: dict[int, _Peer] = {}
         self._came: set[int] = set()
-        self._causes: list[Event] = []
+        self._causes: list[RankFailed | RankLost] = []
         self._began = self._moved = time.monotonic()
         self._steps: dict[int, int] = {}
         self._stacks: dict[int, Stack] | None = None
@@ -203,15 +203,15 @@ class Hub(threading.Thread):
                     self._stacks[rank] = stack
             case Failed(cause=cause):
                 peer.said_why = True
-                self._causes.append({"kind": "failed", **self._where(rank), "cause": cause})
+                self._causes.append(self._failed(rank, cause))
                 self._trouble()
             case Bye():
                 peer.said_why = True
 
-    def _where(self, rank: int) -> Event:
+    def _failed(self, rank: int, cause: str) -> RankFailed:
         peer = self._peers.get(rank)
         host = peer.hello.host if peer is not None and peer.hello is not None else None
-        return {"rank": rank, "host": host, "stage": self.plan.ranks[rank].pipeline}
+        return RankFailed(rank=rank, host=host, stage=self.plan.ranks[rank].pipeline, cause=cause)
 
     def _advance(self, rank: int, step: int) -> None:
         before = min(self._steps.values(), default=-1)
@@ -235,9 +235,10 @@ class Hub(threading.Thread):
             self._forget(next(iter(self._strangers)))
 
     def _lost(self, hello: Hello) -> None:
-        where: Event = {"rank": hello.rank, "host": hello.host, "stage": self.plan.ranks[hello.rank].pipeline}
-        self._causes.append({"kind": "lost", **where})
-        emit(self.output, {"kind": "lost", **where, "pid": hello.pid})
+        stage = self.plan.ranks[hello.rank].pipeline
+        lost = RankLost(rank=hello.rank, host=hello.host, stage=stage, pid=hello.pid)
+        self._causes.append(lost)
+        emit(self.output, lost)
         self._trouble()
 
     def _complain(self, text: str) -> None:
@@ -254,11 +255,12 @@ class Hub(threading.Thread):
     def _end(self) -> None:
         """Every rank ends itself; rank 0, in whose process this runs, hears of it as the others do."""
         self._ends_at = 0.0
-        first = first_cause(self._causes) or {}
-        cause = str(first.get("cause") or "went away without a word")
-        where: Event = {name: first.get(name) for name in ("rank", "host", "stage")}
-        self._write_status("failed", **where, cause=cause)
-        self._tell_all(End(cause=f"rank {where['rank']} on {where['host']}: {cause}"))
+        first = first_cause(self._causes)
+        if first is None:
+            return
+        cause = (first.cause if isinstance(first, RankFailed) else "") or "went away without a word"
+        self._write_status("failed", rank=first.rank, host=first.host, stage=first.stage, cause=cause)
+        self._tell_all(End(cause=f"rank {first.rank} on {first.host}: {cause}"))
 
     def _write_status(self, status: str, **more: JsonValue) -> None:
         try:
@@ -283,7 +285,7 @@ class Hub(threading.Thread):
         ranks = ", ".join(str(r.rank) for r in absent[:8]) + (", ..." if len(absent) > 8 else "")
         lines = ", ".join(map(str, nodes[:8])) + (", ..." if len(nodes) > 8 else "")
         text = f"rank {ranks} (host {lines} of the hostfile) not there after {ABSENT_SECONDS:.0f} s"
-        emit(self.output, {"kind": "note", "text": f"{text}; `shardwright doctor` tries every host"})
+        emit(self.output, RunNote(text=f"{text}; `shardwright doctor` tries every host"))
 
     def _check_stall(self, now: float) -> None:
         if self._stacks is not None and (
@@ -299,7 +301,7 @@ class Hub(threading.Thread):
         hosts = {rank: peer.hello.host for rank, peer in self._peers.items() if peer.hello is not None}
         blamed = culprits(stacks, set(hosts))
         text = describe(stacks, blamed, hosts, STALL_SECONDS)
-        emit(self.output, {"kind": "stalled", "ranks": list(blamed), "text": text})
+        emit(self.output, RunStalled(ranks=tuple(blamed), text=text))
         first = blamed[0] if blamed else None
         self._write_status(
             "running",

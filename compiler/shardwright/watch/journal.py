@@ -8,11 +8,12 @@ import math
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
 from shardwright.atomic import write_atomically
-from shardwright.ir.json_value import JsonValue
+from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.strict_json import strict_json
 
 PROGRESS = "@shardwright "
@@ -34,6 +35,78 @@ def read_json(path: Path) -> dict[str, JsonValue]:
     except (OSError, ValueError):
         return {}
     return document if isinstance(document, dict) else {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptRecord:
+    """run/attempt.json. number: None where no attempt was begun. resume: the checkpoint that it goes on from; step:
+    what that closed; steps: of the training; line: as checkpoint/lineage.py reads it; lease: the token of `run`."""
+
+    number: int | None = None
+    resume: str | None = None
+    step: int | None = None
+    steps: int | None = None
+    line: JsonValue = None
+    lease: str | None = None
+
+
+def read_attempt_record(folder: Path) -> AttemptRecord:
+    """folder: the compiled one. A file of an earlier version lacks some."""
+    document = read_json(folder / "run" / "attempt.json")
+    return AttemptRecord(
+        number=_whole(document, "attempt"),
+        resume=_text(document, "resume"),
+        step=_whole(document, "step"),
+        steps=_whole(document, "steps"),
+        line=document.get("line"),
+        lease=_text(document, "lease"),
+    )
+
+
+def write_attempt_record(folder: Path, record: AttemptRecord) -> None:
+    fields = asdict(record)
+    write_json(folder / "run" / "attempt.json", {"attempt": fields.pop("number"), **fields})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusRecord:
+    """run/status.json. status: running | done | preempted | failed; None where there is none. step: the last one.
+    rank, host, stage, cause, help: of a failure, or of what is `stalled`."""
+
+    status: str | None = None
+    attempt: int | None = None
+    step: int | None = None
+    rank: int | None = None
+    host: str | None = None
+    stage: int | None = None
+    cause: str | None = None
+    help: str | None = None
+    stalled: str | None = None
+
+
+def read_status(folder: Path) -> StatusRecord:
+    document = read_json(folder / "run" / "status.json")
+    return StatusRecord(
+        status=_text(document, "status"),
+        attempt=_whole(document, "attempt"),
+        step=_whole(document, "step"),
+        rank=_whole(document, "rank"),
+        host=_text(document, "host"),
+        stage=_whole(document, "stage"),
+        cause=_text(document, "cause"),
+        help=_text(document, "help"),
+        stalled=_text(document, "stalled"),
+    )
+
+
+def _whole(document: JsonObject, name: str) -> int | None:
+    value = document.get(name)
+    return value if isinstance(value, int) else None
+
+
+def _text(document: JsonObject, name: str) -> str | None:
+    value = document.get(name)
+    return value if isinstance(value, str) else None
 
 
 _HALF_WRITTEN = 2**62

@@ -34,9 +34,9 @@ from shardwright.watch.channel import (
     decode,
     encode,
 )
-from shardwright.watch.events import MOST_CHARACTERS, Event, emit
+from shardwright.watch.events import MOST_CHARACTERS, RankFailed, RankLost, emit
 from shardwright.watch.hub import GRACE_SECONDS, Hub, keep_alive, open_server
-from shardwright.watch.journal import read_json, write_status
+from shardwright.watch.journal import read_status, write_status
 from shardwright.watch.stall import Stack, place_of
 from shardwright.watch.token import IN_ENVIRONMENT, VARIABLE, find_token, make_token
 
@@ -150,11 +150,11 @@ class Watch:
             self.step = step
             self._say(StepDone(step=step))
 
-    def failed(self, event: Event) -> None:
+    def failed(self, event: RankFailed) -> None:
         """This rank's own error, to the launcher's output and to rank 0."""
         self._leaving = True
         emit(self.output, event)
-        self._say(Failed(cause=str(event.get("cause"))[:MOST_CHARACTERS]))
+        self._say(Failed(cause=event.cause[:MOST_CHARACTERS]))
 
     def leave(self) -> None:
         """Training is over for all; the line may break now."""
@@ -192,8 +192,7 @@ class Watch:
 
     def _reader_is_gone(self) -> None:
         cause = "nobody reads the launcher's output any more: `run` was killed, or the connection to it broke"
-        status = read_json(self.folder / "run" / "status.json").get("status")
-        if self.rank == 0 and status == "running":  # else `run` has said why
+        if self.rank == 0 and read_status(self.folder).status == "running":  # else `run` has said why
             write_status(self.folder, "failed", self.attempt, rank=None, cause=cause)
         self._end(cause)
 
@@ -201,11 +200,11 @@ class Watch:
         """Rank 0 is dead, or about to be: its launcher may just have ended it because of another rank."""
         if self._leaving:
             return
-        stage = self.plan.ranks[0].pipeline
-        emit(self.output, {"kind": "lost", "rank": 0, "host": self._hub_host, "stage": stage})
+        host, stage = self._hub_host, self.plan.ranks[0].pipeline
+        emit(self.output, RankLost(rank=0, host=host, stage=stage))
         if self.rank == 1:  # where no `run` watches, somebody has to write it down
-            where: Event = {"rank": 0, "host": self._hub_host, "stage": stage}
-            write_status(self.folder, "failed", self.attempt, **where, cause="went away without a word")
+            cause = "went away without a word"
+            write_status(self.folder, "failed", self.attempt, rank=0, host=host, stage=stage, cause=cause)
         time.sleep(GRACE_SECONDS)
         self._end("rank 0 went away")
 

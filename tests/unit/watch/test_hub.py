@@ -36,7 +36,7 @@ from shardwright.watch.channel import (
     hello_of,
     proves,
 )
-from shardwright.watch.events import read_events
+from shardwright.watch.events import Event, RankLost, read_events
 from shardwright.watch.hub import MOST_STRANGERS, Hub, open_server
 from shardwright.watch.stall import Stack
 from shardwright.watch.token import IN_ENVIRONMENT, VARIABLE, find_token, forget_token, make_token
@@ -63,7 +63,7 @@ class Ear:
     def stranger(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=10)
 
-    def events(self) -> list[dict[str, Any]]:
+    def events(self) -> list[Event]:
         return read_events((self.folder / "output").read_text().splitlines())
 
     def still_hears(self, ranks: dict[int, socket.socket]) -> None:
@@ -74,7 +74,8 @@ class Ear:
         ranks.pop(2).close()
         for line in ranks.values():
             assert end_of(line) == End(cause="rank 2 on host-2: went away without a word")
-        assert [(e["kind"], e["rank"], e["host"], e["stage"]) for e in self.events()] == [("lost", 2, "host-2", 1)]
+        (lost,) = self.events()
+        assert isinstance(lost, RankLost) and (lost.rank, lost.host, lost.stage) == (2, "host-2", 1)
         status = json.loads((self.folder / "run" / "status.json").read_text())
         assert (status["status"], status["rank"], status["host"], status["stage"]) == ("failed", 2, "host-2", 1)
 
