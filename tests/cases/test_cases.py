@@ -15,8 +15,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwright.compile import Compiled, compile_recipe
+from shardwright.ir.recipe import ELEMENT_BYTES
 from shardwright.lower.lower import MARKER
-from shardwright.plan.ranks import BYTES_PER_ELEMENT
 from shardwright.plan.serialize import plan_from_json, plan_to_json
 from shardwright.recipe.load import load_recipe
 from shardwright.resources import recipes_dir
@@ -134,7 +134,7 @@ class TestInvariants:
             }
             wanted = sum(n * (plan.strategy.tensor if parameter in whole else 1) for parameter, n in mine.items())
             held = sum(r.parameter_bytes for r in plan.ranks if r.pipeline == pipeline and r.data in data)
-            size = BYTES_PER_ELEMENT[plan.training.precision]
+            size = ELEMENT_BYTES[plan.training.precision]
             padding = len(mine) * len(data) * plan.strategy.tensor * size if len(data) > 1 else 0
             assert wanted * size <= held <= wanted * size + padding, pipeline
 
@@ -148,7 +148,7 @@ class TestInvariants:
         assert predicted == fullest
         states = 4 + 2 * 4 if plan.strategy.zero_stage or plan.training.precision != "fp32" else 2 * 4
         share = plan.strategy.data if plan.strategy.zero_stage in (1, 2) else 1
-        per_byte = states / share / BYTES_PER_ELEMENT[plan.training.precision]
+        per_byte = states / share / ELEMENT_BYTES[plan.training.precision]
         optimizer = [stage.optimizer_bytes for stage in plan.predicted.memory.stages]
         assert optimizer == pytest.approx([held * per_byte for held in fullest], rel=1e-6)
 

@@ -22,11 +22,10 @@ from shardwright.engines.kernels import KERNELS
 from shardwright.engines.table import traits_of
 from shardwright.ir.cluster import Gpu
 from shardwright.ir.model_graph import ModelGraph
-from shardwright.ir.recipe import Recipe
+from shardwright.ir.recipe import ELEMENT_BYTES, Recipe
 from shardwright.layout.strategy import Strategy
 from shardwright.remembered import remembered
 
-ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 # A product has two in its backward pass, each of its own size: the inputs' gradient and the weights'.
 BACKWARD_OVER_FORWARD = 2.0
 # Fused attention computes its scores again in backward: five products against two (arXiv 2205.14135), and the

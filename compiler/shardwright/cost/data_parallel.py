@@ -7,10 +7,10 @@ FSDP gathers a layer at once.
 from __future__ import annotations
 
 from shardwright.cost.collectives import Group, gather_seconds, group_of, ring_start_seconds, send_seconds
-from shardwright.cost.compute import ELEMENT_BYTES
 from shardwright.cost.layout import Layout
 from shardwright.cost.passes import FORWARD_SHARE
 from shardwright.engines.kernels import KERNELS
+from shardwright.ir.recipe import ELEMENT_BYTES
 from shardwright.layout.buckets import BUCKET_NUMEL, PREFETCH_NUMEL
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardwright.cost.activations import Activations, activations
-from shardwright.cost.compute import ELEMENT_BYTES
 from shardwright.cost.constants import Constants
 from shardwright.cost.shapes import ModelShapes, model_shapes
 from shardwright.engines.engine import Traits
@@ -16,7 +15,7 @@ from shardwright.engines.table import traits_of
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.lora import adapters, target_modules
 from shardwright.ir.model_graph import ModelGraph
-from shardwright.ir.recipe import Recipe
+from shardwright.ir.recipe import ELEMENT_BYTES, Recipe
 from shardwright.layout.loss_chunk import chunk_length
 from shardwright.layout.strategy import Strategy
 from shardwright.plan.build import accumulation_dtype

@@ -7,9 +7,9 @@ d from stage 1 (optimizer), 2 (gradients), 3 (parameters). Activations: arXiv 22
 from __future__ import annotations
 
 from shardwright.cost.activations import Share, own_modules
-from shardwright.cost.compute import ELEMENT_BYTES
 from shardwright.cost.constants import default_constants
 from shardwright.cost.layout import Block, Layout
+from shardwright.ir.recipe import ELEMENT_BYTES
 from shardwright.layout.buckets import BUCKET_NUMEL, LIVE_NUMEL
 from shardwright.layout.estimate import Memory, StageMemory
 

@@ -10,8 +10,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from shardwright.cost.collectives import all_reduce_seconds, gather_seconds, group_of, send_seconds
-from shardwright.cost.compute import ELEMENT_BYTES, layer_seconds, stops_early
+from shardwright.cost.compute import layer_seconds, stops_early
 from shardwright.cost.layout import Layout
+from shardwright.ir.recipe import ELEMENT_BYTES
 from shardwright.remembered import remembered
 
 # Of what a micro-batch costs beyond its layers; a backward pass is two forward passes.

@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 from shardwright.cost.activations import keeps_products
 from shardwright.cost.collectives import gather_seconds, group_of
-from shardwright.cost.compute import ELEMENT_BYTES, peak_flops
+from shardwright.cost.compute import peak_flops
 from shardwright.cost.data_parallel import data_comm_seconds
 from shardwright.cost.layout import Layout
 from shardwright.cost.offload import host_transfer_seconds, host_update_seconds
 from shardwright.cost.passes import FORWARD_SHARE, Passes, passes
 from shardwright.cost.shapes import ModelShapes, dropped_products, model_shapes
+from shardwright.ir.recipe import ELEMENT_BYTES
 from shardwright.layout.estimate import Time
 from shardwright.layout.strategy import Strategy
 from shardwright.schedule.step import MOST_SIMULATED_RANKS, step_seconds

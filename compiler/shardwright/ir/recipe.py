@@ -9,6 +9,9 @@ from shardwright.diagnostics import KeyPath, Source
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.lora import LoraSection
 
+ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+"""Of a precision or an accumulation type."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection:

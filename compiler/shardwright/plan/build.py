@@ -16,6 +16,7 @@ from shardwright.ir.model_graph import Layer, ModelGraph
 from shardwright.ir.own_code import OwnCode
 from shardwright.ir.partition import StagePartition, TensorParallelMap
 from shardwright.ir.recipe import (
+    ELEMENT_BYTES,
     TOKENIZED_KINDS,
     DataSection,
     LaunchSection,
@@ -40,7 +41,7 @@ from shardwright.plan.plan import (
     Predicted,
     Versions,
 )
-from shardwright.plan.ranks import BYTES_PER_ELEMENT, place_ranks
+from shardwright.plan.ranks import place_ranks
 from shardwright.records import carried
 
 PLAN_FILE = "plan.json"
@@ -136,7 +137,7 @@ def plan_training(training: TrainingSection) -> PlanTraining:
 def _largest_numel(ranks: tuple[PlanRank, ...], strategy: Strategy, recipe: Recipe) -> int:
     """Parameters of the fullest rank's part of the model, before ZeRO-3 shares them out."""
     parts = strategy.data if strategy.zero_stage == 3 else 1
-    return max(r.parameter_bytes for r in ranks) // BYTES_PER_ELEMENT[recipe.training.precision] * parts
+    return max(r.parameter_bytes for r in ranks) // ELEMENT_BYTES[recipe.training.precision] * parts
 
 
 def canonical_hash(document: object) -> str:

@@ -6,11 +6,9 @@ from shardwright.ir.cluster import Cluster
 from shardwright.ir.lora import adapters, target_modules
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.partition import StagePartition, TensorParallelMap
-from shardwright.ir.recipe import Recipe
+from shardwright.ir.recipe import ELEMENT_BYTES, Recipe
 from shardwright.layout.strategy import Strategy
 from shardwright.plan.plan import PlanRank
-
-BYTES_PER_ELEMENT: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def place_ranks(
@@ -71,4 +69,4 @@ def _parameter_bytes(
     if recipe.lora is not None:
         modules = target_modules(graph, recipe.lora)
         held += [numel for layer in graph.layers for numel in adapters(layer, modules, recipe.lora.rank)]
-    return sum(-(-numel // parts) for numel in held) * BYTES_PER_ELEMENT[recipe.training.precision]
+    return sum(-(-numel // parts) for numel in held) * ELEMENT_BYTES[recipe.training.precision]

@@ -14,7 +14,7 @@ from pathlib import Path
 from shardwright.checkpoint.index import checkpoint_root
 from shardwright.diagnostics import Refusal
 from shardwright.ir.json_value import JsonValue
-from shardwright.ir.recipe import FLASH
+from shardwright.ir.recipe import ELEMENT_BYTES, FLASH
 from shardwright.launch.doctor.meeting import Assumed, HostCheck, meet, red
 from shardwright.launch.doctor.probe import digest
 from shardwright.launch.doctor.remote import LIMIT_SECONDS, Probe, ProbedHost
@@ -227,8 +227,7 @@ def _disk(x: Examined) -> HostCheck:
 
 def _checkpoint_bytes(plan: Plan) -> int:
     """Weights in the compute type, master weights and two moments in float32."""
-    element = 4 if plan.training.precision == "fp32" else 2
-    return plan.model.total_parameters * (element + 12)
+    return plan.model.total_parameters * (ELEMENT_BYTES[plan.training.precision] + 12)
 
 
 def _clocks(x: Examined) -> HostCheck:
