@@ -22,7 +22,7 @@ echo "cwd=$PWD port=${MASTER_PORT:-} note=${NOTE:-}"
 [[ ${MASTER_PORT:-} != fails ]] || exit 7
 """
 SSH = """#!/usr/bin/env bash
-printf '%q ' "$@" >>"${0%/*}/ssh.called"; echo >>"${0%/*}/ssh.called"
+printf '%s\n' "$(printf '%q ' "$@")" >>"${0%/*}/ssh.called"
 exec bash -c "${!#}"
 """
 """Every host is this one."""
