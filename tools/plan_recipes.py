@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.cli.plan import page_lines, ranked_rows
-from shardwright.compile import model_and_cluster
+from shardwright.compile import read_problem
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import Estimate
 from shardwright.recipe.load import load_recipe
@@ -40,13 +40,13 @@ class Planned:
 @functools.cache
 def planned(name: str) -> Planned:
     recipe = load_recipe(RECIPES / f"{name}.yaml")
-    graph, cluster = model_and_cluster(recipe)
-    result = search(recipe, graph, cluster)
-    rows = ranked_rows(recipe, graph, cluster, result, TOP)
+    problem = read_problem(recipe)
+    result = search(problem)
+    rows = ranked_rows(problem, result, TOP)
     text = "\n".join(page_lines(recipe, rows, result, None))
     return Planned(
         recipe=recipe,
-        parameters=graph.total_parameters,
+        parameters=problem.graph.total_parameters,
         best=result.ranked[0],
         text=re.sub(r"; searched in [\d.]+ s", "", text) + "\n",
     )
@@ -65,7 +65,7 @@ def priced(run: Run) -> Estimate:
     """Our estimate of the layout that others ran."""
     pins = [f"parallelism.{key}={value}" for key, value in run["layout"].items()]
     recipe = load_recipe(RECIPES / f"{run['recipe']}.yaml", [*run.get("set", ()), *pins])
-    return pinned_estimate(recipe, *model_and_cluster(recipe))
+    return pinned_estimate(recipe, *read_problem(recipe))
 
 
 def index() -> str:

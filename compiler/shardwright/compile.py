@@ -64,7 +64,7 @@ def compile_recipe(recipe: Recipe) -> Compiled:
     try:
         inputs = read_inputs(recipe)
         problem = _sized(recipe, inputs)
-        estimate = choose(problem.recipe, problem.graph, problem.cluster)
+        estimate = choose(problem)
         partition, tensor_map = _placed(problem, estimate)
         plan = _planned(problem, inputs, estimate, partition, tensor_map)
         plan, files, warnings = _lowered(plan, problem, inputs)
@@ -73,31 +73,30 @@ def compile_recipe(recipe: Recipe) -> Compiled:
     return Compiled(plan=plan, files=files, warnings=(*estimate.diagnostics, *warnings), error=estimate.error)
 
 
-def model_and_cluster(recipe: Recipe) -> tuple[ModelGraph, Cluster]:
+def read_problem(recipe: Recipe) -> Problem:
     """Without the weights. Raises Refusal with the errors of both at once."""
     errors: list[Diagnostic] = []
     cluster = _unless_refused(errors, lambda: resolve_cluster(recipe.cluster))
     graph = _unless_refused(errors, lambda: build_model_graph(recipe.model))
     if graph is None or cluster is None:
         raise Refusal(*errors, source=recipe.source)
-    return graph, cluster
+    return Problem(recipe=recipe, graph=graph, cluster=cluster)
 
 
 def size_recipe(recipe: Recipe) -> tuple[Problem, Sizing | None]:
     """Up to the number of nodes. Sizing: None where the recipe gave it."""
-    graph, cluster = model_and_cluster(recipe)
+    problem = read_problem(recipe)
     try:
-        recipe, cluster, sizing = size_cluster(recipe, graph, cluster)
+        return size_cluster(problem)
     except Refusal as refusal:
         raise Refusal(*refusal.diagnostics, source=refusal.source or recipe.source) from None
-    return Problem(recipe=recipe, graph=graph, cluster=cluster), sizing
 
 
 def estimate_recipe(recipe: Recipe) -> tuple[Problem, Estimate]:
     """Up to the estimate of the pinned layout, `auto` filled by the search: it need not be feasible."""
     problem, _ = size_recipe(recipe)
     try:
-        return problem, pinned_estimate(problem.recipe, problem.graph, problem.cluster)
+        return problem, pinned_estimate(problem)
     except Refusal as refusal:
         raise Refusal(*refusal.diagnostics, source=refusal.source or recipe.source) from None
 
@@ -117,7 +116,7 @@ def read_inputs(recipe: Recipe) -> Inputs:
     graph.verify()
     cluster.verify()
     if errors:
-        raise Refusal(*errors, *_layout_errors(recipe, graph, cluster, errors))
+        raise Refusal(*errors, *_layout_errors(Problem(recipe=recipe, graph=graph, cluster=cluster), errors))
     return Inputs(weights=weights, own_code=own_code, graph=graph, cluster=cluster)
 
 
@@ -136,14 +135,13 @@ def _check(recipe: Recipe) -> None:
         raise Refusal(*errors)
 
 
-def _layout_errors(
-    recipe: Recipe, graph: ModelGraph, cluster: Cluster, errors: list[Diagnostic]
-) -> tuple[Diagnostic, ...]:
+def _layout_errors(problem: Problem, errors: list[Diagnostic]) -> tuple[Diagnostic, ...]:
     """A recipe refused for its data or launch section should hear of its layout too, once a key."""
+    recipe = problem.recipe
     if recipe.cluster.nodes is None:
         return ()
     try:
-        choose(recipe, graph, cluster)
+        choose(problem)
     except Refusal as refusal:
         told = {d.key for d in errors}
         return tuple(d for d in refusal.diagnostics if d not in errors and d.key not in told)
@@ -152,11 +150,11 @@ def _layout_errors(
 
 def _sized(recipe: Recipe, inputs: Inputs) -> Problem:
     """What depends on the number of nodes is checked once it is decided."""
-    recipe, cluster, sizing = size_cluster(recipe, inputs.graph, inputs.cluster)
-    cluster.verify()
+    problem, sizing = size_cluster(Problem(recipe=recipe, graph=inputs.graph, cluster=inputs.cluster))
+    problem.cluster.verify()
     if sizing is not None:
-        _check(recipe)
-    return Problem(recipe=recipe, graph=inputs.graph, cluster=cluster)
+        _check(problem.recipe)
+    return problem
 
 
 def _placed(problem: Problem, estimate: Estimate) -> tuple[StagePartition, TensorParallelMap]:

@@ -18,6 +18,7 @@ from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph, hash_of_config
 from shardwright.ir.recipe import DataSection, Recipe
 from shardwright.layout.estimate import Estimate
+from shardwright.layout.problem import Problem
 from shardwright.plan.build import canonical_hash
 from shardwright.plan.graph_file import read_graph
 from shardwright.plan.plan import Plan
@@ -62,7 +63,7 @@ def read_folder(folder: Path) -> CompiledFolder:
     recipe = _recipe(folder, plan)
     graph = _graph(folder, plan)
     cluster = resolve_cluster(recipe.cluster)
-    layout, estimate = as_planned(recipe, graph, cluster, plan.strategy, plan.boundaries)
+    layout, estimate = as_planned(Problem(recipe=recipe, graph=graph, cluster=cluster), plan.strategy, plan.boundaries)
     return CompiledFolder(folder=folder, plan=plan, recipe=recipe, layout=layout, estimate=estimate)
 
 

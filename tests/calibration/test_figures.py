@@ -6,12 +6,12 @@ import functools
 
 import pytest
 
-from shardwright.cluster.resolve import resolve_cluster
 from shardwright.layout.estimate import Estimate
 from shardwright.model.build import build_model_graph
 from shardwright.recipe.load import load_recipe
 from shardwright.resources import recipes_dir
 from shardwright.search.search import pinned_estimate
+from tests.unit.model.factory import problem_of
 
 FIGURES = recipes_dir() / "figures"
 DAYS_PER_YEAR = 365.25
@@ -35,7 +35,7 @@ def estimated(name: str) -> tuple[int, Estimate]:
     """Parameters of the model, and the pinned layout's estimate."""
     recipe = load_recipe(FIGURES / f"{name}.yaml", [])
     graph = build_model_graph(recipe.model)
-    return graph.total_parameters, pinned_estimate(recipe, graph, resolve_cluster(recipe.cluster))
+    return graph.total_parameters, pinned_estimate(problem_of(recipe, graph))
 
 
 def test_gpt3_takes_288_years_on_one_v100() -> None:

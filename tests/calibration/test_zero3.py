@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shardwright.cluster.resolve import resolve_cluster
 from shardwright.ir.json_value import JsonValue
 from shardwright.search.search import pinned_estimate
-from tests.unit.model.factory import graph_of, recipe_of
+from tests.unit.model.factory import graph_of, problem_of, recipe_of
 
 # arXiv 2104.04473, table 2: (layers, hidden size, heads), batch, GPUs, micro-batch, TFLOP/s per GPU.
 GPT_175B, GPT_530B = (96, 12288, 96), (105, 20480, 128)
@@ -40,7 +39,7 @@ def predicted(size: tuple[int, int, int], batch: int, gpus: int, micro: int, ker
         },
         assume={"kernels": kernels, "ignore_memory": True},
     )
-    found = pinned_estimate(recipe, graph_of(config), resolve_cluster(recipe.cluster))
+    found = pinned_estimate(problem_of(recipe, graph_of(config)))
     return found.time.hardware_tflops_per_gpu
 
 

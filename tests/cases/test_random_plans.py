@@ -21,7 +21,7 @@ from shardwright.recipe.load import load_recipe
 from shardwright.rules.registry import check_layout
 from shardwright.search.space import candidates
 from tests.cases.engine_numbers import load, numbers
-from tests.unit.model.factory import SMALL_GPT2, SMALL_LLAMA, graph_of
+from tests.unit.model.factory import SMALL_GPT2, SMALL_LLAMA, graph_of, problem_of
 
 MODELS: tuple[dict[str, Any], ...] = (
     {**SMALL_LLAMA, "num_hidden_layers": 14},
@@ -63,7 +63,7 @@ def random_plans(count: int, seed: int, folder: Path) -> Iterator[Compiled]:
         path.write_text(json.dumps(document))
         recipe = load_recipe(path)
         graph, cluster = graph_of(document["model"]["config"]), resolve_cluster(recipe.cluster)
-        strategy = draw.choice(list(candidates(recipe, graph, cluster)))
+        strategy = draw.choice(list(candidates(problem_of(recipe, graph, cluster))))
         if any(
             d.severity == "error" for d in check_layout(Problem(recipe=recipe, graph=graph, cluster=cluster), strategy)
         ):

@@ -30,6 +30,7 @@ from shardwright.report.write import write_report
 from shardwright.search.search import search
 from tests.conftest import SMALL_RECIPE
 from tests.report.folders import compiled, with_run
+from tests.unit.model.factory import problem_of
 from tests.unit.model.own_model import write_own_model
 
 
@@ -147,8 +148,8 @@ def test_the_space_holds_what_the_search_ranks(small: Path) -> None:
 
     subject = read_folder(small)
     recipe, graph, cluster = subject.recipe, subject.graph, subject.cluster
-    space = whole_space(recipe, graph, cluster, subject.estimate)
-    ranked = search(recipe, graph, cluster).ranked
+    space = whole_space(problem_of(recipe, graph, cluster), subject.estimate)
+    ranked = search(problem_of(recipe, graph, cluster)).ranked
     running = {p.strategy: p for p in space.points if p.pinned and not p.code}
     assert set(running) == {e.strategy for e in ranked}
     for estimate in ranked:

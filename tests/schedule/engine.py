@@ -14,7 +14,6 @@ from pathlib import Path
 
 from deepspeed.runtime.utils import partition_balanced, partition_uniform
 
-from shardwright.cluster.resolve import resolve_cluster
 from shardwright.cost.layout import Layout
 from shardwright.cost.passes import passes
 from shardwright.ir.model_graph import ModelGraph
@@ -22,7 +21,7 @@ from shardwright.layout.strategy import Strategy
 from shardwright.model.build import build_model_graph
 from shardwright.schedule.step import step_seconds
 from shardwright.search.settle import place
-from tests.unit.model.factory import model_section, recipe_of
+from tests.unit.model.factory import model_section, problem_of, recipe_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("meta-llama/Llama-3.2-3B", "google/gemma-2-9b", "Qwen/Qwen2.5-7B", "meta-llama/Llama-3.1-8B")
@@ -110,7 +109,7 @@ def layout_of(model: str, pipeline: int, micro_batches: int) -> Layout:
         schedule="1f1b",
         offload="none",
     )
-    return place(recipe, graph, resolve_cluster(recipe.cluster), s)
+    return place(problem_of(recipe, graph), s)
 
 
 def partitions(layout: Layout) -> dict[str, tuple[int, ...]]:

@@ -15,6 +15,7 @@ from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import Estimate
+from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.model.build import build_model_graph
 from shardwright.recipe.load import load_recipe
@@ -79,12 +80,14 @@ def case_of(row: Row) -> Case:
         file.write_text(json.dumps(score.recipe(row)))
         recipe = load_recipe(file, [])
     graph, cluster = build_model_graph(recipe.model), resolve_cluster(recipe.cluster)
-    (strategy,) = candidates(recipe, graph, cluster)
+    (strategy,) = candidates(Problem(recipe=recipe, graph=graph, cluster=cluster))
     return Case(row=row, recipe=recipe, graph=graph, cluster=cluster, strategy=strategy)
 
 
 def estimate(case: Case, constants: Constants) -> Estimate:
-    return settled_estimate(case.recipe, case.graph, case.cluster, case.strategy, (), constants)
+    return settled_estimate(
+        Problem(recipe=case.recipe, graph=case.graph, cluster=case.cluster), case.strategy, (), constants
+    )
 
 
 def as_scored(found: Estimate) -> dict[str, Any]:

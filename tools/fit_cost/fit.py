@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from shardwright.cost.constants import Constants, constant_entries
+from shardwright.layout.problem import Problem
 from shardwright.search.settle import place
 from tools.fit_cost import score
 from tools.fit_cost.cases import Case, estimate, is_megatron
@@ -94,7 +95,7 @@ def memory_residuals(cases: Sequence[Case], c: Constants) -> list[float]:
         else:
             # That it ran, or did not, is certain: no robust loss. The allocator's slack decides nothing.
             usable = memory.capacity_bytes * (1 - c.driver_share)
-            layout = place(case.recipe, case.graph, case.cluster, case.strategy, c)
+            layout = place(Problem(recipe=case.recipe, graph=case.graph, cluster=case.cluster), case.strategy, c)
             over = math.log(live_bytes(layout) / usable)
             ran = not case.row["measured"]["oom"]
             error = max(0.0, over) / RAN_NOISE if ran else min(0.0, over - BOUND_MARGIN) / OUT_OF_MEMORY_NOISE

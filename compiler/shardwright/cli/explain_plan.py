@@ -12,6 +12,7 @@ from shardwright.cost.breakdown import RankBreakdown, StepParts
 from shardwright.cost.measured import error_words
 from shardwright.figures import rate
 from shardwright.ir.weights import weights_words
+from shardwright.layout.problem import Problem
 from shardwright.search.compare import hpz_words
 from shardwright.search.explain import Alternative, KeyReason, PlanExplanation, SecondCopy, explain
 from shardwright.search.plainer import plainer_words
@@ -70,7 +71,7 @@ MOST_RANKS = 16
 
 
 def explained(subject: PricedRecipe) -> PlanExplanation:
-    return explain(subject.recipe, subject.graph, subject.cluster, subject.estimate)
+    return explain(Problem(recipe=subject.recipe, graph=subject.graph, cluster=subject.cluster), subject.estimate)
 
 
 def page(subject: PricedRecipe, found: PlanExplanation) -> str:

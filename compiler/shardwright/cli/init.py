@@ -119,14 +119,15 @@ def _exists(output: Path) -> Diagnostic:
 def _check(text: str, words: dict[KeyPath, str], directory: Path | None) -> None:
     """Refuses what `check` or `plan` would: an unknown name, or a model that fits on no layout of the cluster."""
     from shardwright.cli.plan_model import load_text
-    from shardwright.compile import model_and_cluster
+    from shardwright.compile import read_problem
     from shardwright.diagnostics import Diagnostic, Refusal
     from shardwright.search.search import choose
 
     recipe = _at(load_text(text, (), words), text, directory)
-    graph, cluster = model_and_cluster(recipe)
+    problem = read_problem(recipe)
+    cluster = problem.cluster
     try:
-        choose(recipe, graph, cluster)
+        choose(problem)
     except Refusal as refusal:
         enough = _enough_nodes(recipe)
         fewest = f"{enough} nodes of {cluster.gpus_per_node} would have one." if enough else "No number of nodes helps."
@@ -156,7 +157,7 @@ def _at(recipe: Recipe, text: str, directory: Path | None) -> Recipe:
 def _enough_nodes(recipe: Recipe) -> int | None:
     import dataclasses
 
-    from shardwright.compile import model_and_cluster
+    from shardwright.compile import read_problem
     from shardwright.search.search import search
 
     nodes = 2 * (recipe.cluster.nodes or 1)
@@ -165,7 +166,7 @@ def _enough_nodes(recipe: Recipe) -> int | None:
         batch = max(recipe.training.global_batch_size, nodes * section.gpus_per_node)
         training = dataclasses.replace(recipe.training, global_batch_size=batch)
         there = dataclasses.replace(recipe, cluster=section, training=training)
-        if search(there, *model_and_cluster(there)).ranked:
+        if search(read_problem(there)).ranked:
             return nodes
         nodes *= 2
     return None

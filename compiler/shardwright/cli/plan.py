@@ -20,13 +20,12 @@ from shardwright.cli.plan_model import (
     usage_error,
     words_of,
 )
+from shardwright.layout.problem import Problem
 from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
     from shardwright.cli.plan_table import PlanRow
-    from shardwright.ir.cluster import Cluster
     from shardwright.ir.json_value import JsonObject, JsonValue
-    from shardwright.ir.model_graph import ModelGraph
     from shardwright.ir.recipe import Recipe
     from shardwright.layout.estimate import Estimate
     from shardwright.search.compare import LostRegion
@@ -105,10 +104,10 @@ def run(args: argparse.Namespace) -> int:
         text = recipe_text(args, model)
         recipe = load_text(text, args.overrides, words_of(args, model))
     problem, sizing = size_recipe(recipe)
-    recipe, graph, cluster = problem.recipe, problem.graph, problem.cluster
-    batch = None if sizing is None else other_batch(recipe, graph, cluster, sizing)
-    result = search(recipe, graph, cluster)
-    rows = ranked_rows(recipe, graph, cluster, result, args.top)
+    recipe = problem.recipe
+    batch = None if sizing is None else other_batch(problem, sizing)
+    result = search(problem)
+    rows = ranked_rows(problem, result, args.top)
     if args.pin is not None and (wrong := _unpinnable(args, rows)):
         error(wrong)
         return 1
@@ -123,18 +122,18 @@ def run(args: argparse.Namespace) -> int:
     if result.ranked:
         return 0
     try:
-        choose(recipe, graph, cluster)
+        choose(problem)
     except Refusal as refusal:
         print_refusal(refusal, recipe.source)
     return 1
 
 
-def ranked_rows(recipe: Recipe, graph: ModelGraph, cluster: Cluster, result: SearchResult, top: int) -> list[PlanRow]:
+def ranked_rows(problem: Problem, result: SearchResult, top: int) -> list[PlanRow]:
     """The best, and "what you would run today" (pipeline 1, tensor 1, ZeRO-2 and 3): within the ranking where the pins
     allow it, below it otherwise."""
     from shardwright.search.search import baselines
 
-    today = baselines(recipe, graph, cluster)
+    today = baselines(problem)
     place = {estimate.strategy: i for i, estimate in enumerate(result.ranked)}
     chosen = {e.strategy: e for e in result.ranked[:top]}
     chosen |= {e.strategy: e for e in today if e.strategy in place}

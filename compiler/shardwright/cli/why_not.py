@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from shardwright.cli.plan_table import GIB
 from shardwright.cli.tables import table_lines
+from shardwright.layout.problem import Problem
 from shardwright.search.compare import PARTS
 from shardwright.search.why_not import CHOSEN, LOSES, TOO_LARGE, WINS, WhyNotAnswer
 from shardwright.strict_json import strict_json
@@ -108,7 +109,7 @@ def ask(
             return refused(refusal), freed
         raise
     recipe = dataclasses.replace(subject.recipe, parallelism=loaded.parallelism)
-    return why_not(recipe, subject.graph, subject.cluster, subject.estimate), freed
+    return why_not(Problem(recipe=recipe, graph=subject.graph, cluster=subject.cluster), subject.estimate), freed
 
 
 def page(subject: PricedRecipe, asked: Mapping[str, str], freed: Sequence[str], answer: WhyNotAnswer) -> str:

@@ -17,6 +17,7 @@ from shardwright.ir.lora import adapters, target_modules
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import ELEMENT_BYTES, Recipe
 from shardwright.layout.loss_chunk import chunk_length
+from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.plan.build import accumulation_dtype
 
@@ -31,9 +32,7 @@ class Block(NamedTuple):  # a search makes tens of thousands; a frozen dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    recipe: Recipe
-    graph: ModelGraph
-    cluster: Cluster
+    problem: Problem
     strategy: Strategy
     constants: Constants
     shapes: ModelShapes
@@ -43,6 +42,18 @@ class Layout:
     boundaries: tuple[int, ...] = ()  # of the stages, over graph.layers; () until the layers are placed
     ranks: tuple[tuple[Block, ...], ...] = ()  # per pipeline rank
     adapters: tuple[int, ...] = ()  # LoRA's elements, prefix sums over graph.layers; () where all is trained
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.problem.recipe
+
+    @property
+    def graph(self) -> ModelGraph:
+        return self.problem.graph
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.problem.cluster
 
     @property
     def traits(self) -> Traits:
@@ -88,14 +99,13 @@ class Layout:
         return total - (shared if shared and blocks[0].start == 0 and self.has_head(blocks) else 0)
 
 
-def lay_out(recipe: Recipe, graph: ModelGraph, cluster: Cluster, strategy: Strategy, constants: Constants) -> Layout:
+def lay_out(problem: Problem, strategy: Strategy, constants: Constants) -> Layout:
     """Its layers are on no stage yet; see `placed`."""
+    recipe, graph = problem.recipe, problem.graph
     element_bytes = ELEMENT_BYTES[recipe.training.precision]
     sequence_length, checkpointing = recipe.training.sequence_length, strategy.activation_checkpointing
     return Layout(
-        recipe=recipe,
-        graph=graph,
-        cluster=cluster,
+        problem=problem,
         strategy=strategy,
         constants=constants,
         shapes=model_shapes(graph, strategy.tensor),

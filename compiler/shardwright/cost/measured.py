@@ -11,10 +11,10 @@ from importlib import resources
 from shardwright.engines.kernels import KERNELS
 from shardwright.engines.table import title_of
 from shardwright.ir.cluster import Cluster
-from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import PredictionError
 from shardwright.layout.experts import experts_of
+from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 
 
@@ -66,10 +66,10 @@ def bench() -> Bench:
     return Bench(time=measured("time"), memory=measured("memory"), projects=data["projects"])
 
 
-def prediction_error(recipe: Recipe, graph: ModelGraph, cluster: Cluster, strategy: Strategy) -> PredictionError:
+def prediction_error(problem: Problem, strategy: Strategy) -> PredictionError:
     """None where no published run is of the layout's kind; the reasons say which kind that is."""
-    time = _unmeasured(recipe, graph, cluster, strategy, bench().time)
-    memory = _unmeasured(recipe, graph, cluster, strategy, bench().memory)
+    time = _unmeasured(problem, strategy, bench().time)
+    memory = _unmeasured(problem, strategy, bench().memory)
     return PredictionError(
         step_time=None if time else bench().time.error,
         memory=None if memory else bench().memory.error,
@@ -83,8 +83,9 @@ def engine_of(target: str, kernels: str, zero_stage: int) -> str:
     return (KERNELS[kernels].zero_3 if zero_stage == 3 else None) or target
 
 
-def _unmeasured(recipe: Recipe, graph: ModelGraph, cluster: Cluster, s: Strategy, runs: Measured) -> str:
+def _unmeasured(problem: Problem, s: Strategy, runs: Measured) -> str:
     """What the layout is that no run was; "" where runs stand behind it."""
+    recipe, graph, cluster = problem.recipe, problem.graph, problem.cluster
     if cluster.gpu.is_cpu:
         return "a CPU"
     if cluster.gpu.name.partition("-")[0] not in runs.gpus:

@@ -20,6 +20,7 @@ from shardwright.ir.recipe import Recipe
 from shardwright.ir.words import Checkpointing, Offload
 from shardwright.layout.estimate import Memory
 from shardwright.layout.hpz import HPZ
+from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.lint.rules.batch import MICRO, STEPS, TRAIN
 from shardwright.lint.rules.precision import dtype, precision
@@ -158,7 +159,7 @@ def _recipe(subject: LintedConfig, strategy: Strategy, model: str, gpu: str, len
 def _memory(recipe: Recipe, graph: ModelGraph, strategy: Strategy, gpu: str, recompute: Checkpointing) -> Memory:
     cluster = resolve_cluster(dataclasses.replace(recipe.cluster, gpu=gpu))
     chosen = dataclasses.replace(strategy, activation_checkpointing=recompute)
-    return estimate_memory(place(recipe, graph, cluster, chosen))
+    return estimate_memory(place(Problem(recipe=recipe, graph=graph, cluster=cluster), chosen))
 
 
 def _help(strategy: Strategy) -> str:

@@ -24,6 +24,7 @@ from shardwright.figures import duration, number
 from shardwright.folder import CompiledFolder
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.ir.weights import weights_words
+from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.plan.plan import Plan
 from shardwright.report import charts
@@ -55,7 +56,7 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
     """The page's HTML, and the simulated step that it shows."""
     plan = subject.plan
     timeline = step_timeline(subject.layout, plan.predicted.time)
-    space = whole_space(subject.recipe, subject.graph, subject.cluster, subject.estimate)
+    space = whole_space(Problem(recipe=subject.recipe, graph=subject.graph, cluster=subject.cluster), subject.estimate)
     run = read_run(subject.folder, plan)
     drawn = dict(_charts(subject, timeline, space, run))
     totals = totals_of(subject)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
-from shardwright.ir.cluster import Cluster
-from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import Estimate
 from shardwright.layout.problem import Problem
@@ -59,29 +58,31 @@ class Space:
     forbidden_drawn: int
 
 
-def whole_space(recipe: Recipe, graph: ModelGraph, cluster: Cluster, chosen: Estimate) -> Space:
+def whole_space(problem: Problem, chosen: Estimate) -> Space:
     """Deterministic. Within the recipe's pins it is `plan`'s search; the rest shows what the pins leave out."""
+    recipe = problem.recipe
     free = without_layout_pins(recipe)
+    everywhere = dataclasses.replace(problem, recipe=free)
     legal: list[Point] = []
     forbidden: list[tuple[Strategy, str, str]] = []
     within: list[Estimate] = []
-    for strategy in candidates(free, graph, cluster):
-        found = check_layout(Problem(recipe=free, graph=graph, cluster=cluster), strategy)
+    for strategy in candidates(everywhere):
+        found = check_layout(everywhere, strategy)
         error = next((d for d in found if d.severity == "error"), None)
         if error is not None:
             forbidden.append((strategy, error.code, error.message))
             continue
-        estimate = settled_estimate(free, graph, cluster, strategy, found)
+        estimate = settled_estimate(everywhere, strategy, found)
         pinned = _is_pinned(recipe, strategy)
         if pinned and estimate.feasible:
             within.append(estimate)
         legal.append(_legal_point(free, estimate, pinned))
     stride = max(1, -(-len(forbidden) // MOST_FORBIDDEN))
     drawn = [
-        _forbidden_point(recipe, settled_estimate(free, graph, cluster, strategy, ()), code, reason)
+        _forbidden_point(recipe, settled_estimate(everywhere, strategy, ()), code, reason)
         for strategy, code, reason in forbidden[::stride]
     ]
-    result = search(recipe, graph, cluster)
+    result = search(problem)
     winner = result.ranked[0] if result.ranked else chosen
     return Space(
         points=(*drawn, *legal),

@@ -13,8 +13,6 @@ from shardwright.cost.shapes import model_shapes
 from shardwright.cost.timing import FORWARDS_PER_STEP, forward_flops_per_token
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.cluster import Cluster
-from shardwright.ir.model_graph import ModelGraph
-from shardwright.ir.recipe import Recipe
 from shardwright.layout.axes import worlds
 from shardwright.layout.problem import Problem
 from shardwright.search.search import search
@@ -68,9 +66,10 @@ class OtherBatch:
         )
 
 
-def other_batch(recipe: Recipe, graph: ModelGraph, cluster: Cluster, sizing: Sizing) -> OtherBatch | None:
-    """Where a batch near the recipe's would do with fewer nodes. recipe, cluster: sized. A few clusters are searched,
+def other_batch(problem: Problem, sizing: Sizing) -> OtherBatch | None:
+    """Where a batch near the recipe's would do with fewer nodes. problem: sized. A few clusters are searched,
     from the one that would be enough if the step scaled perfectly."""
+    recipe, cluster = problem.recipe, problem.cluster
     training = recipe.training
     tried: set[int] = set()
     for share in TRIED_SHARES:
@@ -81,8 +80,9 @@ def other_batch(recipe: Recipe, graph: ModelGraph, cluster: Cluster, sizing: Siz
         tried.add(nodes)
         steps = math.ceil(training.known_steps * training.global_batch_size / batch)
         changed = dataclasses.replace(training, global_batch_size=batch, steps=steps, tokens=None)
-        there = dataclasses.replace(_with_nodes(recipe, nodes), training=changed)
-        ranked = search(there, graph, dataclasses.replace(cluster, nodes=nodes)).ranked
+        sized = _with_nodes(problem, nodes)
+        there = dataclasses.replace(sized, recipe=dataclasses.replace(sized.recipe, training=changed))
+        ranked = search(there).ranked
         if ranked and ranked[0].training.days <= sizing.days_at_most:
             price = cluster.price_per_gpu_hour
             now = None if price is None else sizing.days * HOURS_PER_DAY * cluster.world_size * price
@@ -103,15 +103,16 @@ def _nearest_multiple(batch: int, world: int) -> int:
     return near if batch / 2 <= near <= 1.5 * batch else 0
 
 
-def size_cluster(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> tuple[Recipe, Cluster, Sizing | None]:
-    """The recipe and cluster with their number of nodes; as given, and None, where the recipe has one.
+def size_cluster(problem: Problem) -> tuple[Problem, Sizing | None]:
+    """The problem with its number of nodes; as given, and None, where the recipe has one.
 
-    cluster: of one node where the recipe says auto. Exact: every number of nodes below the answer either has no layout
-    (the degrees and the batch do not divide), cannot be fast enough at the GPUs' peak, or was searched. Raises Refusal:
-    SW3003 (an unknown number of steps), SW3204 (no cluster is fast enough).
+    Its cluster is of one node where the recipe says auto. Exact: every number of nodes below the answer either has no
+    layout (the degrees and the batch do not divide), cannot be fast enough at the GPUs' peak, or was searched. Raises
+    Refusal: SW3003 (an unknown number of steps), SW3204 (no cluster is fast enough).
     """
+    recipe, cluster = problem.recipe, problem.cluster
     if recipe.cluster.nodes is not None:
-        return recipe, cluster, None
+        return problem, None
     steps, days = recipe.training.known_steps, recipe.training.days_at_most
     if not steps or days is None:
         raise Refusal(
@@ -123,19 +124,18 @@ def size_cluster(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> tuple[R
             )
         )
     limit = days * SECONDS_PER_DAY / steps
-    fewest = _work_seconds(recipe, graph, cluster) / limit / cluster.gpus_per_node
+    fewest = _work_seconds(problem) / limit / cluster.gpus_per_node
     smaller: tuple[int, float | None] | None = None
     fastest: tuple[float, int] | None = None
-    for nodes in _sizes(recipe, graph, cluster):
-        sized = dataclasses.replace(cluster, nodes=nodes)
+    for nodes in _sizes(problem):
         if nodes < fewest:
             smaller = (nodes, None)
             continue
-        there = _with_nodes(recipe, nodes)
-        ranked = search(there, graph, sized).ranked
+        sized = _with_nodes(problem, nodes)
+        ranked = search(sized).ranked
         seconds = ranked[0].time.step_seconds if ranked else None  # of the plan that would be chosen
         if seconds is not None and seconds <= limit:
-            return there, sized, _sizing(recipe, graph, cluster, nodes, seconds * steps, days, smaller)
+            return sized, _sizing(problem, nodes, seconds * steps, days, smaller)
         if seconds is not None:
             fastest = min(fastest or (seconds, nodes), (seconds, nodes))
         smaller = (nodes, None if seconds is None else seconds * steps / SECONDS_PER_DAY)
@@ -143,9 +143,7 @@ def size_cluster(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> tuple[R
 
 
 def _sizing(
-    recipe: Recipe,
-    graph: ModelGraph,
-    cluster: Cluster,
+    problem: Problem,
     nodes: int,
     seconds: float,
     days: float,
@@ -156,8 +154,7 @@ def _sizing(
     if smaller is not None:
         below = smaller[1]
         if below is None:
-            sized = dataclasses.replace(cluster, nodes=smaller[0])
-            ranked = search(_with_nodes(recipe, smaller[0]), graph, sized).ranked
+            ranked = search(_with_nodes(problem, smaller[0])).ranked
             below = ranked[0].training.days if ranked else None
     return Sizing(
         nodes=nodes,
@@ -168,18 +165,25 @@ def _sizing(
     )
 
 
-def _with_nodes(recipe: Recipe, nodes: int) -> Recipe:
-    return dataclasses.replace(recipe, cluster=dataclasses.replace(recipe.cluster, nodes=nodes))
+def _with_nodes(problem: Problem, nodes: int) -> Problem:
+    section = dataclasses.replace(problem.recipe.cluster, nodes=nodes)
+    return Problem(
+        recipe=dataclasses.replace(problem.recipe, cluster=section),
+        graph=problem.graph,
+        cluster=dataclasses.replace(problem.cluster, nodes=nodes),
+    )
 
 
-def _sizes(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> Iterator[int]:
+def _sizes(problem: Problem) -> Iterator[int]:
     """Every number of nodes that some degrees make up, ascending."""
-    gpus, found = cluster.gpus_per_node, worlds(Problem(recipe=recipe, graph=graph, cluster=cluster))
+    cluster = problem.cluster
+    gpus, found = cluster.gpus_per_node, worlds(problem)
     yield from sorted(world // gpus for world in found if world % gpus == 0 and world <= MOST_GPUS)
 
 
-def _work_seconds(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> float:
+def _work_seconds(problem: Problem) -> float:
     """GPU-seconds of a step at the dense peak: no layout takes less."""
+    recipe, graph, cluster = problem.recipe, problem.graph, problem.cluster
     shapes = model_shapes(graph, 1)
     _, _, scores = shapes.decoder_flops
     training = recipe.training

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from shardwright.cost.breakdown import Breakdown, break_down
 from shardwright.cost.estimate import price
 from shardwright.cost.layout import Layout
 from shardwright.cost.memory import estimate_memory
-from shardwright.ir.cluster import Cluster
-from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import Estimate
+from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy, layout_axes
 from shardwright.search.compare import because, binding_constraint
 from shardwright.search.plainer import Plainer, plainer
@@ -81,12 +81,13 @@ class PlanExplanation:
     plainer: Plainer | None
 
 
-def explain(recipe: Recipe, graph: ModelGraph, cluster: Cluster, chosen: Estimate) -> PlanExplanation:
+def explain(problem: Problem, chosen: Estimate) -> PlanExplanation:
     """chosen: of a layout whose world and batch work out. Runs the search about seven times."""
-    layout, _ = as_planned(recipe, graph, cluster, chosen.strategy, chosen.boundaries)
-    within = search(recipe, graph, cluster)
+    recipe = problem.recipe
+    layout, _ = as_planned(problem, chosen.strategy, chosen.boundaries)
+    within = search(problem)
     pinned = pinned_keys(recipe)
-    everywhere = search(without_layout_pins(recipe), graph, cluster) if pinned else within
+    everywhere = search(dataclasses.replace(problem, recipe=without_layout_pins(recipe))) if pinned else within
     after = _after(within, chosen)
     beyond_pins = not after and bool(pinned)
     if beyond_pins:
@@ -101,7 +102,7 @@ def explain(recipe: Recipe, graph: ModelGraph, cluster: Cluster, chosen: Estimat
         layouts=len(order),
         next_best=tuple(alternative(recipe, e, chosen) for e in after[:NEXT]),
         beyond_pins=beyond_pins,
-        sensitivity=sensitivities(recipe, graph, cluster, chosen),
+        sensitivity=sensitivities(problem, chosen),
         rejected=everywhere.rejected,
         second_copy=_second_copy(layout, chosen),
         plainer=plainer(recipe, within.ranked) if _is_best(within, chosen) else None,

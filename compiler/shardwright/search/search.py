@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from dataclasses import dataclass, fields
 
@@ -9,7 +10,6 @@ from shardwright.cost.estimate import does_not_fit, price
 from shardwright.cost.layout import Layout
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.cluster import Cluster
-from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import Estimate, Memory
 from shardwright.layout.problem import Problem
@@ -38,19 +38,20 @@ class SearchResult:
     seconds: float
 
 
-def search(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> SearchResult:
+def search(problem: Problem) -> SearchResult:
     """Never raises for a layout that is illegal: that one is in `rejected`. Deterministic but for `seconds`.
 
     Exhaustive, with two bounds: a rule forbids all that it does not read about, and where a micro-batch does not fit no
     larger one does (activations and logits grow with it, nothing shrinks).
     """
+    recipe = problem.recipe
     started = time.perf_counter()
     feasible: list[Estimate] = []
     beyond: list[tuple[Layout, Memory, tuple[Diagnostic, ...]]] = []
     rejections = Rejections()
-    for group in legal_layouts(recipe, graph, cluster, rejections):
+    for group in legal_layouts(problem, rejections):
         for place, (strategy, warnings) in enumerate(group):
-            layout, memory = settle(recipe, graph, cluster, strategy)
+            layout, memory = settle(problem, strategy)
             if not memory.fits:
                 rejections.add(does_not_fit(memory, strategy), strategy, len(group) - place)
                 beyond.append((layout, memory, warnings))
@@ -91,25 +92,22 @@ def rank_key(recipe: Recipe, estimate: Estimate) -> tuple[float | int | str, ...
     )
 
 
-def choose(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> Estimate:
+def choose(problem: Problem) -> Estimate:
     """The best feasible layout. Errors: the rules that the pins break, at the pins; SW3202 where nothing fits."""
-    result = search(recipe, graph, cluster)
+    cluster = problem.cluster
+    result = search(problem)
     if result.ranked:
         return result.ranked[0]
     if result.closest is not None:
         raise Refusal(_nothing_fits(result.closest, cluster))
-    raise Refusal(*why_not(recipe, graph, cluster))
+    raise Refusal(*why_not(problem))
 
 
-def why_not(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> tuple[Diagnostic, ...]:
+def why_not(problem: Problem) -> tuple[Diagnostic, ...]:
     """The errors of the layout within the pins that breaks the fewest rules."""
+    recipe, cluster = problem.recipe, problem.cluster
     found = (
-        tuple(
-            d
-            for d in check_layout(Problem(recipe=recipe, graph=graph, cluster=cluster), strategy)
-            if d.severity == "error"
-        )
-        for strategy in candidates(recipe, graph, cluster)
+        tuple(d for d in check_layout(problem, strategy) if d.severity == "error") for strategy in candidates(problem)
     )
     fewest = min(found, key=len, default=())
     if fewest:
@@ -119,7 +117,7 @@ def why_not(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> tuple[Diagno
     pinned = {("parallelism", field.name) for field in fields(pins) if getattr(pins, field.name) is not None}
     errors = tuple(
         d
-        for d in check_layout(Problem(recipe=recipe, graph=graph, cluster=cluster), nearest(recipe, cluster))
+        for d in check_layout(problem, nearest(recipe, cluster))
         if d.severity == "error"
         and (d.code in UNCOUNTABLE_CODES or d.key is None or d.key[0] != "parallelism" or d.key in pinned)
     )
@@ -134,42 +132,42 @@ def why_not(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> tuple[Diagno
     )
 
 
-def pinned_estimate(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> Estimate:
+def pinned_estimate(problem: Problem) -> Estimate:
     """What `estimate` prints: the pinned layout, `auto` filled by the search.
 
     Where no layout within the pins is feasible, the one that breaks least is priced all the same. Raises Refusal
     where none multiplies out to the world and the batch.
     """
-    strategies = tuple(candidates(recipe, graph, cluster))
+    recipe = problem.recipe
+    strategies = tuple(candidates(problem))
     if len(strategies) == 1:
-        return estimate_strategy(recipe, graph, cluster, strategies[0])
-    result = search(recipe, graph, cluster)
+        return estimate_strategy(problem, strategies[0])
+    result = search(problem)
     if result.ranked:
         return result.ranked[0]
     if result.closest is not None:
         return result.closest
     if not strategies:
-        raise Refusal(*why_not(recipe, graph, cluster))
+        raise Refusal(*why_not(problem))
 
     def errors(strategy: Strategy) -> int:
-        return sum(
-            d.severity == "error" for d in check_layout(Problem(recipe=recipe, graph=graph, cluster=cluster), strategy)
-        )
+        return sum(d.severity == "error" for d in check_layout(problem, strategy))
 
     fewest = min(errors(s) for s in strategies)
-    priced = [estimate_strategy(recipe, graph, cluster, s) for s in strategies if errors(s) == fewest]
+    priced = [estimate_strategy(problem, s) for s in strategies if errors(s) == fewest]
     return min(priced, key=lambda e: (not e.memory.fits, rank_key(recipe, e)))
 
 
-def baselines(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> tuple[Estimate, ...]:
+def baselines(problem: Problem) -> tuple[Estimate, ...]:
     """The best pipeline 1, tensor 1 layouts with ZeRO-2 and with ZeRO-3: what one would run today.
 
     Pins on the layout do not apply. Where none fits, the one nearest to fitting; none where the batch does not divide.
     """
+    recipe = problem.recipe
     found: list[Estimate] = []
     for zero_stage in (2, 3):
         plain = as_today(recipe, zero_stage=zero_stage)
-        result = search(plain, graph, cluster)
+        result = search(dataclasses.replace(problem, recipe=plain))
         best = result.ranked[0] if result.ranked else result.closest
         if best is not None:
             found.append(best)

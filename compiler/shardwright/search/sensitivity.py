@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwright.ir.cluster import Cluster, Gpu
-from shardwright.ir.model_graph import ModelGraph
-from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import Estimate
+from shardwright.layout.problem import Problem
 from shardwright.search.search import search
 from shardwright.search.settle import estimate_strategy
 
@@ -26,17 +25,18 @@ class Sensitivity:
     best: Estimate | None
 
 
-def sensitivities(recipe: Recipe, graph: ModelGraph, cluster: Cluster, chosen: Estimate) -> tuple[Sensitivity, ...]:
+def sensitivities(problem: Problem, chosen: Estimate) -> tuple[Sensitivity, ...]:
     """Resources that the cluster has no use for (links between nodes, on one node) are left out."""
+    cluster = problem.cluster
     found: list[Sensitivity] = []
     for resource, (matters, better) in RESOURCES.items():
         if matters(cluster):
             there = better(cluster)
-            ranked = search(recipe, graph, there).ranked
+            ranked = search(dataclasses.replace(problem, cluster=there)).ranked
             found.append(
                 Sensitivity(
                     resource=resource,
-                    same=estimate_strategy(recipe, graph, there, chosen.strategy),
+                    same=estimate_strategy(dataclasses.replace(problem, cluster=there), chosen.strategy),
                     best=ranked[0] if ranked else None,
                 )
             )

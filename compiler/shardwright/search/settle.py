@@ -17,7 +17,6 @@ from shardwright.cost.stages import PricedStages
 from shardwright.cost.timing import data_seconds
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.engines.table import ENGINES
-from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import Estimate, Memory
@@ -29,65 +28,59 @@ from shardwright.partition.placing import place_layers
 from shardwright.rules.registry import check_layout, is_countable
 
 
-def estimate_strategy(recipe: Recipe, graph: ModelGraph, cluster: Cluster, strategy: Strategy) -> Estimate:
+def estimate_strategy(problem: Problem, strategy: Strategy) -> Estimate:
     """Numbers for any layout whose world and batch work out; rules and memory decide `feasible`.
 
     Raises Refusal (SW3101, SW3102, SW3115 and every other broken rule) where they do not, and for axes that the cost
     model does not know: there is nothing to count.
     """
-    diagnostics = _countable(recipe, graph, cluster, strategy)
-    return settled_estimate(recipe, graph, cluster, strategy, diagnostics)
+    diagnostics = _countable(problem, strategy)
+    return settled_estimate(problem, strategy, diagnostics)
 
 
-def as_planned(
-    recipe: Recipe, graph: ModelGraph, cluster: Cluster, strategy: Strategy, boundaries: tuple[int, ...]
-) -> tuple[Layout, Estimate]:
+def as_planned(problem: Problem, strategy: Strategy, boundaries: tuple[int, ...]) -> tuple[Layout, Estimate]:
     """What a plan has decided, priced by this version: nothing is settled or placed anew. Raises as
     estimate_strategy."""
-    diagnostics = _countable(recipe, graph, cluster, strategy)
-    layout = placed(lay_out(recipe, graph, cluster, strategy, default_constants()), boundaries)
+    diagnostics = _countable(problem, strategy)
+    layout = placed(lay_out(problem, strategy, default_constants()), boundaries)
     return layout, price(layout, estimate_memory(layout), diagnostics)
 
 
-def _countable(recipe: Recipe, graph: ModelGraph, cluster: Cluster, strategy: Strategy) -> tuple[Diagnostic, ...]:
-    diagnostics = check_layout(Problem(recipe=recipe, graph=graph, cluster=cluster), strategy)
+def _countable(problem: Problem, strategy: Strategy) -> tuple[Diagnostic, ...]:
+    diagnostics = check_layout(problem, strategy)
     if not is_countable(strategy, diagnostics):
         raise Refusal(*diagnostics)
     return diagnostics
 
 
 def settled_estimate(
-    recipe: Recipe,
-    graph: ModelGraph,
-    cluster: Cluster,
+    problem: Problem,
     strategy: Strategy,
     diagnostics: tuple[Diagnostic, ...],
     constants: Constants | None = None,
 ) -> Estimate:
     """As estimate_strategy, for a caller that has checked the rules already, or that varies the constants."""
-    layout, memory = settle(recipe, graph, cluster, strategy, constants)
+    layout, memory = settle(problem, strategy, constants)
     return price(layout, memory, diagnostics)
 
 
-def settle(
-    recipe: Recipe, graph: ModelGraph, cluster: Cluster, strategy: Strategy, constants: Constants | None = None
-) -> tuple[Layout, Memory]:
+def settle(problem: Problem, strategy: Strategy, constants: Constants | None = None) -> tuple[Layout, Memory]:
     """The layout, whose strategy says how all is settled, and its memory: the cheap half of a price. A search asks no
     more of what does not fit."""
-    layout = place(recipe, graph, cluster, strategy, constants)
+    recipe, graph = problem.recipe, problem.graph
+    layout = place(problem, strategy, constants)
     memory = estimate_memory(layout)
     if not _may_chunk(recipe, graph, strategy, memory) or not logits_are_peak(layout):
         return _settle_hpz(layout, memory)
-    chunked = place(recipe, graph, cluster, replace(strategy, loss="chunked"), constants)
+    chunked = place(problem, replace(strategy, loss="chunked"), constants)
     lower = estimate_memory(chunked)
     return _settle_hpz(chunked, lower) if lower.peak_bytes < memory.peak_bytes else (layout, memory)
 
 
-def place(
-    recipe: Recipe, graph: ModelGraph, cluster: Cluster, strategy: Strategy, constants: Constants | None = None
-) -> Layout:
+def place(problem: Problem, strategy: Strategy, constants: Constants | None = None) -> Layout:
     """The strategy as it is, with its layers on stages."""
-    layout = lay_out(recipe, graph, cluster, strategy, constants or default_constants())
+    recipe, graph = problem.recipe, problem.graph
+    layout = lay_out(problem, strategy, constants or default_constants())
     return placed(layout, place_layers(recipe, graph, strategy, PricedStages(layout)))
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwright.ir.cluster import Cluster
-from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.axes import AXES, Value, choices, degrees_that_fill, rank_axes, world_of
 from shardwright.layout.problem import Problem
@@ -28,12 +27,12 @@ class Placement:
     axes: tuple[tuple[str, tuple[Value, ...]], ...]
 
 
-def placements(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> Iterator[Placement]:
+def placements(problem: Problem) -> Iterator[Placement]:
     """Every choice of degrees whose product is the world and whose data degree divides the batch.
 
     Nothing where the pins themselves do not multiply out (see `nearest`).
     """
-    problem = Problem(recipe=recipe, graph=graph, cluster=cluster)
+    problem = problem
     for degrees in degrees_that_fill(problem):
         settled: dict[str, Value] = {**degrees}
         walked: list[tuple[str, tuple[Value, ...]]] = []
@@ -48,9 +47,10 @@ def placements(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> Iterator[
             yield Placement(settled=settled, axes=tuple(walked))
 
 
-def candidates(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> Iterator[Strategy]:
+def candidates(problem: Problem) -> Iterator[Strategy]:
     """Every layout of every placement; the rules decide about them."""
-    for placement in placements(recipe, graph, cluster):
+    recipe = problem.recipe
+    for placement in placements(problem):
         names = [name for name, _ in placement.axes]
         for values in itertools.product(*(tried for _, tried in placement.axes)):
             yield strategy_of(recipe, placement, dict(zip(names, values, strict=True)))

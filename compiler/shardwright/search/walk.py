@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shardwright.diagnostics import Diagnostic
-from shardwright.ir.cluster import Cluster
-from shardwright.ir.model_graph import ModelGraph
-from shardwright.ir.recipe import Recipe
 from shardwright.layout.axes import AXES, Value
+from shardwright.layout.problem import Problem
 from shardwright.layout.rule import Candidate, Rule
 from shardwright.layout.strategy import Strategy
 from shardwright.rules.registry import in_order, rules_for
@@ -51,23 +49,18 @@ Legal = tuple[Strategy, tuple[Diagnostic, ...]]
 """A layout that breaks no rule, and the warnings about it."""
 
 
-def legal_layouts(
-    recipe: Recipe, graph: ModelGraph, cluster: Cluster, rejections: Rejections
-) -> Iterator[tuple[Legal, ...]]:
+def legal_layouts(problem: Problem, rejections: Rejections) -> Iterator[tuple[Legal, ...]]:
     """Groups that differ in the micro-batch alone, smallest first. What a rule forbids goes to `rejections`."""
-    for placement in placements(recipe, graph, cluster):
-        yield from _Walk(recipe, graph, cluster, placement, rejections).groups()
+    for placement in placements(problem):
+        yield from _Walk(problem, placement, rejections).groups()
 
 
 class _Walk:
     """One placement: its axes settled one after the other."""
 
-    def __init__(
-        self, recipe: Recipe, graph: ModelGraph, cluster: Cluster, placement: Placement, rejections: Rejections
-    ) -> None:
-        self.recipe, self.graph, self.cluster = recipe, graph, cluster
-        self.placement, self.rejections = placement, rejections
-        self.levels = _levels(recipe.target, [name for name, _ in placement.axes])
+    def __init__(self, problem: Problem, placement: Placement, rejections: Rejections) -> None:
+        self.problem, self.placement, self.rejections = problem, placement, rejections
+        self.levels = _levels(problem.recipe.target, [name for name, _ in placement.axes])
 
     def groups(self) -> Iterator[tuple[Legal, ...]]:
         warnings = self._check(0, {})
@@ -86,7 +79,7 @@ class _Walk:
             if found is None:
                 continue
             if last:
-                group.append((strategy_of(self.recipe, self.placement, below), in_order((*warnings, *found))))
+                group.append((strategy_of(self.problem.recipe, self.placement, below), in_order((*warnings, *found))))
             else:
                 yield from self._descend(level + 1, below, (*warnings, *found))
         if group:
@@ -97,8 +90,9 @@ class _Walk:
         rules = self.levels[level]
         if not rules:
             return ()
-        strategy = strategy_of(self.recipe, self.placement, settled)
-        candidate = Candidate(recipe=self.recipe, graph=self.graph, cluster=self.cluster, strategy=strategy)
+        strategy = strategy_of(self.problem.recipe, self.placement, settled)
+        p = self.problem
+        candidate = Candidate(recipe=p.recipe, graph=p.graph, cluster=p.cluster, strategy=strategy)
         found = in_order(rule.check(candidate) for rule in rules)
         if found and found[0].severity == "error":
             self.rejections.add(found[0], strategy, math.prod(len(c) for _, c in self.placement.axes[level:]))

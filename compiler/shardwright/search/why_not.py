@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwright.diagnostics import Diagnostic, Refusal
-from shardwright.ir.cluster import Cluster
-from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import Estimate
+from shardwright.layout.problem import Problem
 from shardwright.search.compare import because
 from shardwright.search.search import pinned_estimate, rank_key
 from shardwright.search.settle import is_roomy
@@ -32,10 +31,11 @@ class WhyNotAnswer:
     because: str
 
 
-def why_not(asked: Recipe, graph: ModelGraph, cluster: Cluster, chosen: Estimate) -> WhyNotAnswer:
-    """asked: the recipe with the region that is asked about pinned, and nothing else of the layout."""
+def why_not(problem: Problem, chosen: Estimate) -> WhyNotAnswer:
+    """problem: its recipe pins the region that is asked about, and nothing else of the layout."""
+    asked = problem.recipe
     try:
-        best = pinned_estimate(asked, graph, cluster)
+        best = pinned_estimate(problem)
     except Refusal as refusal:
         return refused(refusal)
     errors = [d for d in best.diagnostics if d.severity == "error"]

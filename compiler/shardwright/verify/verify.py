@@ -24,6 +24,7 @@ from shardwright.ir.json_value import JsonObject
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.launch.preconditions import own_command
+from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.lower.folder import write_folder
 from shardwright.model.build import build_model_graph
@@ -96,9 +97,9 @@ def _planned(recipe: Recipe) -> tuple[ModelGraph, Strategy]:
                 key=("model", "trust_remote_code"),
             )
         )
-    graph, cluster = build_model_graph(recipe.model), resolve_cluster(recipe.cluster)
-    recipe, cluster, _ = size_cluster(recipe, graph, cluster)
-    return graph, choose(recipe, graph, cluster).strategy
+    cluster = resolve_cluster(recipe.cluster)
+    problem, _ = size_cluster(Problem(recipe=recipe, graph=build_model_graph(recipe.model), cluster=cluster))
+    return problem.graph, choose(problem).strategy
 
 
 def _prepare(

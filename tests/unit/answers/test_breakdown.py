@@ -15,6 +15,7 @@ from shardwright.rules.registry import check_layout
 from shardwright.search.settle import estimate_strategy, settle
 from shardwright.search.space import candidates
 from tests.unit.answers.cases import MODELS, cluster_of, recipe_for
+from tests.unit.model.factory import problem_of
 
 
 def layouts() -> list[tuple[str, int, Strategy]]:
@@ -27,7 +28,7 @@ def layouts() -> list[tuple[str, int, Strategy]]:
             recipe = recipe_for(offload=None)
             legal = [
                 s
-                for s in candidates(recipe, graph, cluster)
+                for s in candidates(problem_of(recipe, graph, cluster))
                 if all(
                     d.severity != "error" for d in check_layout(Problem(recipe=recipe, graph=graph, cluster=cluster), s)
                 )
@@ -39,8 +40,8 @@ def layouts() -> list[tuple[str, int, Strategy]]:
 @pytest.mark.parametrize(("model", "nodes", "strategy"), layouts())
 def test_parts_add_up(model: str, nodes: int, strategy: Strategy) -> None:
     graph, cluster, recipe = MODELS[model], cluster_of(nodes), recipe_for(offload=None)
-    estimate = estimate_strategy(recipe, graph, cluster, strategy)
-    layout, _ = settle(recipe, graph, cluster, strategy)
+    estimate = estimate_strategy(problem_of(recipe, graph, cluster), strategy)
+    layout, _ = settle(problem_of(recipe, graph, cluster), strategy)
     found = break_down(layout, estimate)
     step, time = found.step, estimate.time
     total = time.step_seconds
@@ -72,13 +73,13 @@ def test_a_larger_part_is_a_larger_part() -> None:
     graph, recipe = MODELS["llama"], recipe_for()
     strategy = next(
         s
-        for s in candidates(recipe, graph, cluster_of(4))
+        for s in candidates(problem_of(recipe, graph, cluster_of(4)))
         if (s.tensor, s.pipeline, s.data, s.zero_stage) == (2, 1, 16, 1)
     )
 
     def step(cluster: Cluster) -> dict[str, float]:
-        estimate = estimate_strategy(recipe, graph, cluster, strategy)
-        return dataclasses.asdict(break_down(settle(recipe, graph, cluster, strategy)[0], estimate).step)
+        estimate = estimate_strategy(problem_of(recipe, graph, cluster), strategy)
+        return dataclasses.asdict(break_down(settle(problem_of(recipe, graph, cluster), strategy)[0], estimate).step)
 
     fast = step(cluster_of(4))
     slow = step(dataclasses.replace(cluster_of(4), inter_node_bytes_per_second=1e9))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.compile import compile_recipe, estimate_recipe, model_and_cluster, read_inputs, size_recipe
+from shardwright.compile import compile_recipe, estimate_recipe, read_inputs, read_problem, size_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.plan.serialize import plan_from_json
 from shardwright.recipe.load import load_recipe
@@ -35,7 +35,8 @@ def test_the_beginnings_of_the_column_are_what_compile_goes_through(write_recipe
     recipe = load_recipe(write_recipe())
     problem, estimate = estimate_recipe(recipe)
     inputs = read_inputs(recipe)
-    assert (problem.graph, problem.cluster) == (inputs.graph, inputs.cluster) == model_and_cluster(recipe)
+    read = read_problem(recipe)
+    assert (problem.graph, problem.cluster) == (inputs.graph, inputs.cluster) == (read.graph, read.cluster)
     assert size_recipe(recipe) == (problem, None) and problem.recipe is recipe
     compiled = compile_recipe(recipe)
     plan = compiled.plan

@@ -14,6 +14,7 @@ from shardwright.diagnostics import Refusal
 from shardwright.ir.recipe import Recipe
 from shardwright.recipe.load import load_recipe
 from shardwright.rules.executable import EXECUTABLE, check_executable
+from tests.unit.model.factory import problem_of
 
 # A value beyond the table for each row, as a user would write it; keys of the small recipe to go with it.
 BEYOND: dict[str, list[dict[str, Any]]] = {
@@ -97,12 +98,11 @@ def test_within_the_table_compiles(recipe_of: Callable[..., Recipe], changes: di
 
 def test_the_search_proposes_only_what_runs(recipe_of: Callable[..., Recipe]) -> None:
     """With every key left open, no ranked layout has a value that the table refuses when it is pinned."""
-    from shardwright.cluster.resolve import resolve_cluster
     from shardwright.model.build import build_model_graph
     from shardwright.search.search import search
 
     recipe = recipe_of({"parallelism": {}})
-    ranked = search(recipe, build_model_graph(recipe.model), resolve_cluster(recipe.cluster)).ranked
+    ranked = search(problem_of(recipe, build_model_graph(recipe.model))).ranked
     assert ranked
     allowed = {limit.key[1]: limit.allowed for limit in EXECUTABLE if limit.key[0] == "parallelism"}
     for estimate in ranked:

@@ -13,7 +13,7 @@ from shardwright.layout.loss_chunk import chunk_length
 from shardwright.layout.strategy import Strategy
 from shardwright.search.settle import estimate_strategy
 from tests.unit.cost.test_estimate import change
-from tests.unit.model.factory import LLAMA_8B, graph_of, recipe_of
+from tests.unit.model.factory import LLAMA_8B, graph_of, problem_of, recipe_of
 
 LENGTH, VOCABULARY = 8192, 128_256
 
@@ -26,7 +26,7 @@ def recipe(*, objective: str = "throughput") -> Recipe:
 def estimate(strategy: Strategy, of: Recipe, memory_gib: float = 80) -> Estimate:
     cluster = resolve_cluster(of.cluster)
     gpu = dataclasses.replace(cluster.gpu, memory_gib=memory_gib)
-    return estimate_strategy(of, graph_of(LLAMA_8B), dataclasses.replace(cluster, gpu=gpu), strategy)
+    return estimate_strategy(problem_of(of, graph_of(LLAMA_8B), dataclasses.replace(cluster, gpu=gpu)), strategy)
 
 
 LAST_STAGE = change(tensor=1, pipeline=8, data=1, gradient_accumulation_steps=16, activation_checkpointing="full")

@@ -19,7 +19,7 @@ from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.rules.registry import check_layout
 from shardwright.search.settle import estimate_strategy, place
-from tests.unit.model.factory import LLAMA_8B, SMALL_GPT2, SMALL_LLAMA, graph_of, recipe_of
+from tests.unit.model.factory import LLAMA_8B, SMALL_GPT2, SMALL_LLAMA, graph_of, problem_of, recipe_of
 from tools.fit_cost.live import live_bytes
 
 BASE = Strategy(
@@ -41,7 +41,7 @@ def estimate(
 ) -> Estimate:
     batch = strategy.micro_batch_size * strategy.gradient_accumulation_steps * strategy.data
     recipe = sized(recipe or recipe_of(config), batch, gpus, nodes)
-    return estimate_strategy(recipe, graph_of(config), resolve_cluster(recipe.cluster), strategy)
+    return estimate_strategy(problem_of(recipe, graph_of(config)), strategy)
 
 
 def sized(recipe: Recipe, batch: int, gpus: int, nodes: int) -> Recipe:
@@ -247,7 +247,7 @@ def test_headroom_is_kept_free() -> None:
     peak = estimate(LLAMA_8B, BASE).memory.peak_bytes
     graph, whole = graph_of(LLAMA_8B), recipe_of(LLAMA_8B)
     node = resolve_cluster(dataclasses.replace(whole.cluster, gpus_per_node=8, nodes=1))
-    live = live_bytes(place(whole, graph, node, BASE))
+    live = live_bytes(place(problem_of(whole, graph, node), BASE))
     share = 1 - live / (80 * 2**30)
     for headroom, fits in ((share - 0.01, True), (share + 0.01, False)):
         recipe = recipe_of(parallelism={"memory_headroom": headroom})
@@ -275,7 +275,5 @@ def test_tokens_become_steps_and_money() -> None:
 def test_no_numbers_where_the_world_or_the_batch_does_not_work_out() -> None:
     recipe = recipe_of(LLAMA_8B)
     with pytest.raises(Refusal) as caught:
-        estimate_strategy(
-            recipe, graph_of(LLAMA_8B), resolve_cluster(recipe.cluster), change(data=3, zero_stage=3, pipeline=2)
-        )
+        estimate_strategy(problem_of(recipe, graph_of(LLAMA_8B)), change(data=3, zero_stage=3, pipeline=2))
     assert [d.code for d in caught.value.diagnostics] == ["SW3101", "SW3102", "SW3108"]

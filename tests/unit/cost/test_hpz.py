@@ -18,7 +18,7 @@ from shardwright.layout.estimate import Estimate
 from shardwright.layout.strategy import Strategy
 from shardwright.search.settle import estimate_strategy, settle, with_hpz, without_hpz
 from tests.unit.cost.test_estimate import change
-from tests.unit.model.factory import LLAMA_8B, graph_of, recipe_of
+from tests.unit.model.factory import LLAMA_8B, graph_of, problem_of, recipe_of
 
 LAYERS = 34  # of the 8B model, with the embedding and the head
 ZERO3 = change(data=32, zero_stage=3, gradient_accumulation_steps=8, activation_checkpointing="full")
@@ -32,12 +32,14 @@ def recipe_for(strategy: Strategy = ZERO3, **cluster: object) -> Recipe:
 
 
 def estimate(strategy: Strategy, recipe: Recipe, cluster: Cluster | None = None) -> Estimate:
-    return estimate_strategy(recipe, graph_of(LLAMA_8B), cluster or resolve_cluster(recipe.cluster), strategy)
+    return estimate_strategy(
+        problem_of(recipe, graph_of(LLAMA_8B), cluster or resolve_cluster(recipe.cluster)), strategy
+    )
 
 
 def both(recipe: Recipe, strategy: Strategy) -> tuple[Estimate, Estimate]:
     """Without the second copy, and with it."""
-    layout, _ = settle(recipe, graph_of(LLAMA_8B), resolve_cluster(recipe.cluster), strategy)
+    layout, _ = settle(problem_of(recipe, graph_of(LLAMA_8B)), strategy)
     copied = with_hpz(layout)
     assert copied is not None
     plain = without_hpz(layout)
@@ -57,7 +59,7 @@ def test_it_is_taken_over_slow_links() -> None:
 def test_what_it_adds_to_memory() -> None:
     """A share of the weights in half precision, and one communicator more."""
     recipe = recipe_for()
-    layout, _ = settle(recipe, graph_of(LLAMA_8B), resolve_cluster(recipe.cluster), ZERO3)
+    layout, _ = settle(problem_of(recipe, graph_of(LLAMA_8B)), ZERO3)
     assert layout.strategy.hpz_partition_size == 8
     held = graph_of(LLAMA_8B).total_parameters
     parameters, *rest = states_bytes(layout, held)
@@ -169,7 +171,7 @@ def never_costs(
     recipe = recipe_for(strategy, inter_node_gbits_per_second=gigabits)
     cluster = resolve_cluster(recipe.cluster)
     small = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, memory_gib=memory_gib))
-    layout, memory = settle(recipe, graph_of(LLAMA_8B), small, strategy)
+    layout, memory = settle(problem_of(recipe, graph_of(LLAMA_8B), small), strategy)
     TAKEN.append(layout.strategy.hpz_partition_size > 1)
     if TAKEN[-1]:
         plain = without_hpz(layout)

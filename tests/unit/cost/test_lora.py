@@ -6,12 +6,11 @@ import dataclasses
 
 import pytest
 
-from shardwright.cluster.resolve import resolve_cluster
 from shardwright.ir.lora import LoraSection, adapters, target_modules
 from shardwright.layout.estimate import Estimate
 from shardwright.search.settle import estimate_strategy
 from tests.unit.cost.test_estimate import change
-from tests.unit.model.factory import LLAMA_8B, graph_of, recipe_of
+from tests.unit.model.factory import LLAMA_8B, graph_of, problem_of, recipe_of
 
 LORA = LoraSection(rank=16, alpha=32, dropout=0.0, target_modules=None)
 BASE = 8_030_261_248
@@ -29,7 +28,7 @@ def estimate(zero_stage: int, lora: LoraSection | None, checkpointing: str = "fu
         zero_stage=zero_stage,
         activation_checkpointing=checkpointing,
     )
-    return estimate_strategy(recipe, graph_of(LLAMA_8B), resolve_cluster(recipe.cluster), layout)
+    return estimate_strategy(problem_of(recipe, graph_of(LLAMA_8B)), layout)
 
 
 def test_auto_is_every_linear_of_a_layer() -> None:

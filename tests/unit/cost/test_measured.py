@@ -15,7 +15,7 @@ from shardwright.ir.json_value import JsonValue
 from shardwright.ir.lora import LoraSection
 from shardwright.layout.estimate import PredictionError
 from shardwright.layout.strategy import Strategy
-from tests.unit.model.factory import SMALL_LLAMA, graph_of, recipe_of
+from tests.unit.model.factory import SMALL_LLAMA, graph_of, problem_of, recipe_of
 from tools.fit_cost import score
 from tools.fit_cost.bench import packaged
 from tools.fit_cost.cases import ROWS
@@ -51,7 +51,7 @@ def error_of(
     )
     recipe = dataclasses.replace(recipe, lora=lora, target=target)
     strategy = dataclasses.replace(PLAIN, **layout)
-    return prediction_error(recipe, graph_of(config or SMALL_LLAMA), resolve_cluster(recipe.cluster), strategy)
+    return prediction_error(problem_of(recipe, graph_of(config or SMALL_LLAMA)), strategy)
 
 
 @pytest.mark.parametrize("gpu", ["a100-sxm4-40gb", "a100-sxm4-80gb", "h100-sxm-80gb"])
@@ -93,7 +93,7 @@ def test_a_gpu_of_the_recipes_own() -> None:
     recipe = recipe_of()
     cluster = resolve_cluster(recipe.cluster)
     cluster = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, name="inline"))
-    found = prediction_error(recipe, graph_of(SMALL_LLAMA), cluster, PLAIN)
+    found = prediction_error(problem_of(recipe, graph_of(SMALL_LLAMA), cluster), PLAIN)
     assert found.step_time_reason == "a GPU of your own numbers"
 
 

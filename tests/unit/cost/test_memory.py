@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 
-from shardwright.cluster.resolve import resolve_cluster
 from shardwright.cost.constants import default_constants
 from shardwright.cost.layout import Layout
 from shardwright.cost.memory import estimate_memory
@@ -15,7 +14,7 @@ from shardwright.layout.buckets import BUCKET_NUMEL
 from shardwright.layout.strategy import Strategy
 from shardwright.search.settle import place
 from tests.unit.cost.test_estimate import BASE, change
-from tests.unit.model.factory import LLAMA_8B, graph_of, recipe_of
+from tests.unit.model.factory import LLAMA_8B, graph_of, problem_of, recipe_of
 from tools.fit_cost.live import live_bytes
 
 TOKENS = 4096
@@ -27,7 +26,7 @@ def recipe(*, gpu: str = "h100-sxm-80gb", **training: object) -> Recipe:
 
 
 def layout_of(strategy: Strategy, of: Recipe) -> Layout:
-    return place(of, graph_of(LLAMA_8B), resolve_cluster(of.cluster), strategy)
+    return place(problem_of(of, graph_of(LLAMA_8B)), strategy)
 
 
 def test_the_optimizers_float32_gradients_never_meet_the_activations() -> None:

@@ -20,7 +20,7 @@ from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.rules.registry import check_layout
 from shardwright.search.settle import estimate_strategy
-from tests.unit.model.factory import LLAMA_8B, LLAMA_70B, SMALL_GPT2, SMALL_LLAMA, graph_of, recipe_of
+from tests.unit.model.factory import LLAMA_8B, LLAMA_70B, SMALL_GPT2, SMALL_LLAMA, graph_of, problem_of, recipe_of
 
 MODELS: dict[str, dict[str, JsonValue]] = {
     "small-llama": SMALL_LLAMA,
@@ -110,29 +110,29 @@ def check(case: tuple[Recipe, ModelGraph, Cluster, Strategy]) -> None:
         if d.severity == "error"
     ]
     try:
-        plain = estimate_strategy(recipe, graph, cluster, strategy)
+        plain = estimate_strategy(problem_of(recipe, graph, cluster), strategy)
     except Refusal as refusal:
         assert {d.code for d in refusal.diagnostics} & {"SW3101", "SW3102"}
         return
     in_reason(plain, recipe, cluster, legal=not broken)
     gpu = cluster.gpu
     larger = dataclasses.replace(cluster, gpu=dataclasses.replace(gpu, memory_gib=gpu.memory_gib * 1.5))
-    assert estimate_strategy(recipe, graph, larger, strategy).memory.fits or not plain.memory.fits
-    assert estimate_strategy(recipe, graph, cluster, strategy) == plain
+    assert estimate_strategy(problem_of(recipe, graph, larger), strategy).memory.fits or not plain.memory.fits
+    assert estimate_strategy(problem_of(recipe, graph, cluster), strategy) == plain
     if strategy.pipeline > 1 and strategy.zero_stage > 1:
         return  # no engine runs it: its stages are cut by a step that knows no collective of each micro-batch
     if strategy.schedule == "dualpipev" and strategy.gradient_accumulation_steps < 2 * strategy.pipeline:
         return  # no engine runs it (SW3109): its stages are cut for the fewest micro-batches that do
     # Faster links have larger buffers, and what just fitted may be cut otherwise: where memory binds nothing, then.
     roomy = dataclasses.replace(cluster, gpu=dataclasses.replace(gpu, memory_gib=1e6))
-    unbound = estimate_strategy(recipe, graph, roomy, strategy).time.step_seconds
+    unbound = estimate_strategy(problem_of(recipe, graph, roomy), strategy).time.step_seconds
     # Of many layers the partition is found by a descent: not always the very best one.
     slack = SLACK if strategy.pipeline == 1 else 1.01
     for link in ("intra_node_bytes_per_second", "inter_node_bytes_per_second"):
         faster = dataclasses.replace(roomy, **{link: 2 * getattr(roomy, link)})
-        assert estimate_strategy(recipe, graph, faster, strategy).time.step_seconds <= unbound * slack
+        assert estimate_strategy(problem_of(recipe, graph, faster), strategy).time.step_seconds <= unbound * slack
     swifter = dataclasses.replace(roomy.gpu, hbm_bytes_per_second=2 * gpu.hbm_bytes_per_second)
-    found = estimate_strategy(recipe, graph, dataclasses.replace(roomy, gpu=swifter), strategy)
+    found = estimate_strategy(problem_of(recipe, graph, dataclasses.replace(roomy, gpu=swifter)), strategy)
     assert found.time.step_seconds <= unbound * slack
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from functools import cache
 
+from shardwright.cluster.resolve import resolve_cluster
 from shardwright.diagnostics import Source
+from shardwright.ir.cluster import Cluster
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import (
@@ -21,6 +23,7 @@ from shardwright.ir.recipe import (
     TrackingSection,
     TrainingSection,
 )
+from shardwright.layout.problem import Problem
 from shardwright.model.build import build_model_graph
 
 SMALL_LLAMA: dict[str, JsonValue] = {
@@ -69,6 +72,11 @@ LLAMA_405B: dict[str, JsonValue] = {
     "num_hidden_layers": 126,
     "num_attention_heads": 128,
 }
+
+
+def problem_of(recipe: Recipe, graph: ModelGraph, cluster: Cluster | None = None) -> Problem:
+    """cluster: the recipe's own where none is given."""
+    return Problem(recipe=recipe, graph=graph, cluster=cluster or resolve_cluster(recipe.cluster))
 
 
 def model_section(config: dict[str, JsonValue] | None = None, **changes: str) -> ModelSection:

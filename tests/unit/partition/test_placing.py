@@ -21,7 +21,7 @@ from shardwright.layout.strategy import Strategy
 from shardwright.rules.registry import check_layout
 from shardwright.schedule.step import step_seconds
 from shardwright.search.settle import place, settled_estimate
-from tests.unit.model.factory import LLAMA_8B, LLAMA_70B, SMALL_LLAMA, graph_of, recipe_of
+from tests.unit.model.factory import LLAMA_8B, LLAMA_70B, SMALL_LLAMA, graph_of, problem_of, recipe_of
 
 
 def strategy(pipeline: int, schedule: str = "1f1b", *, m: int = 16, checkpointing: str = "none") -> Strategy:
@@ -39,7 +39,7 @@ def strategy(pipeline: int, schedule: str = "1f1b", *, m: int = 16, checkpointin
 
 
 def boundaries(recipe: Recipe, graph: ModelGraph, s: Strategy) -> tuple[int, ...]:
-    return place(recipe, graph, resolve_cluster(recipe.cluster), s).boundaries
+    return place(problem_of(recipe, graph), s).boundaries
 
 
 def too_few(recipe: Recipe, graph: ModelGraph, s: Strategy) -> list[Diagnostic]:
@@ -83,7 +83,7 @@ def test_never_slower_than_deepspeeds_methods(config: dict[str, object], pipelin
         # Memory ignored, as DeepSpeed's methods do.
         recipe = recipe_of(config, training={"sequence_length": 4096}, assume={"ignore_memory": True})  # type: ignore[arg-type]
         s = strategy(pipeline, schedule, m=m)
-        layout = place(recipe, graph, resolve_cluster(recipe.cluster), s)
+        layout = place(problem_of(recipe, graph), s)
         ours = step(layout, layout.boundaries)
         for method, cut in deepspeeds(graph, s.stages).items():
             assert ours <= step(layout, cut) * (1 + 1e-4), (method, m)
@@ -95,7 +95,7 @@ def test_search_and_compile_place_the_same() -> None:
     recipe, graph = recipe_of(LLAMA_8B, training={"sequence_length": 4096}), graph_of(LLAMA_8B)
     cluster, cuts = resolve_cluster(recipe.cluster), set()
     for s in (strategy(4), strategy(8), strategy(4, "dualpipev"), strategy(8, m=64, checkpointing="full")):
-        priced = settled_estimate(recipe, graph, cluster, s, ())
+        priced = settled_estimate(problem_of(recipe, graph, cluster), s, ())
         bounds = priced.boundaries
         partition = StagePartition(boundaries=bounds, schedule=s.schedule)
         partition.verify(len(graph.layers))
@@ -122,17 +122,17 @@ def test_a_partition_that_fits_comes_before_a_faster_one_that_does_not() -> None
     changes = {"training": {"sequence_length": 8192}}
     free = recipe_of(LLAMA_8B, **changes, assume={"ignore_memory": True})  # type: ignore[arg-type]
     cluster = resolve_cluster(free.cluster)
-    fastest = settled_estimate(free, graph, cluster, s, ())
+    fastest = settled_estimate(problem_of(free, graph, cluster), s, ())
     capacity = cluster.capacity_bytes
     # Just below what the fastest partition needs on its fullest rank, the allocator's slack left out.
     live = max(m.peak_bytes for m in fastest.memory.stages) / (1 + default_constants().fragmentation)
     pinned = recipe_of(LLAMA_8B, **changes, parallelism={"memory_headroom": 1 - 0.98 * live / capacity})  # type: ignore[arg-type]
-    tight = settled_estimate(pinned, graph, cluster, s, ())
+    tight = settled_estimate(problem_of(pinned, graph, cluster), s, ())
     assert tight.memory.fits
     assert tight.time.step_seconds > fastest.time.step_seconds
     assert boundaries(pinned, graph, s) != boundaries(free, graph, s)
     hopeless = recipe_of(LLAMA_8B, **changes, parallelism={"memory_headroom": 0.95})  # type: ignore[arg-type]
-    assert not settled_estimate(hopeless, graph, cluster, s, ()).memory.fits
+    assert not settled_estimate(problem_of(hopeless, graph, cluster), s, ()).memory.fits
 
 
 @pytest.mark.parametrize(("pipeline", "schedule"), [(7, "1f1b"), (4, "dualpipev")])

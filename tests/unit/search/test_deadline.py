@@ -6,13 +6,12 @@ import dataclasses
 
 import pytest
 
-from shardwright.cluster.resolve import resolve_cluster
 from shardwright.diagnostics import Refusal
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.recipe import Recipe
 from shardwright.search.deadline import OtherBatch, Sizing, other_batch, size_cluster
 from shardwright.search.search import search
-from tests.unit.model.factory import LLAMA_8B, LLAMA_70B, graph_of, recipe_of
+from tests.unit.model.factory import LLAMA_8B, LLAMA_70B, graph_of, problem_of, recipe_of
 
 
 def auto(config: dict[str, JsonValue], days: float, **training: object) -> Recipe:
@@ -21,14 +20,15 @@ def auto(config: dict[str, JsonValue], days: float, **training: object) -> Recip
 
 
 def sized(recipe: Recipe, config: dict[str, JsonValue]) -> tuple[Recipe, Sizing]:
-    found, cluster, sizing = size_cluster(recipe, graph_of(config), resolve_cluster(recipe.cluster))
-    assert sizing is not None and cluster.nodes == found.cluster.nodes == sizing.nodes
+    problem, sizing = size_cluster(problem_of(recipe, graph_of(config)))
+    found = problem.recipe
+    assert sizing is not None and problem.cluster.nodes == found.cluster.nodes == sizing.nodes
     return found, sizing
 
 
 def days_on(recipe: Recipe, config: dict[str, JsonValue], nodes: int) -> float | None:
     there = dataclasses.replace(recipe, cluster=dataclasses.replace(recipe.cluster, nodes=nodes))
-    ranked = search(there, graph_of(config), resolve_cluster(there.cluster)).ranked
+    ranked = search(problem_of(there, graph_of(config))).ranked
     return ranked[0].training.days if ranked else None
 
 
@@ -66,13 +66,13 @@ def test_epochs_do_not_tell_the_steps() -> None:
 
 def test_a_number_of_nodes_stays() -> None:
     recipe = recipe_of()
-    cluster = resolve_cluster(recipe.cluster)
-    assert size_cluster(recipe, graph_of(dict(recipe.model.config or {})), cluster) == (recipe, cluster, None)
+    problem = problem_of(recipe, graph_of(dict(recipe.model.config or {})))
+    assert size_cluster(problem) == (problem, None)
 
 
 def batch_of(recipe: Recipe, config: dict[str, JsonValue]) -> tuple[Recipe, Sizing, OtherBatch | None]:
     found, sizing = sized(recipe, config)
-    return found, sizing, other_batch(found, graph_of(config), resolve_cluster(found.cluster), sizing)
+    return found, sizing, other_batch(problem_of(found, graph_of(config)), sizing)
 
 
 def test_a_batch_that_binds_is_named() -> None:

@@ -20,7 +20,16 @@ from shardwright.search.compare import lost_regions, pareto_front
 from shardwright.search.search import rank_key, search
 from shardwright.search.settle import estimate_strategy, is_roomy, settled_estimate
 from shardwright.search.space import candidates
-from tests.unit.model.factory import LLAMA_8B, LLAMA_70B, LLAMA_405B, SMALL_GPT2, SMALL_LLAMA, graph_of, recipe_of
+from tests.unit.model.factory import (
+    LLAMA_8B,
+    LLAMA_70B,
+    LLAMA_405B,
+    SMALL_GPT2,
+    SMALL_LLAMA,
+    graph_of,
+    problem_of,
+    recipe_of,
+)
 
 GPT3: dict[str, JsonValue] = {"model_type": "gpt2", "vocab_size": 51200, "n_positions": 2048}
 GPT3 |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
@@ -33,10 +42,10 @@ def every(recipe: Recipe, config: dict[str, JsonValue]) -> list[Estimate]:
     graph, cluster = graph_of(config), resolve_cluster(recipe.cluster)
     checked = [
         (s, check_layout(Problem(recipe=recipe, graph=graph, cluster=cluster), s))
-        for s in candidates(recipe, graph, cluster)
+        for s in candidates(problem_of(recipe, graph, cluster))
     ]
     legal = [(s, found) for s, found in checked if all(d.severity != "error" for d in found)]
-    priced = [settled_estimate(recipe, graph, cluster, s, found) for s, found in legal]
+    priced = [settled_estimate(problem_of(recipe, graph, cluster), s, found) for s, found in legal]
     feasible = [e for e in priced if e.feasible]
     return sorted(feasible, key=lambda e: (not is_roomy(recipe, e.memory), rank_key(recipe, e)))
 
@@ -48,7 +57,7 @@ def every(recipe: Recipe, config: dict[str, JsonValue]) -> list[Estimate]:
 )
 def test_it_finds_what_enumeration_finds(config: dict[str, JsonValue], nodes: int, batch: int, objective: str) -> None:
     recipe = recipe_of(config, cluster={"nodes": nodes}, training={"global_batch_size": batch}, objective=objective)
-    result = search(recipe, graph_of(config), resolve_cluster(recipe.cluster))
+    result = search(problem_of(recipe, graph_of(config)))
     assert list(result.ranked) == every(recipe, config)
 
 
@@ -64,7 +73,7 @@ def test_a_rule_reads_what_it_says() -> None:
     for place, recipe in enumerate(recipes):
         assert recipe.model.config is not None
         graph, cluster = graph_of(dict(recipe.model.config)), resolve_cluster(recipe.cluster)
-        for strategy in candidates(recipe, graph, cluster):
+        for strategy in candidates(problem_of(recipe, graph, cluster)):
             layouts += 1
             subject = Candidate(recipe=recipe, graph=graph, cluster=cluster, strategy=strategy)
             for code, rule in rules_for("deepspeed").items():
@@ -94,7 +103,7 @@ def test_the_largest_searches_take_about_a_second(
     seconds = []
     for _ in range(2):
         began = time.process_time()
-        result = search(recipe, graph, cluster)
+        result = search(problem_of(recipe, graph, cluster))
         seconds.append(time.process_time() - began)
     assert result.ranked
     assert sum(region.count for region in result.rejected) + len(result.ranked) > 2000
@@ -104,7 +113,7 @@ def test_the_largest_searches_take_about_a_second(
 
 def test_the_pareto_front_and_the_lost_regions() -> None:
     recipe = recipe_of(LLAMA_8B, cluster={"nodes": 2}, training={"global_batch_size": 64, "sequence_length": 2048})
-    ranked = search(recipe, graph_of(LLAMA_8B), resolve_cluster(recipe.cluster)).ranked
+    ranked = search(problem_of(recipe, graph_of(LLAMA_8B))).ranked
     front = pareto_front(ranked)
     assert front[0].time.step_seconds == min(e.time.step_seconds for e in ranked)
     assert front[-1].memory.peak_bytes == min(e.memory.peak_bytes for e in ranked)
@@ -132,12 +141,12 @@ def test_more_memory_and_faster_links_never_hurt() -> None:
     )
     legal = [
         s
-        for s in candidates(recipe, graph, cluster)
+        for s in candidates(problem_of(recipe, graph, cluster))
         if all(d.severity != "error" for d in check_layout(Problem(recipe=recipe, graph=graph, cluster=cluster), s))
     ]
     for strategy in rng.sample(legal, 150):
-        plain = estimate_strategy(recipe, graph, cluster, strategy)
-        assert estimate_strategy(recipe, graph, larger, strategy).memory.fits or not plain.memory.fits
-        assert estimate_strategy(recipe, graph, faster, strategy).time.step_seconds <= plain.time.step_seconds * (
-            1 + 1e-9
-        )
+        plain = estimate_strategy(problem_of(recipe, graph, cluster), strategy)
+        assert estimate_strategy(problem_of(recipe, graph, larger), strategy).memory.fits or not plain.memory.fits
+        assert estimate_strategy(
+            problem_of(recipe, graph, faster), strategy
+        ).time.step_seconds <= plain.time.step_seconds * (1 + 1e-9)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
-from shardwright.cluster.resolve import resolve_cluster
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import Estimate
 from shardwright.search.plainer import FOR_SCRIPTS, plainer, plainer_words
 from shardwright.search.search import search
-from tests.unit.model.factory import SMALL_LLAMA, graph_of, recipe_of
+from tests.unit.model.factory import SMALL_LLAMA, graph_of, problem_of, recipe_of
 
 
 def ranked_of(recipe: Recipe) -> tuple[Estimate, ...]:
-    return search(recipe, graph_of(SMALL_LLAMA), resolve_cluster(recipe.cluster)).ranked
+    return search(problem_of(recipe, graph_of(SMALL_LLAMA))).ranked
 
 
 def taking(estimate: Estimate, seconds: float) -> Estimate:

@@ -18,17 +18,26 @@ from shardwright.model.tensor_styles import proved
 from shardwright.rules.registry import check_layout
 from shardwright.search.search import SearchResult, baselines, choose, pinned_estimate, search
 from shardwright.search.space import candidates
-from tests.unit.model.factory import LLAMA_8B, LLAMA_70B, LLAMA_405B, SMALL_GPT2, SMALL_LLAMA, graph_of, recipe_of
+from tests.unit.model.factory import (
+    LLAMA_8B,
+    LLAMA_70B,
+    LLAMA_405B,
+    SMALL_GPT2,
+    SMALL_LLAMA,
+    graph_of,
+    problem_of,
+    recipe_of,
+)
 
 
 def run(recipe: Recipe) -> SearchResult:
     assert recipe.model.config is not None
-    return search(recipe, graph_of(dict(recipe.model.config)), resolve_cluster(recipe.cluster))
+    return search(problem_of(recipe, graph_of(dict(recipe.model.config))))
 
 
 def pick(recipe: Recipe) -> Estimate:
     assert recipe.model.config is not None
-    return choose(recipe, graph_of(dict(recipe.model.config)), resolve_cluster(recipe.cluster))
+    return choose(problem_of(recipe, graph_of(dict(recipe.model.config))))
 
 
 def refused(recipe: Recipe) -> tuple[Diagnostic, ...]:
@@ -71,7 +80,7 @@ def test_what_is_proposed_keeps_pins_and_rules(
         )
         assert estimate.memory.fits and estimate.feasible
     # Nothing is lost: every candidate is either ranked or in a rejected region.
-    tried = len(list(candidates(recipe, graph_of(config), cluster)))
+    tried = len(list(candidates(problem_of(recipe, graph_of(config), cluster))))
     assert len(result.ranked) + sum(region.count for region in result.rejected) == tried
     steps = [e.time.step_seconds for e in result.ranked]
     assert steps == pytest.approx(sorted(steps))
@@ -168,26 +177,26 @@ def test_the_pinned_layout_is_priced_even_if_forbidden() -> None:
             "schedule": "1f1b",
         }
     )
-    found = pinned_estimate(recipe, graph_of(SMALL_LLAMA), resolve_cluster(recipe.cluster))
+    found = pinned_estimate(problem_of(recipe, graph_of(SMALL_LLAMA)))
     assert not found.feasible and found.time.step_seconds > 0
     assert [d.code for d in found.diagnostics] == ["SW3108"]
     partly = recipe_of(parallelism={"pipeline": 2, "zero_stage": 3})
-    found = pinned_estimate(partly, graph_of(SMALL_LLAMA), resolve_cluster(partly.cluster))
+    found = pinned_estimate(problem_of(partly, graph_of(SMALL_LLAMA)))
     assert (found.strategy.pipeline, found.strategy.zero_stage, found.feasible) == (2, 3, False)
 
 
 def test_autos_of_an_estimate_are_filled_by_the_search() -> None:
     recipe = recipe_of(parallelism={"tensor": 2})
     cluster = resolve_cluster(recipe.cluster)
-    assert pinned_estimate(recipe, graph_of(SMALL_LLAMA), cluster) == pick(recipe)
+    assert pinned_estimate(problem_of(recipe, graph_of(SMALL_LLAMA), cluster)) == pick(recipe)
 
 
 def test_baselines_are_what_one_would_run_today() -> None:
     recipe = recipe_of(LLAMA_8B, parallelism={"pipeline": 2, "tensor": 2})
-    found = baselines(recipe, graph_of(LLAMA_8B), resolve_cluster(recipe.cluster))
+    found = baselines(problem_of(recipe, graph_of(LLAMA_8B)))
     assert [(e.strategy.tensor, e.strategy.pipeline, e.strategy.zero_stage) for e in found] == [(1, 1, 2), (1, 1, 3)]
     wide = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, global_batch_size=4))
-    assert baselines(wide, graph_of(LLAMA_8B), resolve_cluster(wide.cluster)) == ()
+    assert baselines(problem_of(wide, graph_of(LLAMA_8B))) == ()
 
 
 def test_a_large_search_takes_seconds() -> None:

@@ -11,7 +11,7 @@ from shardwright.cluster.resolve import resolve_cluster
 from shardwright.folder import read_folder
 from shardwright.search.settle import as_planned, estimate_strategy
 from tests.unit.cost.test_hpz import ZERO3, recipe_for
-from tests.unit.model.factory import LLAMA_8B, graph_of
+from tests.unit.model.factory import LLAMA_8B, graph_of, problem_of
 
 TWO_STAGES = Path(__file__).parents[2] / "cases" / "gpt2-tied-pp2-dp2" / "expected"
 
@@ -19,11 +19,11 @@ TWO_STAGES = Path(__file__).parents[2] / "cases" / "gpt2-tied-pp2-dp2" / "expect
 def test_a_plan_without_a_second_copy_keeps_to_it() -> None:
     recipe, graph = recipe_for(), graph_of(LLAMA_8B)
     cluster = resolve_cluster(recipe.cluster)
-    settled = estimate_strategy(recipe, graph, cluster, ZERO3)
+    settled = estimate_strategy(problem_of(recipe, graph, cluster), ZERO3)
     assert settled.strategy.hpz_partition_size == 8
-    layout, again = as_planned(recipe, graph, cluster, settled.strategy, settled.boundaries)
+    layout, again = as_planned(problem_of(recipe, graph, cluster), settled.strategy, settled.boundaries)
     assert again == settled
-    _, plain = as_planned(recipe, graph, cluster, ZERO3, settled.boundaries)
+    _, plain = as_planned(problem_of(recipe, graph, cluster), ZERO3, settled.boundaries)
     assert plain.strategy == ZERO3
     assert plain.time.step_seconds > settled.time.step_seconds
     assert plain.memory.peak_bytes < settled.memory.peak_bytes
