@@ -11,8 +11,7 @@ from typing import TypeVar
 
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.diagnostics import Diagnostic, Refusal
-from shardwright.engines.deepspeed.autotp import AUTOTP_FILE, autotp_config
-from shardwright.engines.deepspeed.extra import check_extra
+from shardwright.engines.table import ENGINES, lowering_of
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.own_code import OwnCode
@@ -22,13 +21,14 @@ from shardwright.ir.weights import LocatedWeights
 from shardwright.launchers.lower import check_launch, unseen_paths
 from shardwright.layout.estimate import Estimate, PredictionError
 from shardwright.layout.problem import Problem
+from shardwright.lower.folder import check_checkpoint_folder
 from shardwright.lower.inputs import copied_inputs, model_companions
-from shardwright.lower.lower import json_bytes, lower, sealed
+from shardwright.lower.lower import lower, sealed
 from shardwright.model.build import build_model_graph
 from shardwright.model.own_code import locate_own_code
 from shardwright.model.popular.snapshot import locate_weights, tokenizer_folder
 from shardwright.partition.tensor import tensor_parallel_map
-from shardwright.plan.build import MODEL_DIRECTORY, build_plan, installed_versions
+from shardwright.plan.build import MODEL_DIRECTORY, build_plan, data_errors, installed_versions
 from shardwright.plan.plan import Plan
 from shardwright.recipe.files import check_files
 from shardwright.rules.executable import check_executable
@@ -130,8 +130,8 @@ def _unless_refused(errors: list[Diagnostic], stage: Callable[[], T]) -> T | Non
 
 
 def _check(recipe: Recipe) -> None:
-    errors = (*check_executable(recipe), *check_files(recipe), *check_launch(recipe), *check_extra(recipe))
-    if errors:
+    extra = lowering_of(recipe.target).check_extra(recipe)
+    if errors := (*check_executable(recipe), *check_files(recipe), *check_launch(recipe), *extra):
         raise Refusal(*errors)
 
 
@@ -168,30 +168,28 @@ def _placed(problem: Problem, estimate: Estimate) -> tuple[StagePartition, Tenso
 def _planned(
     problem: Problem, inputs: Inputs, estimate: Estimate, partition: StagePartition, tensor_map: TensorParallelMap
 ) -> Plan:
+    recipe, graph = problem.recipe, problem.graph
+    if errors := (*data_errors(recipe, graph), *check_checkpoint_folder(recipe.checkpoint.directory)):
+        raise Refusal(*errors)
     plan = build_plan(
-        problem.recipe,
-        problem.graph,
+        recipe,
+        graph,
         problem.cluster,
         estimate,
         partition,
         tensor_map,
-        installed_versions(),
+        installed_versions(ENGINES[recipe.target].packages),
         inputs.weights,
         None if inputs.own_code is None else inputs.own_code[1],
     )
+    plan = dataclasses.replace(plan, zero=lowering_of(recipe.target).plan_section(plan))
     plan.verify()
     return plan
 
 
 def _lowered(plan: Plan, problem: Problem, inputs: Inputs) -> tuple[Plan, Mapping[str, bytes], tuple[Diagnostic, ...]]:
     """(plan with the digests of its files, the files, warnings)."""
-    files = lower(plan, problem.recipe, problem.graph)
-    autotp = autotp_config(plan)
-    warnings: tuple[Diagnostic, ...] = ()
-    if isinstance(autotp, Diagnostic):
-        warnings = (autotp,)
-    elif autotp is not None:
-        files[AUTOTP_FILE] = json_bytes(autotp)
+    files, warnings = lower(plan, problem.recipe, problem.graph)
     if inputs.own_code is not None:
         folder, code = inputs.own_code
         files |= {f"{MODEL_DIRECTORY}/{name}": (folder / name).read_bytes() for name, _ in code.files}

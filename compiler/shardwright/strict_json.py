@@ -16,6 +16,11 @@ def strict_json(value: object) -> str:
     return json.dumps(_finite(value)[0], allow_nan=False)
 
 
+def json_bytes(value: object) -> bytes:
+    """A file of the compiled folder. Raises ValueError for a number that is not finite: it would be our mistake."""
+    return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8")
+
+
 def _finite(value: object) -> tuple[object, bool]:
     """(value, whether it holds finite numbers only). Objects inside answer for themselves."""
     if isinstance(value, float):

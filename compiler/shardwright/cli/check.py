@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 def findings(recipe: Recipe) -> tuple[Diagnostic, ...]:
     """Of a recipe that passed stage 1: what compile would refuse, as far as no torch is needed to tell."""
     from shardwright.cluster.resolve import gpu_errors, resolve_cluster
-    from shardwright.engines.deepspeed.extra import check_extra
+    from shardwright.engines.table import lowering_of
     from shardwright.model.check import check_model
     from shardwright.recipe.files import check_files
     from shardwright.rules.executable import check_tokenizers
@@ -70,7 +70,8 @@ def findings(recipe: Recipe) -> tuple[Diagnostic, ...]:
     if not found:
         cluster, precision = resolve_cluster(recipe.cluster), recipe.training.precision
         found += [d for d in (no_peak(precision, cluster), half_on_cpu(precision, cluster)) if d is not None]
-    found += [*check_files(recipe), *check_model(recipe), *check_tokenizers(recipe), *check_extra(recipe)]
+    found += [*check_files(recipe), *check_model(recipe), *check_tokenizers(recipe)]
+    found += lowering_of(recipe.target).check_extra(recipe)
     told: dict[tuple[str, object], Diagnostic] = {}
     for diagnostic in found:
         told.setdefault((diagnostic.code, diagnostic.key), diagnostic)

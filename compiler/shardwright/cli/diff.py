@@ -84,13 +84,15 @@ def difference(a: PricedRecipe, b: PricedRecipe) -> Difference:
 def resumable(subject: PricedRecipe) -> Resumable:
     """A recipe counts as compiled by what is installed."""
     from shardwright.cli.resume import Resumable
+    from shardwright.engines.table import runner_of
     from shardwright.plan.build import installed_versions
 
+    packages = runner_of(subject.recipe.target).packages
     return Resumable(
         recipe=subject.recipe,
         facts=_facts(subject),
         attention=subject.graph.attention,
-        versions=installed_versions() if subject.plan is None else subject.plan.versions,
+        versions=subject.plan.versions if subject.plan is not None else installed_versions(packages),
     )
 
 
@@ -169,7 +171,7 @@ def _span(names: list[str]) -> str:
 
 
 def _versions(resumable: Resumable) -> JsonObject:
-    return dataclasses.asdict(resumable.versions)
+    return resumable.versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

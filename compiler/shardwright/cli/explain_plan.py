@@ -122,7 +122,7 @@ def _head(subject: PricedRecipe, found: PlanExplanation) -> list[str]:
         rows.append(
             (
                 "note",
-                f"shardwright {subject.plan.versions.shardwright} predicted {then.time.step_seconds:.4g} s and "
+                f"shardwright {subject.plan.versions['shardwright']} predicted {then.time.step_seconds:.4g} s and "
                 f"{then.memory.peak_bytes / GIB:.1f} GiB when it compiled this; all figures here are this version's",
             )
         )

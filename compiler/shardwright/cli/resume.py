@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from shardwright.checkpoint.fits import PLACEMENT, CheckpointFacts, CheckpointFit, fit
@@ -9,7 +10,6 @@ from shardwright.ir.json_value import JsonObject
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.hpz import HPZ
 from shardwright.layout.strategy import Strategy
-from shardwright.plan.plan import Versions
 
 BIT_FOR_BIT, SAME_RANKS, CONVERTED, NO = "bit for bit", "same ranks", "converted", "no"
 # Keys that change when bytes move, and no number.
@@ -23,7 +23,7 @@ class Resumable:
     recipe: Recipe
     facts: CheckpointFacts
     attention: str
-    versions: Versions
+    versions: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from shardwright.diagnostics import Diagnostic
+from shardwright.ir.json_value import JsonObject
+from shardwright.ir.recipe import Recipe
 from shardwright.layout.rule import Rule
+from shardwright.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +42,12 @@ class Engine:
     """title: as a sentence names it.
 
     runtime: the module that its ranks call (engines.protocol.Runtime), by its path, for only they import it; None: its
-        runs are estimated, not started.
+        runs are estimated, not started, and the rest has its defaults.
+    lowering: the module that the compile calls (Lowering), by its path.
+    program: the command that the launch scripts start the ranks with.
+    packages: those that it runs on -> the versions that are tested.
+    artifacts: what it writes at the top of the compiled folder; a folder ends with a slash. inputs: those files that a
+        run reads as data.
     rules: code -> what it does not run.
     axes: keys of a layout, beyond those of every engine, that it has.
     """
@@ -46,5 +56,26 @@ class Engine:
     title: str
     runtime: str | None
     traits: Traits
+    lowering: str = ""
+    program: str = ""
+    packages: Mapping[str, str] = field(default_factory=dict)
+    artifacts: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
     rules: Mapping[str, Rule] = field(default_factory=dict)
     axes: frozenset[str] = frozenset()
+
+
+class Lowering(Protocol):
+    """From a plan to the engine's files."""
+
+    def check_extra(self, recipe: Recipe) -> tuple[Diagnostic, ...]:
+        """What of the recipe's `extra` the engine does not take."""
+        ...
+
+    def plan_section(self, plan: Plan) -> JsonObject:
+        """The plan's `zero`: how the engine shares out states. plan: whole but for it."""
+        ...
+
+    def files(self, plan: Plan) -> tuple[dict[str, bytes], tuple[Diagnostic, ...]]:
+        """(path in the compiled folder -> content, warnings)"""
+        ...

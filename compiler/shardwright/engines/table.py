@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import cast
+
 from shardwright.engines.deepspeed.engine import DEEPSPEED
-from shardwright.engines.engine import Engine, Traits
+from shardwright.engines.engine import Engine, Lowering, Traits
 from shardwright.engines.kernels import FSDP, KERNELS
 from shardwright.engines.megatron.engine import MEGATRON
 from shardwright.layout.strategy import Strategy
@@ -17,6 +20,15 @@ _PUBLISHED = {FSDP: "PyTorch's FSDP"}
 
 def engine_of(plan: Plan) -> Engine:
     return ENGINES[plan.target or DEFAULT]
+
+
+def runner_of(target: str) -> Engine:
+    """The engine itself; the default one where its runs are estimated, not started."""
+    return ENGINES[target] if ENGINES[target].runtime else ENGINES[DEFAULT]
+
+
+def lowering_of(target: str) -> Lowering:
+    return cast(Lowering, import_module(runner_of(target).lowering))
 
 
 def traits_of(target: str, kernels: str, s: Strategy) -> Traits:

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.engines.table import engine_of
 from shardwright.ir.lora import missing_peft
 from shardwright.ir.recipe import FLASH
 from shardwright.plan.build import NEEDS_HOSTS
@@ -19,7 +20,10 @@ from shardwright.plan.plan import Plan
 from shardwright.safe_read import read_regular_text
 from shardwright.train.tracking import missing_trackers
 
-TESTED = {"deepspeed": ">=0.19.8,<0.20", "transformers": ">=5.20,<6", "torch": ">=2.10,<3"}
+
+def tested_versions(plan: Plan) -> dict[str, str]:
+    """Package -> the versions that are tested."""
+    return {**engine_of(plan).packages, "transformers": ">=5.20,<6", "torch": ">=2.10,<3"}
 
 
 def missing_flash_attention() -> Diagnostic | None:
@@ -40,8 +44,8 @@ def check_versions(plan: Plan) -> list[str]:
     from packaging.version import Version
 
     warnings, errors = [], []
-    for name, tested in TESTED.items():
-        planned, installed = getattr(plan.versions, name), metadata.version(name)
+    for name, tested in tested_versions(plan).items():
+        planned, installed = plan.versions[name], metadata.version(name)
         if Version(installed).base_version == Version(planned).base_version:
             continue
         if SpecifierSet(tested).contains(Version(installed).base_version):
@@ -62,7 +66,7 @@ def check_versions(plan: Plan) -> list[str]:
 
 
 def program_path() -> str:
-    """PATH with this environment's programs first: its `deepspeed`, whether it is activated or not."""
+    """PATH with this environment's programs first: the engine's own, whether it is activated or not."""
     return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
 
 
@@ -90,10 +94,11 @@ def _obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[Diag
             message="fp16 does not run on a CPU: DeepSpeed refuses it",
             help="Set training.precision to bf16 or fp32 and compile again; fp16 plans run on GPUs.",
         )
-    if shutil.which("deepspeed", path=program_path()) is None:
+    program = engine_of(plan).program
+    if shutil.which(program, path=program_path()) is None:
         yield Diagnostic(
             code="SW6005",
-            message="there is no `deepspeed` command in this environment",
+            message=f"there is no `{program}` command in this environment",
             help="Install shardwright with its dependencies (pip install shardwright) and use its command.",
         )
     yield from missing_trackers(plan)

@@ -12,12 +12,24 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.engines.table import ENGINES
 from shardwright.lease import holder
 from shardwright.lower.lower import EXECUTABLE_FILES, MARKER, MARKER_TEXT
-from shardwright.plan.build import ARTIFACT_ROOTS, FOLDER_ROOTS, RUN_DIRECTORY
+from shardwright.plan.build import MODEL_DIRECTORY, PLAN_FILE, RUN_DIRECTORY, TOKENIZER_DIRECTORY
+from shardwright.plan.graph_file import GRAPH_FILE
 
-PLAN = "plan.json"
 TEMPORARY = ".shardwright-"
+_ENGINES = tuple(name for engine in ENGINES.values() for name in engine.artifacts)
+FOLDER_ROOTS: tuple[str, ...] = (
+    *(name.removesuffix("/") for name in _ENGINES if name.endswith("/")),
+    *("launch", MODEL_DIRECTORY, TOKENIZER_DIRECTORY),
+)
+ARTIFACT_ROOTS: tuple[str, ...] = (
+    *(MARKER, PLAN_FILE, *(name for name in _ENGINES if not name.endswith("/"))),
+    *("recipe.resolved.json", GRAPH_FILE, "launch.sh", "train.py"),
+    *FOLDER_ROOTS,
+)
+"""First path components that `compile` may write, and therefore may replace or remove."""
 
 
 def check_folder(directory: Path) -> None:
@@ -52,6 +64,24 @@ def check_folder(directory: Path) -> None:
             )
     except OSError as error:
         raise _os_refusal(directory, error) from None
+
+
+def check_checkpoint_folder(directory: str) -> tuple[Diagnostic, ...]:
+    """A checkpoint folder must not be, hold or lie inside what `compile` and `run` write."""
+    parts = [part for part in directory.split("/") if part not in ("", ".")]
+    taken = (*ARTIFACT_ROOTS, RUN_DIRECTORY)
+    # "~" would be a folder of that name: nobody expands it on the nodes.
+    own = bool(parts) and parts[0] not in taken and ".." not in parts and not parts[0].startswith("~")
+    if directory.startswith("/") or own:
+        return ()
+    return (
+        Diagnostic(
+            code="SW5105",
+            message=f"checkpoint.directory: {directory!r} is not a folder of its own inside the compiled folder",
+            help="Use a name that compile and run do not write to, such as `checkpoints`, or an absolute path.",
+            key=("checkpoint", "directory"),
+        ),
+    )
 
 
 def _check_parent(directory: Path) -> None:
@@ -149,8 +179,8 @@ def _stage(staged: Path, files: Mapping[str, bytes]) -> None:
 
 def _replace_files(staged: Path, directory: Path, files: Mapping[str, bytes]) -> None:
     # The marker first: a folder that is cut off half way is still known as ours. The plan last (see write_folder).
-    (directory / PLAN).unlink(missing_ok=True)
-    for name in sorted(files, key=lambda name: (name != MARKER, name == PLAN, name)):
+    (directory / PLAN_FILE).unlink(missing_ok=True)
+    for name in sorted(files, key=lambda name: (name != MARKER, name == PLAN_FILE, name)):
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(staged / name, directory / name)
     shutil.rmtree(staged)

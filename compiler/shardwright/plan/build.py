@@ -6,17 +6,16 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+from collections.abc import Iterable, Mapping
 
 import shardwright
-from shardwright.diagnostics import Diagnostic, Refusal
-from shardwright.engines.deepspeed.zero import zero_section
+from shardwright.diagnostics import Diagnostic
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.lora import target_modules
 from shardwright.ir.model_graph import Layer, ModelGraph
 from shardwright.ir.own_code import OwnCode
 from shardwright.ir.partition import StagePartition, TensorParallelMap
 from shardwright.ir.recipe import (
-    ELEMENT_BYTES,
     TOKENIZED_KINDS,
     DataSection,
     LaunchSection,
@@ -28,54 +27,33 @@ from shardwright.ir.recipe import (
 from shardwright.ir.weights import LocatedWeights
 from shardwright.layout.estimate import Estimate
 from shardwright.layout.strategy import Strategy
-from shardwright.plan.graph_file import GRAPH_FILE
 from shardwright.plan.plan import (
     PLAN_VERSION,
     Plan,
     PlanLora,
     PlanModel,
-    PlanRank,
     PlanScheduler,
     PlanStage,
     PlanTraining,
     Predicted,
-    Versions,
 )
 from shardwright.plan.ranks import place_ranks
 from shardwright.records import carried
 
 PLAN_FILE = "plan.json"
-DS_CONFIG = "ds_config.json"
 MODEL_DIRECTORY = "model"
 CONFIG_FILE = f"{MODEL_DIRECTORY}/config.json"
 TOKENIZER_DIRECTORY = "tokenizer"
 HOSTFILE = "launch/hostfile"
 SETUP_SCRIPT = "launch/setup.sh"
 RUN_DIRECTORY = "run"
-FOLDER_ROOTS: tuple[str, ...] = ("accelerate", "launch", MODEL_DIRECTORY, TOKENIZER_DIRECTORY)
-ARTIFACT_ROOTS: tuple[str, ...] = (
-    ".shardwright",
-    PLAN_FILE,
-    DS_CONFIG,
-    "ds_config.autotp.json",
-    "recipe.resolved.json",
-    GRAPH_FILE,
-    "launch.sh",
-    "train.py",
-    *FOLDER_ROOTS,
-)
-"""First path components that `compile` may write, and therefore may replace or remove."""
 
 
-def installed_versions() -> Versions:
+def installed_versions(engine_packages: Iterable[str]) -> dict[str, str]:
     """Public versions ("2.13.0", not "2.13.0+cpu"): a build's tag says nothing about what it computes."""
-    public = {name: importlib.metadata.version(name).split("+")[0] for name in ("torch", "deepspeed", "transformers")}
-    return Versions(
-        shardwright=shardwright.__version__,
-        torch=public["torch"],
-        deepspeed=public["deepspeed"],
-        transformers=public["transformers"],
-    )
+    names = ("torch", *engine_packages, "transformers")
+    public = {name: importlib.metadata.version(name).split("+")[0] for name in names}
+    return {"shardwright": shardwright.__version__, **public}
 
 
 def build_plan(
@@ -85,20 +63,17 @@ def build_plan(
     estimate: Estimate,
     partition: StagePartition,
     tensor_map: TensorParallelMap,
-    versions: Versions,
+    versions: Mapping[str, str],
     weights: LocatedWeights | None,
     own_code: OwnCode | None,
 ) -> Plan:
     """weights: where they are, None for random ones.
 
-    Raises Refusal where the data or the checkpoint folder cannot be what the run needs.
+    The engine's section is still to come.
     """
     strategy = estimate.strategy
-    errors = (*_data_errors(recipe, graph), *_checkpoint_errors(recipe.checkpoint.directory))
-    if recipe.data is None or errors:
-        raise Refusal(*errors)
+    assert recipe.data is not None, "asked for before"
     training = recipe.training
-    ranks = place_ranks(graph, cluster, strategy, partition, tensor_map, recipe)
     return Plan(
         version=PLAN_VERSION,
         name=recipe.name,
@@ -113,7 +88,7 @@ def build_plan(
         is_cpu=cluster.gpu.is_cpu,
         stages=_stages(graph, partition, strategy),
         tensor_parallel=tensor_map,
-        ranks=ranks,
+        ranks=place_ranks(graph, cluster, strategy, partition, tensor_map, recipe),
         training=plan_training(training),
         optimizer=training.optimizer,
         scheduler=resolve_scheduler(training, training.known_steps),
@@ -121,7 +96,6 @@ def build_plan(
         checkpoint=recipe.checkpoint,
         launch=_launch(recipe.launch, cluster.nodes),
         predicted=Predicted(memory=estimate.memory, time=estimate.time, training=estimate.training),
-        zero=zero_section(strategy, numel=_largest_numel(ranks, strategy, recipe), is_cpu=cluster.gpu.is_cpu),
         extra=recipe.extra,
         tracking=recipe.tracking,
         validation=_validation(recipe),
@@ -132,12 +106,6 @@ def build_plan(
 def plan_training(training: TrainingSection) -> PlanTraining:
     dtype = accumulation_dtype(training)
     return carried(PlanTraining, training, steps=training.known_steps, gradient_accumulation_dtype=dtype)
-
-
-def _largest_numel(ranks: tuple[PlanRank, ...], strategy: Strategy, recipe: Recipe) -> int:
-    """Parameters of the fullest rank's part of the model, before ZeRO-3 shares them out."""
-    parts = strategy.data if strategy.zero_stage == 3 else 1
-    return max(r.parameter_bytes for r in ranks) // ELEMENT_BYTES[recipe.training.precision] * parts
 
 
 def canonical_hash(document: object) -> str:
@@ -278,7 +246,7 @@ def _launch(launch: LaunchSection, nodes: int) -> LaunchSection:
     )
 
 
-def _data_errors(recipe: Recipe, graph: ModelGraph) -> tuple[Diagnostic, ...]:
+def data_errors(recipe: Recipe, graph: ModelGraph) -> tuple[Diagnostic, ...]:
     data = recipe.data
     if data is None:
         return (Diagnostic(code="SW1910", message="the recipe has no `data` section", key=("data",)),)
@@ -291,22 +259,4 @@ def _data_errors(recipe: Recipe, graph: ModelGraph) -> tuple[Diagnostic, ...]:
         )
         for key, part in recipe.tokenized()
         if part.tokenizer == "byte" and graph.vocabulary_size < 256
-    )
-
-
-def _checkpoint_errors(directory: str) -> tuple[Diagnostic, ...]:
-    """A checkpoint folder must not be, hold or lie inside what `compile` and `run` write."""
-    parts = [part for part in directory.split("/") if part not in ("", ".")]
-    taken = (*ARTIFACT_ROOTS, RUN_DIRECTORY)
-    # "~" would be a folder of that name: nobody expands it on the nodes.
-    own = bool(parts) and parts[0] not in taken and ".." not in parts and not parts[0].startswith("~")
-    if directory.startswith("/") or own:
-        return ()
-    return (
-        Diagnostic(
-            code="SW5105",
-            message=f"checkpoint.directory: {directory!r} is not a folder of its own inside the compiled folder",
-            help="Use a name that compile and run do not write to, such as `checkpoints`, or an absolute path.",
-            key=("checkpoint", "directory"),
-        ),
     )

@@ -31,14 +31,6 @@ PLAN_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Versions:
-    shardwright: str
-    torch: str
-    deepspeed: str
-    transformers: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanModel:
     """config_file, tokenizer_directory: relative to the compiled folder.
 
@@ -133,6 +125,7 @@ class Predicted:
 class Plan:
     """target: the engine that runs it; None in folders that an earlier version compiled.
 
+    versions: package -> the public version that compiled it. zero: how the engine shares out states, in its own words.
     digests: file of the compiled folder -> sha256 (hex) of its bytes, for each that a run reads as data; {} in
     folders that an earlier version compiled."""
 
@@ -140,7 +133,7 @@ class Plan:
     name: str
     target: str | None = None
     recipe_hash: str
-    versions: Versions
+    versions: Mapping[str, str]
     model: PlanModel
     strategy: Strategy
     nodes: int
@@ -157,7 +150,7 @@ class Plan:
     checkpoint: CheckpointSection
     launch: LaunchSection
     predicted: Predicted
-    zero: JsonObject
+    zero: JsonObject = field(default_factory=dict)
     extra: JsonObject = field(default_factory=dict)
     tracking: TrackingSection | None = None
     validation: ValidationSection | None = None

@@ -15,7 +15,8 @@ from pathlib import Path
 from shardwright.checkpoint.manifest import checksum
 from shardwright.data.fingerprint import fingerprints
 from shardwright.diagnostics import Diagnostic, Refusal
-from shardwright.plan.build import CONFIG_FILE, DS_CONFIG, MODEL_DIRECTORY, PLAN_FILE
+from shardwright.engines.table import engine_of
+from shardwright.plan.build import CONFIG_FILE, MODEL_DIRECTORY, PLAN_FILE
 from shardwright.plan.plan import Plan
 
 ABSENT = "absent"
@@ -46,7 +47,7 @@ def check_unchanged(plan: Plan, folder: Path) -> None:
 def check_same_files(plan: Plan, folder: Path) -> None:
     """On every rank, once the groups are open. Raises the same Refusal on all of them: hosts whose plan or whose other
     files differ would train different models together, or files are not what compile wrote."""
-    names = (PLAN_FILE, *(plan.digests or (DS_CONFIG, CONFIG_FILE)))
+    names = (PLAN_FILE, *(plan.digests or (*engine_of(plan).inputs, CONFIG_FILE)))
     gathered = _gather({name: _digest(folder / name) for name in names} if _is_first_of_host() else None)
     if (diagnostic := disagreement(gathered, "Every host reads its own copy of the folder: copy it there anew.")) or (
         diagnostic := next(iter(_changed(plan, gathered[0][1])), None)
@@ -93,17 +94,18 @@ def _changed(plan: Plan, found: Digests) -> tuple[Diagnostic, ...]:
         Diagnostic(
             code="SW6010",
             message=f"{name} {'is missing' if found[name] == ABSENT else 'is not what compile wrote: it was edited'}",
-            help=f"{_where_to_change(name)}, and compile again: only then do the plan and its predictions know of it. "
-            "(Compiling the same recipe again brings the file back.)",
+            help=f"{_where_to_change(plan, name)}, and compile again: only then do the plan and its predictions know "
+            "of it. (Compiling the same recipe again brings the file back.)",
         )
         for name, digest in plan.digests.items()
         if found.get(name, ABSENT) != digest
     )
 
 
-def _where_to_change(name: str) -> str:
-    if name == DS_CONFIG:
-        return "Edit the recipe: `extra:` takes DeepSpeed's keys"
+def _where_to_change(plan: Plan, name: str) -> str:
+    engine = engine_of(plan)
+    if name in engine.inputs:
+        return f"Edit the recipe: `extra:` takes {engine.title}'s keys"
     return f"Edit the recipe: {'its `model` section' if name.startswith(MODEL_DIRECTORY) else '`data.tokenizer`'}"
 
 

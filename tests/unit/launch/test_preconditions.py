@@ -41,7 +41,7 @@ def test_what_a_plan_needs_beyond_the_usual_packages(write_recipe: Callable[...,
     """flash-attn, where the plan's attention is its: `run` says so here, `doctor` of each host."""
     plain = compile_recipe(load_recipe(write_recipe({}))).plan
     flash = dataclasses.replace(plain, model=dataclasses.replace(plain.model, attention="flash_attention_2"))
-    versions = {**dataclasses.asdict(plain.versions), "peft": None, "flash_attn": None}
+    versions = {**plain.versions, "peft": None, "flash_attn": None}
     facts: dict[str, Any] = {"versions": versions, "python": platform.python_version()}
     for plan, expected in ((plain, []), (flash, ["b: flash_attn is not installed, and the plan needs it"])):
         answers = (ProbedHost(host="a", facts=facts | {"versions": {**versions, "flash_attn": "2.8.3"}}),)

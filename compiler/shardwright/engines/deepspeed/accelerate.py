@@ -10,17 +10,25 @@ from __future__ import annotations
 
 from shardwright.engines.deepspeed.ds_config import checked, for_scripts
 from shardwright.engines.deepspeed.extra import merged
+from shardwright.engines.deepspeed.names import ACCELERATE
 from shardwright.ir.json_value import JsonObject, JsonValue
+from shardwright.launchers.lower import render
 from shardwright.plan.plan import Plan
+from shardwright.strict_json import json_bytes
 
-FOLDER = "accelerate"
-CONFIG = f"{FOLDER}/config.yaml"
-PLAIN = f"{FOLDER}/ds_config.json"
-TRAINER = f"{FOLDER}/ds_config.trainer.json"
+CONFIG = f"{ACCELERATE}/config.yaml"
+PLAIN = f"{ACCELERATE}/ds_config.json"
+TRAINER = f"{ACCELERATE}/ds_config.trainer.json"
 
 
-def has_accelerate(plan: Plan) -> bool:
-    return plan.strategy.is_whole
+def accelerate_files(plan: Plan) -> dict[str, bytes]:
+    if not plan.strategy.is_whole:
+        return {}
+    return {
+        CONFIG: render("accelerate/config.yaml.j2", plan, CONFIG).encode("utf-8"),
+        PLAIN: json_bytes(plain_config(plan)),
+        TRAINER: json_bytes(trainer_config(plan)),
+    }
 
 
 def plain_config(plan: Plan) -> JsonObject:

@@ -15,11 +15,11 @@ from collections.abc import Callable
 
 from shardwright.diagnostics import Diagnostic
 from shardwright.engines.deepspeed.ds_config import checked, for_scripts
+from shardwright.engines.deepspeed.names import AUTOTP_FILE
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.ir.partition import ModuleSplit
 from shardwright.plan.plan import Plan
 
-AUTOTP_FILE = "ds_config.autotp.json"
 _HEADS = ("lm_head", "embed_out")
 """Last parts of an output embedding's name that DeepSpeed's vocabulary-parallel head accepts by default."""
 

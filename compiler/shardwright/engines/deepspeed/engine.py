@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardwright.engines.deepspeed.names import ACCELERATE, AUTOTP_FILE, DS_CONFIG
 from shardwright.engines.deepspeed.rules import RULES
 from shardwright.engines.engine import Engine, Traits
 
@@ -9,6 +10,11 @@ DEEPSPEED = Engine(
     name="deepspeed",
     title="DeepSpeed",
     runtime="shardwright.engines.deepspeed.runtime",
+    lowering="shardwright.engines.deepspeed.lower",
+    program="deepspeed",
+    packages={"deepspeed": ">=0.19.8,<0.20"},
+    artifacts=(DS_CONFIG, AUTOTP_FILE, f"{ACCELERATE}/"),
+    inputs=(DS_CONFIG,),
     traits=Traits(
         selective_repeats_projections=True,
         fuses_accumulation=False,

@@ -18,7 +18,7 @@ from shardwright.ir.recipe import ELEMENT_BYTES, FLASH
 from shardwright.launch.doctor.meeting import Assumed, HostCheck, meet, red
 from shardwright.launch.doctor.probe import digest
 from shardwright.launch.doctor.remote import LIMIT_SECONDS, Probe, ProbedHost
-from shardwright.launch.preconditions import TESTED
+from shardwright.launch.preconditions import tested_versions
 from shardwright.layout.offload import has_room, offloaded_bytes
 from shardwright.plan.plan import Plan
 
@@ -122,7 +122,7 @@ def _reached(silent: Sequence[ProbedHost], count: int, reach: str) -> HostCheck:
 
 
 def _versions(x: Examined) -> HostCheck:
-    planned = {name: str(getattr(x.plan.versions, name)) for name in (*TESTED, "shardwright")}
+    planned = {name: x.plan.versions[name] for name in (*tested_versions(x.plan), "shardwright")}
     optional = {"peft": x.plan.lora is not None, "flash_attn": x.plan.model.attention == FLASH}
     ours = platform.python_version()
     problems = []
@@ -155,7 +155,8 @@ def _differs(x: Examined, name: str, version: str, planned: str) -> bool:
     if base == Version(planned).base_version:
         return False
     everywhere = {str(_mapping(probed.facts["versions"])[name]) for probed in x.answers}
-    return len(everywhere) > 1 or name not in TESTED or not SpecifierSet(TESTED[name]).contains(base)
+    tested = tested_versions(x.plan).get(name)
+    return len(everywhere) > 1 or tested is None or not SpecifierSet(tested).contains(base)
 
 
 def _folder(x: Examined) -> HostCheck:

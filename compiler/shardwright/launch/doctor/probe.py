@@ -20,9 +20,11 @@ from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
+from shardwright.engines.table import ENGINES
 from shardwright.ir.json_value import JsonValue
 
-PACKAGES = ("torch", "deepspeed", "transformers", "shardwright", "peft", "flash_attn")
+_ENGINES = (name for engine in ENGINES.values() for name in engine.packages)
+PACKAGES = tuple(dict.fromkeys(("torch", *_ENGINES, "transformers", "shardwright", "peft", "flash_attn")))
 MEASURING_SECONDS = 3.0
 FREE_SHARE = 0.9
 """Of a GPU's memory: what less is free of, somebody else holds."""
