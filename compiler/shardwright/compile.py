@@ -19,6 +19,7 @@ from shardwright.ir.partition import StagePartition, TensorParallelMap
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.weights import LocatedWeights
 from shardwright.launchers.lower import check_launch, unseen_paths
+from shardwright.launchers.table import plan_launch
 from shardwright.layout.estimate import Estimate, PredictionError
 from shardwright.layout.problem import Problem
 from shardwright.lower.folder import check_checkpoint_folder
@@ -178,6 +179,7 @@ def _planned(
         estimate,
         partition,
         tensor_map,
+        plan_launch(recipe.launch, problem.cluster.nodes),
         installed_versions(ENGINES[recipe.target].packages),
         inputs.weights,
         None if inputs.own_code is None else inputs.own_code[1],

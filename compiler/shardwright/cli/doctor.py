@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,35 +35,34 @@ def _checks(plan: Plan, folder: Path, hostfile: Path | None) -> Sequence[HostChe
     The names in a compiled hostfile of the latter two are made up, and nobody asks for them.
     """
     from shardwright.cluster.resolve import resolve_cluster
-    from shardwright.launch.doctor import scheduler
     from shardwright.launch.doctor.doctor import examine
     from shardwright.launch.doctor.meeting import Assumed
+    from shardwright.launch.doctor.scheduler import scheduler_of, unchecked
     from shardwright.launch.preconditions import host_obstacles, scheduler_obstacles
+    from shardwright.launchers.table import LAUNCHERS
     from shardwright.recipe.load import load_recipe
 
     cluster = resolve_cluster(load_recipe(folder / "recipe.resolved.json").cluster)
-    shared, launcher = cluster.shared_filesystem, plan.launch.launcher
+    shared, launcher = cluster.shared_filesystem, LAUNCHERS[plan.launch.launcher]
     assumed = Assumed(
         intra_node_bytes_per_second=cluster.intra_node_bytes_per_second,
         inter_node_bytes_per_second=cluster.inter_node_bytes_per_second,
         is_cpu=cluster.gpu.is_cpu,
     )
-    if launcher in ("slurm", "kubernetes"):
+    if launcher.scheduler:
         if hostfile is not None:
             raise Refusal(*host_obstacles(plan, folder, hostfile))
-        if launcher == "kubernetes":
-            return tuple(scheduler.kubernetes_checks(plan, folder))
-        if "SLURM_JOB_ID" not in os.environ:
-            return tuple(scheduler.slurm_checks(plan, folder, shared=shared))
+        if not launcher.is_allocated:
+            return tuple(scheduler_of(plan).checks(plan, folder, shared=shared))
         if obstacles := tuple(scheduler_obstacles(plan)):
             raise Refusal(*obstacles)
         if plan.launch.slurm is not None and plan.launch.slurm.container is not None:
-            return (scheduler.unchecked("nodes", "the ranks' container is not entered"),)
-        return examine(plan, folder, scheduler.allocated_hosts(), assumed, reach="srun", shared=shared)
-    if plan.nodes > 1 and launcher == "no_ssh" and hostfile is None:
+            return (unchecked("nodes", "the ranks' container is not entered"),)
+        return examine(plan, folder, scheduler_of(plan).allocated_hosts(), assumed, reach="srun", shared=shared)
+    if plan.nodes > 1 and launcher.by_hand and hostfile is None:
         told = f"the other {plan.nodes - 1}: run doctor on each, or give --hostfile where ssh reaches them"
         here = examine(plan, folder, ["this node"], assumed, reach="local", shared=shared)
-        return (*here, scheduler.unchecked("nodes", told))
+        return (*here, unchecked("nodes", told))
     hosts = read_hosts(plan, folder, hostfile)
     return examine(plan, folder, hosts, assumed, reach="local" if plan.nodes == 1 else "ssh", shared=shared)
 

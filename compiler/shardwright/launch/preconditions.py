@@ -14,7 +14,7 @@ from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.engines.table import engine_of
 from shardwright.ir.lora import missing_peft
 from shardwright.ir.recipe import FLASH
-from shardwright.plan.build import NEEDS_HOSTS
+from shardwright.launchers.table import LAUNCHERS
 from shardwright.plan.hosts import SAFE_UNQUOTED, read_hosts
 from shardwright.plan.plan import Plan
 from shardwright.safe_read import read_regular_text
@@ -103,54 +103,53 @@ def _obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[Diag
         )
     yield from missing_trackers(plan)
     weights = plan.model.weights_path
+    launcher = LAUNCHERS[plan.launch.launcher]
     # Pods have a volume of their own, which need not be mounted here.
-    if weights is not None and plan.launch.launcher != "kubernetes" and not Path(weights).is_dir():
+    if weights is not None and not launcher.own_files and not Path(weights).is_dir():
         yield Diagnostic(
             code="SW6007",
             message=f"the pretrained weights are gone: there is no folder {weights!r}",
             help="Bring them back (the plan names their revision where they came from the hub), or compile again.",
         )
-    if plan.launch.launcher == "no_ssh":
+    if launcher.by_hand:
         yield Diagnostic(
             code="SW6005",
-            message="launch.launcher is no_ssh: nothing here can start the other nodes",
+            message=f"launch.launcher is {launcher.name}: nothing here can start the other nodes",
             help=f"On each node: NODE_RANK=0...{plan.nodes - 1} MASTER_ADDR=<address of node 0> bash launch.sh",
         )
     yield from scheduler_obstacles(plan)
     yield from host_obstacles(plan, folder, hostfile)
 
 
-_COMMANDS = {"pdsh": "pdsh", "openmpi": "mpirun", "slurm": "sbatch", "kubernetes": "kubectl"}
-
-
 def scheduler_obstacles(plan: Plan) -> Iterator[Diagnostic]:
-    launcher = plan.launch.launcher
-    program = _COMMANDS.get(launcher)
+    launcher = LAUNCHERS[plan.launch.launcher]
+    name, program = launcher.name, launcher.program
     if program is not None and shutil.which(program, path=program_path()) is None:
         yield Diagnostic(
             code="SW6005",
-            message=f"launch.launcher is {launcher}, and there is no `{program}` command here",
-            help=f"Install it, start the run where there is one, or compile with another launcher than {launcher}.",
+            message=f"launch.launcher is {name}, and there is no `{program}` command here",
+            help=f"Install it, start the run where there is one, or compile with another launcher than {name}.",
         )
-    nodes = os.environ.get("SLURM_JOB_NUM_NODES")
-    if launcher == "slurm" and nodes is not None and nodes != str(plan.nodes):
+    nodes = None if launcher.allocated_nodes is None else os.environ.get(launcher.allocated_nodes)
+    if nodes is not None and nodes != str(plan.nodes):
         yield Diagnostic(
             code="SW6003",
-            message=f"the Slurm allocation has {nodes} nodes, the plan is for {plan.nodes}",
+            message=f"the {name.capitalize()} allocation has {nodes} nodes, the plan is for {plan.nodes}",
             help=f"Ask for --nodes={plan.nodes}, leave the allocation (`run` then submits a job), or compile again.",
         )
 
 
 def host_obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[Diagnostic]:
     """The hosts of a hostfile against the plan's rank map."""
-    launcher, compiled = plan.launch.launcher, folder / "launch" / "hostfile"
-    if launcher not in NEEDS_HOSTS:
+    launcher, compiled = LAUNCHERS[plan.launch.launcher], folder / "launch" / "hostfile"
+    if not launcher.needs_hosts:
         if hostfile is not None:
-            where = "the machine that `run` is started on" if launcher == "local" else f"given by {launcher}"
+            reaching = "` or `".join(row.name for row in LAUNCHERS.values() if row.needs_hosts)
+            where = f"given by {launcher.name}" if launcher.several_nodes else "the machine that `run` is started on"
             yield Diagnostic(
                 code="SW6003",
                 message=f"a hostfile has no use: where the ranks run is {where}",
-                help="Leave --hostfile out, or compile with `launcher: pdsh` or `openmpi`.",
+                help=f"Leave --hostfile out, or compile with `launcher: {reaching}`.",
             )
         return
     if hostfile is None and not compiled.is_file():
@@ -172,9 +171,9 @@ def host_obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[
             message=f"the hostfile {str(path)!r} cannot be read: {cause}",
             help="Lines `name slots=N`, one a node.",
         )
-    if launcher == "pdsh" and not SAFE_UNQUOTED.fullmatch(str(folder.resolve())):
+    if launcher.unquoted and not SAFE_UNQUOTED.fullmatch(str(folder.resolve())):
         yield Diagnostic(
             code="SW6005",
-            message=f"pdsh cannot pass the folder's path {str(folder.resolve())!r}: it does not quote",
+            message=f"{launcher.name} cannot pass the folder's path {str(folder.resolve())!r}: it does not quote",
             help="Move the folder to a path of letters, digits and @%+=:,./-_ only, the same on every host.",
         )

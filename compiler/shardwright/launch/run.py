@@ -29,7 +29,8 @@ from shardwright.ir.weights import weights_words
 from shardwright.launch.failure import report_failure
 from shardwright.launch.preconditions import check_machine, check_versions, program_path
 from shardwright.launch.progress import TrainingProgress
-from shardwright.launch.submit import submit, submits
+from shardwright.launch.submit import submit
+from shardwright.launchers.table import LAUNCHERS
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import load_plan
 from shardwright.train.agreement import check_unchanged
@@ -76,7 +77,7 @@ def run_folder(folder: Path, hostfile: Path | None, resume: str) -> int:
     check_unchanged(plan, folder)
     (folder / "run").mkdir(exist_ok=True)
     plan = _prepare_data(plan, folder)
-    if submits(plan):
+    if LAUNCHERS[plan.launch.launcher].submits:
         return submit(plan, folder, resume)
     with _lock(folder) as lock, held_by_run(plan, folder) as lease:
         chosen = choose_checkpoint(plan, folder, resume)
@@ -101,14 +102,15 @@ def _owes_evaluation(plan: Plan, folder: Path) -> bool:
 
 def _prepare_data(plan: Plan, folder: Path) -> Plan:
     """Before anything that costs GPU time is started; the plan with its epochs counted. Raises Refusal."""
-    if plan.launch.launcher == "kubernetes":
+    launcher = LAUNCHERS[plan.launch.launcher]
+    if launcher.own_files:
         return plan  # the pods have volumes of their own
     try:
         prepare(plan, folder, limit_bytes=LARGEST_UNPREPARED_BYTES)
         return resolve(plan, folder)[0]
     except Refusal as refusal:
         # Where the ranks run elsewhere, the data may be there alone; they look for themselves.
-        elsewhere = plan.nodes > 1 or submits(plan)
+        elsewhere = plan.nodes > 1 or launcher.submits
         if elsewhere and all(d.code in ABSENT_CODES for d in refusal.diagnostics):
             return plan
         raise
@@ -236,7 +238,7 @@ def _private(path: Path) -> TextIO:
 
 def _interrupt(process: subprocess.Popen[str], plan: Plan) -> None:
     """Ends every rank: here the launcher does it; under pdsh the ranks, once their output has no reader."""
-    if plan.launch.launcher == "pdsh":
+    if LAUNCHERS[plan.launch.launcher].outlived:
         _kill(process)
     else:
         with contextlib.suppress(ProcessLookupError):

@@ -9,41 +9,22 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from shardwright.diagnostics import Diagnostic
 from shardwright.ir.recipe import POD_CONTAINER, LaunchSection, Recipe
 from shardwright.launchers.pod_patch import with_pod_patch
-from shardwright.plan.build import NEEDS_HOSTS, launcher_of
+from shardwright.launchers.table import LAUNCHERS, SEVERAL_NODES, launcher_of
 from shardwright.plan.hosts import SAFE_UNQUOTED
 from shardwright.plan.plan import Plan
 from shardwright.resources import templates_dir
 
-TEMPLATES: dict[str, dict[str, str]] = {
-    "local": {"launch.sh": "local.sh.j2"},
-    "pdsh": {"launch.sh": "pdsh.sh.j2"},
-    "no_ssh": {"launch.sh": "node.sh.j2"},
-    "openmpi": {"launch.sh": "openmpi.sh.j2", "launch/rank.sh": "openmpi_rank.sh.j2"},
-    "slurm": {"launch.sh": "slurm.sh.j2", "launch/job.sh": "slurm_job.sh.j2", "launch/node.sh": "node.sh.j2"},
-    "kubernetes": {
-        "launch.sh": "kubernetes.sh.j2",
-        "launch/service.yaml": "kubernetes_service.yaml.j2",
-        "launch/job.yaml": "kubernetes_job.yaml.j2",
-        "launch/node.sh": "node.sh.j2",
-    },
-    "jobset": {
-        "launch.sh": "kubernetes.sh.j2",
-        "launch/jobset.yaml": "kubernetes_jobset.yaml.j2",
-        "launch/node.sh": "node.sh.j2",
-    },
-}
-"""launcher, or its kind -> path in the compiled folder -> template"""
-
 PATCHED = ("launch/job.yaml", "launch/jobset.yaml")
 
-SCRIPTS: frozenset[str] = frozenset(path for files in TEMPLATES.values() for path in files if path.endswith(".sh"))
+_FILES = (files for row in LAUNCHERS.values() for files in (row.templates, *row.kinds.values()))
+SCRIPTS: frozenset[str] = frozenset(path for files in _FILES for path in files if path.endswith(".sh"))
 
 
 def launch_files(plan: Plan) -> dict[str, bytes]:
     """Path in the compiled folder -> content. No host's name: those are bound when the run starts."""
-    kubernetes = plan.launch.kubernetes
-    kind = "jobset" if kubernetes is not None and kubernetes.kind == "jobset" else plan.launch.launcher
-    files = {path: render(f"launch/{template}", plan, path) for path, template in TEMPLATES[kind].items()}
+    launcher, kubernetes = LAUNCHERS[plan.launch.launcher], plan.launch.kubernetes
+    templates = launcher.kinds.get("" if kubernetes is None else kubernetes.kind, launcher.templates)
+    files = {path: render(f"launch/{template}", plan, path) for path, template in templates.items()}
     if kubernetes is not None and kubernetes.pod_patch:
         files |= {path: with_pod_patch(files[path], kubernetes.pod_patch) for path in PATCHED if path in files}
     files["train.py"] = render("launch/train.py.j2", plan, "train.py")
@@ -56,27 +37,27 @@ def check_launch(recipe: Recipe) -> tuple[Diagnostic, ...]:
     """What the chosen launcher cannot do with these values."""
     launch, nodes, found = recipe.launch, recipe.cluster.nodes or 1, list[Diagnostic]()
     launcher = launcher_of(launch, nodes)
-    if launcher == "local" and nodes > 1:
+    if not launcher.several_nodes and nodes > 1:
         found.append(
             Diagnostic(
                 code="SW5206",
-                message=f"launch.launcher: local starts one node, the cluster has {nodes}",
-                help="Write `launcher: auto`: pdsh for several nodes.",
+                message=f"launch.launcher: {launcher.name} starts one node, the cluster has {nodes}",
+                help=f"Write `launcher: auto`: {SEVERAL_NODES} for several nodes.",
                 key=("launch", "launcher"),
-                valid=("auto", "pdsh", "no_ssh", "slurm", "openmpi", "kubernetes"),
+                valid=("auto", *(row.name for row in LAUNCHERS.values() if row.several_nodes)),
             )
         )
-    if launcher in ("slurm", "kubernetes") and launch.hostfile is not None:
+    if launcher.scheduler and launch.hostfile is not None:
         found.append(
             Diagnostic(
                 code="SW5207",
-                message=f"launch.hostfile: under {launcher} the hosts come from the scheduler",
+                message=f"launch.hostfile: under {launcher.name} the hosts come from the scheduler",
                 help="Remove it.",
                 key=("launch", "hostfile"),
             )
         )
-    if launcher in NEEDS_HOSTS:
-        found.extend(_unquoted(launch, launcher))
+    if launcher.needs_hosts:
+        found.extend(_unquoted(launch, launcher.name))
     return tuple(found)
 
 

@@ -20,7 +20,6 @@ from shardwright.ir.recipe import (
     DataSection,
     LaunchSection,
     Recipe,
-    SlurmSection,
     TrainingSection,
     ValidationSection,
 )
@@ -63,6 +62,7 @@ def build_plan(
     estimate: Estimate,
     partition: StagePartition,
     tensor_map: TensorParallelMap,
+    launch: LaunchSection,
     versions: Mapping[str, str],
     weights: LocatedWeights | None,
     own_code: OwnCode | None,
@@ -94,7 +94,7 @@ def build_plan(
         scheduler=resolve_scheduler(training, training.known_steps),
         data=plan_data(recipe.data),
         checkpoint=recipe.checkpoint,
-        launch=_launch(recipe.launch, cluster.nodes),
+        launch=launch,
         predicted=Predicted(memory=estimate.memory, time=estimate.time, training=estimate.training),
         extra=recipe.extra,
         tracking=recipe.tracking,
@@ -214,36 +214,6 @@ def plan_lora(recipe: Recipe, graph: ModelGraph) -> PlanLora | None:
 def _validation(recipe: Recipe) -> ValidationSection | None:
     v = recipe.validation
     return v if v is None or v.data is None else dataclasses.replace(v, data=plan_data(v.data))
-
-
-NEEDS_HOSTS = ("pdsh", "openmpi")
-"""Launchers that reach the nodes by name. The others are started on each node, which knows only its number."""
-
-
-def launcher_of(launch: LaunchSection, nodes: int) -> str:
-    """auto, settled by what the recipe holds."""
-    if launch.launcher != "auto":
-        return launch.launcher
-    if launch.slurm is not None:
-        return "slurm"
-    if launch.kubernetes is not None:
-        return "kubernetes"
-    return "local" if nodes == 1 else "pdsh"
-
-
-def _launch(launch: LaunchSection, nodes: int) -> LaunchSection:
-    launcher = launcher_of(launch, nodes)
-    has_hostfile = nodes == 1 or launch.hostfile is not None or launcher not in NEEDS_HOSTS
-    return dataclasses.replace(
-        launch,
-        launcher=launcher,
-        hostfile=HOSTFILE if has_hostfile else None,
-        env=tuple(sorted(launch.env)),
-        env_from=tuple(sorted(set(launch.env_from))),
-        setup_script=None if launch.setup_script is None else SETUP_SCRIPT,
-        slurm=(launch.slurm or SlurmSection(mem="0")) if launcher == "slurm" else None,
-        kubernetes=launch.kubernetes if launcher == "kubernetes" else None,
-    )
 
 
 def data_errors(recipe: Recipe, graph: ModelGraph) -> tuple[Diagnostic, ...]:

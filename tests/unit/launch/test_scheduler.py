@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from shardwright.cli import main as cli
+from shardwright.launch import slurm
 from shardwright.launch.doctor import scheduler
 
 TWO_NODES = {"cluster.nodes": 2, "cluster.gpus_per_node": 2}
@@ -109,7 +110,7 @@ def test_a_folder_on_a_disk_of_this_host_is_a_warning(
 ) -> None:
     def mounted(kind: str) -> None:
         part = type("Part", (), {"mountpoint": "/", "fstype": kind})
-        monkeypatch.setattr(scheduler.psutil, "disk_partitions", lambda all: [part])
+        monkeypatch.setattr(slurm.psutil, "disk_partitions", lambda all: [part])
 
     mounted("lustre")
     code, checks, _ = doctor({"slurm": {}}, **SLURM)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from shardwright.diagnostics import Diagnostic
 from shardwright.ir.json_value import JsonValue
 from shardwright.launch.doctor.remote import Probe, ProbedHost
+from shardwright.launchers.table import LAUNCHERS
 from shardwright.plan.plan import Plan
 
 SLOW = 0.7
@@ -39,7 +40,7 @@ def meet(plan: Plan, probes: Sequence[Probe], assumed: Assumed, *, whole: bool, 
     if not probes:
         return []
     first = probes[0].result
-    named = plan.launch.launcher == "slurm" or not first.facts["address"]  # as launch.sh has it
+    named = LAUNCHERS[plan.launch.launcher].named_hosts or not first.facts["address"]  # as launch.sh has it
     found = "127.0.0.1" if plan.nodes == 1 else str(first.host if named else first.facts["address"])
     address = plan.launch.master_addr or found
     port = first.facts["free_port"]
