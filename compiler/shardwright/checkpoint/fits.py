@@ -9,6 +9,7 @@ from typing import Literal
 from shardwright.checkpoint.manifest import checksum
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.recipe import DataSection
+from shardwright.ir.words import Precision
 from shardwright.layout.strategy import Strategy
 from shardwright.plan.plan import Plan, PlanLora
 from shardwright.plan.serialize import read_plan
@@ -38,7 +39,7 @@ class CheckpointFacts:
     config_hash: str
     strategy: Strategy
     boundaries: tuple[int, ...]
-    precision: str
+    precision: Precision
     lora: PlanLora | None
     tokenizer: TokenizerFiles | None
     samples: tuple[tuple[str, int], ...]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from shardwright.cost.shapes import kept_products, model_shapes
 from shardwright.ir.model_graph import Layer, ModelGraph, kept_entry
+from shardwright.ir.words import Checkpointing
 from shardwright.remembered import remembered
 
 # Published runs of plain GPTs in PyTorch come as a GPT-2 recipe, and are none: nobody pretrains Hugging Face's GPT-2 at
@@ -66,12 +67,12 @@ def keeps_products(graph: ModelGraph, kernels: str) -> bool:
 
 @remembered(lambda graph, *how: (graph.identity, *how))
 def activations(
-    graph: ModelGraph, sequence_length: int, element_bytes: int, checkpointing: str, kernels: str
+    graph: ModelGraph, sequence_length: int, element_bytes: int, checkpointing: Checkpointing, kernels: str
 ) -> Activations:
     traced = own_modules(graph, kernels)
     by_product = keeps_products(graph, kernels)
 
-    def share(layer: Layer, mode: str) -> Share:
+    def share(layer: Layer, mode: Checkpointing) -> Share:
         if mode == "selective" and by_product and layer.kind == "decoder":
             return _every_second_product(graph, layer, sequence_length * element_bytes, kernels)
         kept = kept_entry(layer.kept, mode, element_bytes, sequence_length) if traced else None
@@ -97,7 +98,7 @@ def activations(
     )
 
 
-def _dropped(all_of_it: Share, kept: Share, checkpointing: str) -> Share:
+def _dropped(all_of_it: Share, kept: Share, checkpointing: Checkpointing) -> Share:
     """What is there again while a layer goes back. Under `full` the gradient that comes in is as large as what was
     kept (the layer's input) and takes its place."""
     if checkpointing == "full":

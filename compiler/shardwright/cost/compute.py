@@ -23,6 +23,7 @@ from shardwright.engines.table import traits_of
 from shardwright.ir.cluster import Gpu
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import ELEMENT_BYTES, Recipe
+from shardwright.ir.words import Precision
 from shardwright.layout.strategy import Strategy
 from shardwright.remembered import remembered
 
@@ -42,7 +43,7 @@ class LayerSeconds:
     again: tuple[float, ...]
 
 
-def peak_flops(gpu: Gpu, precision: str) -> float:
+def peak_flops(gpu: Gpu, precision: Precision) -> float:
     """Dense peak of the precision. A GPU without it (a rule reports that) computes in fp32 at best."""
     return gpu.peak_flops.get(precision) or gpu.peak_flops.get("fp32") or min(gpu.peak_flops.values())
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from shardwright.ir.cut import Cut
 from shardwright.ir.json_value import JsonObject
+from shardwright.ir.words import Checkpointing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +32,6 @@ def hash_of_config(config: JsonObject) -> str:
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
-CHECKPOINTING = ("none", "selective", "full")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
     """Bytes that one layer keeps for backward, per sequence of S tokens: per_token S + per_pair S^2.
@@ -45,7 +43,7 @@ class Kept:
         and anything wider than the hidden states; block inputs, norms and residuals are whole).
     """
 
-    checkpointing: str
+    checkpointing: Checkpointing
     element_bytes: int
     from_length: int
     whole_bytes_per_token: int
@@ -60,7 +58,9 @@ class Kept:
         return (self.divided_bytes_per_token + self.divided_bytes_per_pair * sequence_length) * sequence_length
 
 
-def kept_entry(entries: tuple[Kept, ...], checkpointing: str, element_bytes: int, sequence_length: int) -> Kept | None:
+def kept_entry(
+    entries: tuple[Kept, ...], checkpointing: Checkpointing, element_bytes: int, sequence_length: int
+) -> Kept | None:
     """The entry that holds at this length; None where there is none: the layer could not be traced."""
     kind = (checkpointing, element_bytes)
     fitting = [k for k in entries if (k.checkpointing, k.element_bytes) == kind and k.from_length <= sequence_length]

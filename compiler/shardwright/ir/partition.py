@@ -6,6 +6,8 @@ import itertools
 import math
 from dataclasses import dataclass
 
+from shardwright.ir.words import Schedule
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePartition:
@@ -15,7 +17,7 @@ class StagePartition:
     """
 
     boundaries: tuple[int, ...]
-    schedule: str
+    schedule: Schedule
 
     @property
     def stages(self) -> int:

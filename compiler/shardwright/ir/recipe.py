@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from shardwright.diagnostics import KeyPath, Source
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.lora import LoraSection
+from shardwright.ir.words import Checkpointing, Loss, Objective, Offload, Precision, Schedule
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Of a precision or an accumulation type."""
@@ -22,7 +24,7 @@ class ModelSection:
     revision: str
     weights: str  # pretrained | random
     attention: str  # auto | sdpa | eager | flash_attention_2
-    loss: str  # auto | full | chunked
+    loss: Loss | Literal["auto"]
     trust_remote_code: str | None = None  # the same as source, or None: code of the model's own never runs
 
 
@@ -82,7 +84,7 @@ class TrainingRecord:
     sequence_length: int
     global_batch_size: int
     steps: int | None
-    precision: str  # bf16 | fp16 | fp32
+    precision: Precision
     gradient_accumulation_dtype: str | None  # None = auto
     gradient_clipping: float
     seed: int
@@ -164,9 +166,9 @@ class ParallelismSection:
     data: int | None
     zero_stage: int | None
     micro_batch_size: int | None
-    activation_checkpointing: str | None  # none | selective | full
-    schedule: str | None  # 1f1b | dualpipev
-    offload: str | None  # none | optimizer | parameters; None = auto
+    activation_checkpointing: Checkpointing | None
+    schedule: Schedule | None
+    offload: Offload | None
     memory_headroom: float | None
     expert: int
     context: int
@@ -292,7 +294,7 @@ class Recipe:
     data: DataSection | None
     validation: ValidationSection | None
     parallelism: ParallelismSection
-    objective: str  # throughput | memory | cost
+    objective: Objective
     assume: AssumeSection
     launch: LaunchSection
     checkpoint: CheckpointSection

@@ -11,8 +11,7 @@ Offload = Literal["none", "optimizer", "parameters"]
 """What is kept in host memory."""
 Loss = Literal["full", "chunked"]
 Precision = Literal["bf16", "fp16", "fp32"]
-Target = Literal["deepspeed", "megatron"]
-Objective = Literal["throughput", "memory"]
+Objective = Literal["throughput", "memory", "cost"]
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from shardwright.ir.words import Offload
+
 # In host memory, per parameter of the model: master weights, two moments and the gradient in float32 (arXiv
 # 2101.06840), and the parameters themselves in half precision.
 OFFLOADED_BYTES = {"none": 0, "optimizer": 16, "parameters": 18}
@@ -9,7 +11,7 @@ HOST_SHARE = 0.9
 """The rest is the system's, the data loaders' and the file cache's."""
 
 
-def offloaded_bytes(offload: str, parameters: int, nodes: int) -> float:
+def offloaded_bytes(offload: Offload, parameters: int, nodes: int) -> float:
     """In each node's memory."""
     return OFFLOADED_BYTES[offload] * parameters / nodes
 

@@ -24,7 +24,8 @@ from shardwright.hf.arguments import Arguments
 from shardwright.hf.sizes import size_of
 from shardwright.hf.skeleton import Skeleton, State
 from shardwright.ir.cut import Cut
-from shardwright.ir.model_graph import CHECKPOINTING, Kept
+from shardwright.ir.model_graph import Kept
+from shardwright.ir.words import CHECKPOINTING, Checkpointing
 from shardwright.model.measure import Bytes, PieceMeasure, measure
 
 BASE_LENGTH = 128
@@ -315,7 +316,9 @@ def _fit(base: int, short: int, long: int) -> tuple[int, int]:
     return max(0, round((long - 4 * base * base * per_pair) / (2 * base))), per_pair
 
 
-def _kept(base: int, short: Bytes, long: Bytes, checkpointing: str, element_bytes: int, from_length: int) -> Kept:
+def _kept(
+    base: int, short: Bytes, long: Bytes, checkpointing: Checkpointing, element_bytes: int, from_length: int
+) -> Kept:
     whole, divided = _fit(base, short.whole, long.whole), _fit(base, short.divided, long.divided)
     return Kept(
         checkpointing=checkpointing,

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwright.ir.words import Schedule
 from shardwright.schedule.levels import Floats
 from shardwright.schedule.step import steps_seconds
 
@@ -49,7 +50,7 @@ class Row:
     slowest rank takes as little as it can, the first start of the descent.
     """
 
-    schedule: str
+    schedule: Schedule
     micro_batches: int
     stages: int
     forward_seconds: tuple[float, ...]

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from shardwright.diagnostics import Diagnostic
 from shardwright.ir.model_graph import ModelGraph
+from shardwright.ir.words import Schedule
 from shardwright.layout.strategy import Strategy
 from shardwright.remembered import remembered
 
@@ -36,7 +37,7 @@ def _block_costs(graph: ModelGraph, sequence_length: int) -> tuple[int, ...]:
     return tuple(sum(itertools.islice(costs, size)) for size in graph.cut.blocks(graph.decoder_layers))
 
 
-def least_slowest_cut(graph: ModelGraph, sequence_length: int, stages: int, schedule: str) -> tuple[int, ...]:
+def least_slowest_cut(graph: ModelGraph, sequence_length: int, stages: int, schedule: Schedule) -> tuple[int, ...]:
     """Boundaries, counted in the blocks that have to stay together; there are enough of them."""
     costs = _block_costs(graph, sequence_length)
     return (cut_mirrored if schedule == "dualpipev" else cut_evenly)(costs, stages)

@@ -24,6 +24,7 @@ from shardwright.ir.recipe import (
     TrainingRecord,
     ValidationSection,
 )
+from shardwright.ir.words import Loss
 from shardwright.layout.estimate import Memory, Time, Training
 from shardwright.layout.strategy import Strategy
 
@@ -52,7 +53,7 @@ class PlanModel:
     weights_path: str | None
     revision: str | None
     attention: str
-    loss: str
+    loss: Loss
     cut: Cut
     embedding_modules: tuple[str, ...]
     head_modules: tuple[str, ...]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from shardwright.diagnostics import Diagnostic, KeyPath
 from shardwright.ir.cluster import Cluster
+from shardwright.ir.words import Precision
 
 _KEY: KeyPath = ("training", "precision")
 
 
-def no_peak(precision: str, cluster: Cluster) -> Diagnostic | None:
+def no_peak(precision: Precision, cluster: Cluster) -> Diagnostic | None:
     if precision in cluster.gpu.peak_flops:
         return None
     return Diagnostic(
@@ -20,7 +21,7 @@ def no_peak(precision: str, cluster: Cluster) -> Diagnostic | None:
     )
 
 
-def half_on_cpu(precision: str, cluster: Cluster) -> Diagnostic | None:
+def half_on_cpu(precision: Precision, cluster: Cluster) -> Diagnostic | None:
     if precision != "fp16" or not cluster.gpu.is_cpu:
         return None
     return Diagnostic(

@@ -10,7 +10,8 @@ from shardwright.cluster.resolve import resolve_cluster
 from shardwright.cost.activations import activations
 from shardwright.cost.compute import layer_seconds
 from shardwright.cost.constants import default_constants
-from shardwright.ir.model_graph import CHECKPOINTING, kept_entry
+from shardwright.ir.model_graph import kept_entry
+from shardwright.ir.words import CHECKPOINTING
 from tests.unit.cost.test_estimate import change, estimate
 from tests.unit.model.factory import LLAMA_8B, SMALL_GPT2, graph_of, recipe_of
 

@@ -18,7 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shardwright.ir.json_value import JsonValue
-from shardwright.ir.model_graph import CHECKPOINTING, Kept, ModelGraph, kept_entry
+from shardwright.ir.model_graph import Kept, ModelGraph, kept_entry
+from shardwright.ir.words import CHECKPOINTING
 from shardwright.model.build import build_model_graph
 from shardwright.modules.recompute import apply_recompute
 from tests.unit.model.factory import SMALL_LLAMA, graph_of, model_section
