@@ -10,14 +10,15 @@ from shardwright.checkpoint.manifest import checksum
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.recipe import DataSection
 from shardwright.ir.words import Precision
-from shardwright.layout.strategy import Strategy
+from shardwright.layout.strategy import Strategy, printed_axes
 from shardwright.plan.plan import Plan, PlanLora
 from shardwright.plan.serialize import read_plan
 
 BYTE = "byte"
-PLACEMENT = ("tensor", "pipeline", "data", "zero_stage", "schedule", "offload")
+PLACEMENT = tuple(axis.name for axis in printed_axes() if axis.holds and axis.runs)
 """Keys of a strategy that decide which rank holds what; the others change what is computed on the way."""
-_OF_A_RANK = ("tensor", "pipeline", "data", "schedule")
+# ZeRO and offload move states about, and no layer or shard of the model.
+_OF_A_RANK = tuple(key for key in PLACEMENT if key not in ("zero_stage", "offload"))
 _SAMPLES = ("global_batch_size", "sequence_length", "seed")
 
 

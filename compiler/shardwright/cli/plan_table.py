@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from shardwright.cli.tables import table_lines
 from shardwright.cost.measured import bench, flops_words, source, unmeasured
 from shardwright.figures import device, number
+from shardwright.layout.axes import AXES, Axis
 from shardwright.layout.estimate import Estimate
 
 GIB = 2**30
@@ -22,8 +23,9 @@ class PlanRow:
     broken: bool
 
 
+DEGREES = "degrees"  # the table names the axes
 HEADER = (
-    *("#", "TP x PP x DP", "ZeRO", "micro x accum", "checkpointing", "peak / capacity GiB (headroom)"),
+    *("#", DEGREES, "ZeRO", "micro x accum", "checkpointing", "peak / capacity GiB (headroom)"),
     *("s/step", "tokens/s/GPU", "MFU", "days", "cost", "Δ", ""),
 )
 TEXT_COLUMNS = ("checkpointing", "")  # the others are numbers, and stand on the right
@@ -31,13 +33,19 @@ TEXT_COLUMNS = ("checkpointing", "")  # the others are numbers, and stand on the
 
 def table(rows: Sequence[PlanRow], *, is_cpu: bool) -> list[str]:
     """Lines without a line end. Δ: step time against row 1."""
-    cells = [_cells(place, row, rows[0].estimate, is_cpu=is_cpu) for place, row in enumerate(rows, start=1)]
+    axes = [axis for axis in AXES if axis.short and (axis.is_free or _is_had(axis, rows))]
+    cells = [_cells(place, row, rows[0].estimate, axes, is_cpu=is_cpu) for place, row in enumerate(rows, start=1)]
     text = [i for i, name in enumerate(HEADER) if name in TEXT_COLUMNS]
     header = [name.replace("/GPU", f"/{device(is_cpu=is_cpu)}") for name in HEADER]
+    header[HEADER.index(DEGREES)] = " x ".join(axis.short for axis in axes)
     return table_lines(header, cells, text=text, bold=() if rows[0].broken else (0,))
 
 
-def _cells(place: int, row: PlanRow, first: Estimate, *, is_cpu: bool) -> tuple[str, ...]:
+def _is_had(axis: Axis, rows: Sequence[PlanRow]) -> bool:
+    return any(row.estimate.strategy.values()[axis] != axis.plain for row in rows)
+
+
+def _cells(place: int, row: PlanRow, first: Estimate, axes: Sequence[Axis], *, is_cpu: bool) -> tuple[str, ...]:
     e, s = row.estimate, row.estimate.strategy
     peak, capacity, step = e.memory.peak_bytes, e.memory.capacity_bytes, e.time.step_seconds
     training = e.training
@@ -46,7 +54,7 @@ def _cells(place: int, row: PlanRow, first: Estimate, *, is_cpu: bool) -> tuple[
     cost = f"{training.cost:,.0f}" if training.cost is not None else hours
     return (
         str(place),
-        f"{s.tensor} x {s.pipeline} x {s.data}",
+        " x ".join(str(s.values()[axis]) for axis in axes),
         str(s.zero_stage),
         f"{s.micro_batch_size} x {s.gradient_accumulation_steps}",
         s.activation_checkpointing,

@@ -23,7 +23,7 @@ Value = int | str
 Degrees = Mapping[str, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Axis:
     """One field of Strategy.
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from shardwright.ir.words import Checkpointing, Loss, Offload, Schedule
+from shardwright.layout import axes
 from shardwright.layout.axes import Axis, Value, axis_of, rank_axes, world_of
 
 
@@ -75,7 +76,8 @@ class Strategy:
 
 
 def printed_axes(strategy: type[Strategy] = Strategy) -> tuple[Axis, ...]:
-    return tuple(axis_of(field.name) for field in fields(strategy))
+    rows = {axis.name: axis for axis in axes.AXES}
+    return tuple(rows[field.name] for field in fields(strategy))
 
 
 def layout_axes() -> tuple[Axis, ...]:
