@@ -15,7 +15,7 @@ from shardwright.plan.plan import Plan, PlanLora
 from shardwright.plan.serialize import read_plan
 
 BYTE = "byte"
-PLACEMENT = tuple(axis.name for axis in printed_axes() if axis.holds and axis.runs)
+PLACEMENT = tuple(axis.name for axis in printed_axes() if axis.holds)
 """Keys of a strategy that decide which rank holds what; the others change what is computed on the way."""
 # ZeRO and offload move states about, and no layer or shard of the model.
 _OF_A_RANK = tuple(key for key in PLACEMENT if key not in ("zero_stage", "offload"))

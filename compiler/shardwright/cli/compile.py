@@ -73,12 +73,13 @@ def summary(compiled: Compiled, directory: Path) -> str:
 
     plan, model, files = compiled.plan, compiled.plan.model, compiled.files
     s, t, memory, time = plan.strategy, plan.training, plan.predicted.memory, plan.predicted.time
+    layout, _, settings = s.describe().partition(f" micro_batch_size={s.micro_batch_size} ")
     rows = [
         ("recipe", plan.name),
         ("model", f"{model.architecture}, {model.total_parameters:,} parameters, {weights_words(model.weights)}"),
         ("cluster", f"{plan.nodes} x {plan.gpus_per_node} {plan.gpu}"),
-        ("layout", f"tensor={s.tensor} pipeline={s.pipeline} data={s.data} zero_stage={s.zero_stage}"),
-        ("", f"activation_checkpointing={s.activation_checkpointing} schedule={s.schedule}"),
+        ("layout", layout),
+        ("", settings),
         *([("weights", hpz_words(s))] if hpz_words(s) else []),
         ("batch", f"{t.global_batch_size} = {s.micro_batch_size} x {s.gradient_accumulation_steps} x data {s.data}"),
         ("training", f"{_length(t)} of {t.global_batch_size} x {t.sequence_length} tokens, {t.precision}"),

@@ -101,11 +101,8 @@ def _page(path: str, overrides: Sequence[str]) -> bool:
 
 def layout_text(estimate: Estimate) -> str:
     s = estimate.strategy
-    return (
-        f"tensor={s.tensor} pipeline={s.pipeline} data={s.data} zero_stage={s.zero_stage} "
-        f"micro_batch_size={s.micro_batch_size} accumulation={s.gradient_accumulation_steps} "
-        f"activation_checkpointing={s.activation_checkpointing} schedule={s.schedule}"
-    )
+    micro_batch = f"micro_batch_size={s.micro_batch_size}"
+    return s.describe().replace(micro_batch, f"{micro_batch} accumulation={s.gradient_accumulation_steps}")
 
 
 def training_words(recipe: Recipe, training: Training) -> str:

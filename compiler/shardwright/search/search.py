@@ -175,11 +175,7 @@ def baselines(problem: Problem) -> tuple[Estimate, ...]:
 
 
 def _nothing_fits(closest: Estimate, cluster: Cluster) -> Diagnostic:
-    s, memory = closest.strategy, closest.memory
-    layout = (
-        f"tensor={s.tensor} pipeline={s.pipeline} data={s.data} zero_stage={s.zero_stage} "
-        f"micro_batch_size={s.micro_batch_size} activation_checkpointing={s.activation_checkpointing}"
-    )
+    memory = closest.memory
     fullest = max(memory.stages, key=lambda stage: stage.peak_bytes)
     states = fullest.parameters_bytes + fullest.gradients_bytes + fullest.optimizer_bytes
     largest = max(states, fullest.activations_bytes, fullest.workspace_bytes)
@@ -193,6 +189,6 @@ def _nothing_fits(closest: Estimate, cluster: Cluster) -> Diagnostic:
         code="SW3202",
         message=f"the model does not fit anywhere on {cluster.world_size} x {cluster.gpu.name}: "
         f"the closest layout needs {memory.peak_bytes / 2**30:.1f} GiB of {memory.capacity_bytes / 2**30:.1f} GiB",
-        help=f"The closest layout is {layout}. {remedy}",
+        help=f"The closest layout is {closest.strategy.describe()}. {remedy}",
         key=("cluster", "nodes"),
     )
