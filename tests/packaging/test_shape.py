@@ -15,11 +15,6 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 FUNCTION_LINES, FUNCTION_BRANCHES, FILE_LINES, ROOM_SHARE = 60, 20, 400, 0.12
 BRANCHES = (*(ast.If, ast.IfExp, ast.For, ast.While, ast.ExceptHandler, ast.comprehension, ast.match_case, ast.BoolOp),)
 
-LONG_FUNCTIONS = {
-    "cost/shapes.py::_model_shapes": "to be taken apart",
-    "schedule/events.py::simulate": "to be taken apart",
-    "schedule/streams.py::_dualpipev": "to be taken apart",
-}
 LONG_FILES = {"checkpoint/write.py": "to be taken apart"}
 
 
@@ -45,7 +40,7 @@ def branches(function: ast.AST) -> int:
 def test_functions_are_short() -> None:
     sizes = {where: (line_count(node), branches(node)) for where, node in functions()}
     long = {where: size for where, size in sizes.items() if size[0] > FUNCTION_LINES or size[1] > FUNCTION_BRANCHES}
-    assert {where: size for where, size in long.items() if where not in LONG_FUNCTIONS} == {}
+    assert long == {}
 
 
 def test_files_are_short() -> None:

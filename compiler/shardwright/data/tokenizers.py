@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
@@ -12,10 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwright.data.trouble import refusal
-from shardwright.ir.json_value import JsonValue
 
 Ids = npt.NDArray[np.integer]
-Messages = Sequence[Mapping[str, JsonValue]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwright.hf.plain_optimizer import PlainOptimizer
 
@@ -29,15 +28,6 @@ class Reference:
     weights: dict[str, torch.Tensor]
     unused: frozenset[str]
     held_out: dict[int, float] = field(default_factory=dict)
-
-
-def initial_model(config: dict[str, Any], seed: int) -> nn.Module:
-    config = dict(config)
-    torch.manual_seed(seed)
-    model: nn.Module = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(config.pop("model_type"), **config), dtype=torch.float32, trust_remote_code=False
-    )
-    return model
 
 
 def train(

@@ -6,7 +6,7 @@ from bokeh.palettes import cividis
 
 # jfly.uni-koeln.de/color: blue, orange, green, vermillion, sky, purple, yellow, grey.
 CATEGORIES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#F0E442", "#8A8F98")
-BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, YELLOW, GREY = CATEGORIES
+BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, _, GREY = CATEGORIES
 
 MEMORY = {
     "parameters": BLUE,
