@@ -130,5 +130,10 @@ def render(template: str, plan: Plan, path: str) -> str:
     environment.filters["kubernetes_name"] = kubernetes_name
     # root: the compiled folder, from the script's own.
     return environment.get_template(template).render(
-        plan=plan, launch=plan.launch, path=path, root="../" * path.count("/"), container=POD_CONTAINER
+        plan=plan,
+        launch=plan.launch,
+        launcher=LAUNCHERS[plan.launch.launcher],
+        path=path,
+        root="../" * path.count("/"),
+        container=POD_CONTAINER,
     )

@@ -17,13 +17,13 @@ class Launcher:
     program: what `run` needs here to start it.
 
     several_nodes: whether it starts more than one. needs_hosts: it reaches the nodes by name; the others are started on
-        each node, which knows only its number. by_hand: nothing here can start the other nodes.
+        each node, which knows only its number: node_number, in the shell's words. by_hand: nothing here can start the
+        other nodes.
     unquoted: it hands the folder's path to the nodes' shells without quotes.
     outlived: the ranks outlive what started them here, until their output has no reader.
 
     scheduler: the module that knows it (launch/), where one chooses the hosts; the section of the launcher's name is
         its own.
-    needs_section: whether it must be there.
     allocation: the variable that stands inside of one, where `run` starts the ranks there and then. allocated_nodes:
         the variable with their number.
     own_files: the ranks see other files than this machine. named_hosts: they meet at a node's name, not its address.
@@ -36,10 +36,10 @@ class Launcher:
     several_nodes: bool = True
     needs_hosts: bool = False
     by_hand: bool = False
+    node_number: str | None = None
     unquoted: bool = False
     outlived: bool = False
     scheduler: str | None = None
-    needs_section: bool = False
     allocation: str | None = None
     allocated_nodes: str | None = None
     own_files: bool = False
@@ -70,12 +70,18 @@ _ROWS = (
         unquoted=True,
         outlived=True,
     ),
-    Launcher(name="no_ssh", templates={"launch.sh": "node.sh.j2"}, by_hand=True),
+    Launcher(
+        name="no_ssh",
+        templates={"launch.sh": "node.sh.j2"},
+        by_hand=True,
+        node_number="${NODE_RANK:?give the number of this node, from 0}",
+    ),
     Launcher(
         name="slurm",
         templates={"launch.sh": "slurm.sh.j2", "launch/job.sh": "slurm_job.sh.j2", "launch/node.sh": "node.sh.j2"},
         program="sbatch",
         scheduler="shardwright.launch.slurm",
+        node_number="${SLURM_NODEID:?srun starts this file}",
         allocation="SLURM_JOB_ID",
         allocated_nodes="SLURM_JOB_NUM_NODES",
         named_hosts=True,
@@ -97,7 +103,7 @@ _ROWS = (
         kinds={"jobset": _JOBSET},
         program="kubectl",
         scheduler="shardwright.launch.kubernetes",
-        needs_section=True,
+        node_number="${JOB_COMPLETION_INDEX:?an Indexed Job starts this file}",
         own_files=True,
     ),
 )
