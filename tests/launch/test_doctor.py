@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import socket
@@ -16,6 +17,7 @@ from shardwright.cli import main as cli
 from shardwright.cli.doctor import as_json, as_text, is_red
 from shardwright.launch.doctor.links import measure
 from shardwright.launch.doctor.meeting import Assumed, links
+from shardwright.launch.doctor.messages import LinkRates, Met
 from shardwright.launch.doctor.remote import ProbedHost
 from tests.parity.harness import must, shardwright
 
@@ -91,7 +93,7 @@ def test_hosts_that_do_not_answer_are_not_said_to_be_well(two_nodes: Path, tmp_p
 def test_a_slow_link_is_told_and_does_not_stop_a_run() -> None:
     assumed = Assumed(intra_node_bytes_per_second=450e9, inter_node_bytes_per_second=50e9, is_cpu=False)
     met = [
-        ProbedHost(host=host, met={"links": {"to_next": to_next, "all_reduce": 30e9, "local": local}})
+        ProbedHost(host=host, met=Met(sum=2, links=LinkRates(to_next=to_next, all_reduce=30e9, local=local)))
         for host, to_next, local in (("a", 48e9, 400e9), ("b", 12.5e9, 100e9))
     ]
     check = links(met, assumed)
@@ -106,7 +108,7 @@ def test_a_slow_link_is_told_and_does_not_stop_a_run() -> None:
 
 def test_what_is_not_measured_is_not_judged() -> None:
     assumed = Assumed(intra_node_bytes_per_second=450e9, inter_node_bytes_per_second=50e9, is_cpu=False)
-    assert not links([ProbedHost(host="a", met={"links": {"to_next": None, "local": None}})], assumed).problems
+    assert not links([ProbedHost(host="a", met=Met(sum=1))], assumed).problems
     assert not links([ProbedHost(host="a")], assumed).problems
 
 
@@ -114,7 +116,7 @@ def ring(rank: int, world: int, port: int, folder: Path) -> None:
     store = torch.distributed.TCPStore("127.0.0.1", port, world, is_master=rank == 0)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
     found = measure(rank, world, torch.device("cpu"), seconds=1.0)
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+    (folder / f"{rank}.json").write_text(json.dumps(dataclasses.asdict(found)))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

@@ -11,6 +11,7 @@ import pytest
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.launch.detach import run_detached
+from shardwright.launch.doctor.messages import ProbeRequest
 from shardwright.launch.doctor.remote import Probe
 from shardwright.lower.folder import write_folder
 from shardwright.recipe.load import load_recipe
@@ -56,10 +57,10 @@ def test_verify(refused: Path, hostile: Path) -> None:
 def test_doctor(refused: Path, hostile: Path) -> None:
     probe = Probe("localhost", reach="local")
     try:
-        where = {"folder": str(refused), "checkpoints": "checkpoints", "mark": "m", "cpu": True, "inputs": []}
-        probe.ask({**where, "port": None, "environment": {}})
+        where = {"folder": str(refused), "checkpoints": "checkpoints", "mark": "m"}
+        probe.ask(ProbeRequest(**where, cpu=True, inputs=(), port=None, environment={}))
         probe.wait("facts", time.monotonic() + 30)
-        assert probe.result.facts["digest"] is not None, probe.result.problem
+        assert probe.result.facts.digest is not None, probe.result.problem
     finally:
         probe.close()
     assert not (hostile / "pwned").exists()

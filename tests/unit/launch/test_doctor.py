@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,15 @@ import pytest
 
 from shardwright.compile import compile_recipe
 from shardwright.launch.doctor.doctor import Examined, _memory
+from shardwright.launch.doctor.messages import (
+    HostFacts,
+    LinkRates,
+    Met,
+    facts_object,
+    message_of,
+    met_object,
+    met_of,
+)
 from shardwright.launch.doctor.remote import ProbedHost
 from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
@@ -26,8 +36,24 @@ def test_offloaded_states_need_what_the_compiler_says(offload: str, element: int
     needed = element * plan.model.total_parameters / plan.nodes
 
     def codes(memory_bytes: float) -> list[str]:
-        there = ProbedHost(host="a", facts={"memory_bytes": int(memory_bytes)})
+        there = ProbedHost(host="a", facts=HostFacts(memory_bytes=int(memory_bytes)))
         x = Examined(plan=plan, folder=tmp_path, shared=True, answers=(there,), digest=None)
         return [problem.code for problem in _memory(x).problems]
 
     assert codes(needed / 0.89) == [] and codes(needed / 0.91) == ["SW5310"]
+
+
+def test_what_a_probe_says_comes_back() -> None:
+    facts = HostFacts(hostname="a", versions={"torch": "2.9", "peft": None}, interfaces=("lo",), devices=2)
+    assert message_of(HostFacts, json.loads(json.dumps(facts_object(facts)))) == facts
+    links = LinkRates(to_next=1e9, local=None)
+    for met, wire in (
+        (Met(unreachable="refused"), {"kind": "met", "unreachable": "refused"}),
+        (Met(error="gloo"), {"kind": "met", "error": "gloo"}),
+        (
+            Met(sum=2, links=links),
+            {"kind": "met", "sum": 2, "links": {"to_next": 1e9, "all_reduce": None, "local": None}},
+        ),
+    ):
+        assert met_object(met) == wire and met_of(wire) == met
+    assert message_of(HostFacts, {"kind": "facts", "devices": 1, "of_later": 2}) == HostFacts(devices=1)

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.launch.doctor.doctor import Examined, _versions
+from shardwright.launch.doctor.messages import HostFacts
 from shardwright.launch.doctor.remote import ProbedHost
 from shardwright.launch.preconditions import check_machine
 from shardwright.plan.plan import Plan
@@ -42,9 +43,11 @@ def test_what_a_plan_needs_beyond_the_usual_packages(write_recipe: Callable[...,
     plain = compile_recipe(load_recipe(write_recipe({}))).plan
     flash = dataclasses.replace(plain, model=dataclasses.replace(plain.model, attention="flash_attention_2"))
     versions = {**plain.versions, "peft": None, "flash_attn": None}
-    facts: dict[str, Any] = {"versions": versions, "python": platform.python_version()}
+    facts = HostFacts(versions=versions, python=platform.python_version())
     for plan, expected in ((plain, []), (flash, ["b: flash_attn is not installed, and the plan needs it"])):
-        answers = (ProbedHost(host="a", facts=facts | {"versions": {**versions, "flash_attn": "2.8.3"}}),)
+        answers = (
+            ProbedHost(host="a", facts=dataclasses.replace(facts, versions={**versions, "flash_attn": "2.8.3"})),
+        )
         answers += (ProbedHost(host="b", facts=facts),)
         found = _versions(Examined(plan=plan, folder=tmp_path, shared=True, answers=answers, digest=None))
         assert [d.message for d in found.problems] == expected

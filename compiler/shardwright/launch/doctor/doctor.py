@@ -7,15 +7,15 @@ import platform
 import secrets
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardwright.checkpoint.index import checkpoint_root
 from shardwright.diagnostics import Refusal
-from shardwright.ir.json_value import JsonValue
 from shardwright.ir.recipe import ELEMENT_BYTES, FLASH
 from shardwright.launch.doctor.meeting import Assumed, HostCheck, meet, red
+from shardwright.launch.doctor.messages import ProbeRequest
 from shardwright.launch.doctor.probe import digest
 from shardwright.launch.doctor.remote import LIMIT_SECONDS, Probe, ProbedHost
 from shardwright.launch.preconditions import tested_versions
@@ -63,7 +63,7 @@ def examine(
             probe.ask(_request(plan, folder, mark))
         for probe in probes:
             probe.wait("facts", end - LIMIT_SECONDS + FACTS_SECONDS)
-        answered = [probe for probe in probes if probe.result.facts]
+        answered = [probe for probe in probes if probe.result.received]
         x = Examined(
             plan=plan,
             folder=folder,
@@ -71,7 +71,7 @@ def examine(
             answers=tuple(probe.result for probe in answered),
             digest=digest(folder, plan.checkpoint.directory),
         )
-        silent = [probe.result for probe in probes if not probe.result.facts]
+        silent = [probe.result for probe in probes if not probe.result.received]
         checks = [_reached(silent, len(probes), reach)]
         if answered:  # of hosts that say nothing nothing is well
             checks.extend(check(x) for check in CHECKS)
@@ -92,17 +92,17 @@ def _environment(plan: Plan) -> dict[str, str]:
     return {**forwarded, **{name: value for name, value in plan.launch.env if name.startswith(NETWORK)}}
 
 
-def _request(plan: Plan, folder: Path, mark: str) -> dict[str, JsonValue]:
+def _request(plan: Plan, folder: Path, mark: str) -> ProbeRequest:
     inputs = [plan.model.weights_path, plan.data.path if plan.data.path != "python-stdlib" else None]
-    return {
-        "folder": str(folder.resolve()),
-        "checkpoints": plan.checkpoint.directory,
-        "mark": mark,
-        "cpu": plan.is_cpu,
-        "inputs": [path for path in inputs if path is not None],
-        "port": plan.launch.master_port,
-        "environment": dict(_environment(plan)),
-    }
+    return ProbeRequest(
+        folder=str(folder.resolve()),
+        checkpoints=plan.checkpoint.directory,
+        mark=mark,
+        cpu=plan.is_cpu,
+        inputs=tuple(path for path in inputs if path is not None),
+        port=plan.launch.master_port,
+        environment=_environment(plan),
+    )
 
 
 def _reached(silent: Sequence[ProbedHost], count: int, reach: str) -> HostCheck:
@@ -127,7 +127,7 @@ def _versions(x: Examined) -> HostCheck:
     ours = platform.python_version()
     problems = []
     for probed in x.answers:
-        there = _mapping(probed.facts["versions"])
+        there = {**dict.fromkeys((*planned, *optional)), **probed.facts.versions}
         for name, wanted in planned.items():
             if there[name] is None:
                 problems.append(red("SW5302", f"{probed.host}: {name} is not installed", f"Install {name} {wanted}."))
@@ -139,8 +139,8 @@ def _versions(x: Examined) -> HostCheck:
             for name, needed in optional.items()
             if needed and there[name] is None
         ]
-        if str(probed.facts["python"]).split(".")[:2] != ours.split(".")[:2]:
-            text = f"{probed.host}: Python {probed.facts['python']}, here it is {ours}"
+        if probed.facts.python.split(".")[:2] != ours.split(".")[:2]:
+            text = f"{probed.host}: Python {probed.facts.python}, here it is {ours}"
             problems.append(red("SW5302", text, f"Use the same environment on {probed.host}."))
     told = ", ".join(f"{name} {version}" for name, version in planned.items())
     return HostCheck(name="versions", told=f"Python {ours}, {told}", problems=tuple(problems))
@@ -154,7 +154,7 @@ def _differs(x: Examined, name: str, version: str, planned: str) -> bool:
     base = Version(version).base_version
     if base == Version(planned).base_version:
         return False
-    everywhere = {str(_mapping(probed.facts["versions"])[name]) for probed in x.answers}
+    everywhere = {str(probed.facts.versions.get(name)) for probed in x.answers}
     tested = tested_versions(x.plan).get(name)
     return len(everywhere) > 1 or tested is None or not SpecifierSet(tested).contains(base)
 
@@ -162,7 +162,7 @@ def _differs(x: Examined, name: str, version: str, planned: str) -> bool:
 def _folder(x: Examined) -> HostCheck:
     problems = []
     for probed in x.answers:
-        found, sees_mark = probed.facts["digest"], probed.facts["sees_mark"]
+        found, sees_mark = probed.facts.digest, probed.facts.sees_mark
         path = x.folder.resolve()
         if found is None:
             text = f"{probed.host}: there is no compiled folder {str(path)!r}"
@@ -181,7 +181,7 @@ def _inputs(x: Examined) -> HostCheck:
     problems = tuple(
         red("SW5311", f"{probed.host}: nothing at {path}", "Bring weights and data to the same path on every host.")
         for probed in x.answers
-        for path in _texts(probed.facts["absent"])
+        for path in probed.facts.absent
     )
     return HostCheck(name="inputs", told="weights and data are there", problems=problems)
 
@@ -191,12 +191,12 @@ def _devices(x: Examined) -> HostCheck:
     problems = tuple(
         red(
             "SW5304",
-            f"{probed.host}: {probed.facts['devices']} {what}, the plan needs {slots}",
+            f"{probed.host}: {probed.facts.devices} {what}, the plan needs {slots}",
             f"Take {probed.host} off the hostfile, or compile for fewer {what} a node.",
         )
         for probed in x.answers
         # Ranks on CPUs may share cores: slow, and no obstacle.
-        if int(str(probed.facts["devices"])) < (1 if x.plan.is_cpu else slots)
+        if probed.facts.devices < (1 if x.plan.is_cpu else slots)
     )
     problems += tuple(
         red(
@@ -205,9 +205,9 @@ def _devices(x: Examined) -> HostCheck:
             "See who holds it with `nvidia-smi`, and end that process or take the host off the hostfile.",
         )
         for probed in x.answers
-        for text in _texts(probed.facts["busy"])
+        for text in probed.facts.busy
     )
-    counts = sorted({int(str(probed.facts["devices"])) for probed in x.answers})
+    counts = sorted({probed.facts.devices for probed in x.answers})
     return HostCheck(name="devices", told=f"{' or '.join(map(str, counts))} {what} a host", problems=problems)
 
 
@@ -215,9 +215,9 @@ def _disk(x: Examined) -> HostCheck:
     needed = _checkpoint_bytes(x.plan)
     problems = []
     for probed in x.answers:
-        free = int(str(probed.facts["free_bytes"]))
+        free = probed.facts.free_bytes
         root = checkpoint_root(x.plan, x.folder)
-        if not probed.facts["writable"]:
+        if not probed.facts.writable:
             text = f"{probed.host}: {str(root)!r} cannot be written"
             problems.append(red("SW5305", text, "Give the user who trains the right to write there."))
         elif free < needed:
@@ -232,7 +232,7 @@ def _checkpoint_bytes(plan: Plan) -> int:
 
 
 def _clocks(x: Examined) -> HostCheck:
-    skews = {probed.host: float(str(probed.facts["time"])) - probed.received for probed in x.answers}
+    skews = {probed.host: probed.facts.time - probed.received for probed in x.answers}
     problems = tuple(
         red("SW5306", f"{host}: its clock is {skew:+.0f} s off this host's", f"Set the time of {host} (chrony, ntp).")
         for host, skew in skews.items()
@@ -246,7 +246,7 @@ def _interfaces(x: Examined) -> HostCheck:
     problems = tuple(
         red(
             "SW5307",
-            f"{probed.host}: {name}={value}, and its interfaces are {', '.join(_texts(probed.facts['interfaces']))}",
+            f"{probed.host}: {name}={value}, and its interfaces are {', '.join(probed.facts.interfaces)}",
             f"Set launch.env.{name} to a name that every host has, or leave it out.",
         )
         for probed in x.answers
@@ -263,7 +263,7 @@ def _wanted_interfaces(plan: Plan) -> list[tuple[str, str]]:
 
 def _missing_interfaces(plan: Plan, probed: ProbedHost) -> list[tuple[str, str]]:
     """(variable, name) for which this host has no card. NCCL takes beginnings (=exact) and refusals (^)."""
-    there = _texts(probed.facts["interfaces"])
+    there = probed.facts.interfaces
     missing = []
     for variable, value in _wanted_interfaces(plan):
         for name in value.split(","):
@@ -282,24 +282,14 @@ def _memory(x: Examined) -> HostCheck:
     problems = tuple(
         red(
             "SW5310",
-            f"{probed.host}: {int(str(probed.facts['memory_bytes'])) / GIB:.0f} GiB of host memory, "
+            f"{probed.host}: {probed.facts.memory_bytes / GIB:.0f} GiB of host memory, "
             f"offloaded states take {needed / GIB:.0f}",
             "Use more nodes, or compile with parallelism.offload: none.",
         )
         for probed in x.answers
-        if not has_room(int(str(probed.facts["memory_bytes"])), needed)
+        if not has_room(probed.facts.memory_bytes, needed)
     )
     return HostCheck(name="host memory", told=f"room for {needed / GIB:.1f} GiB of offloaded states", problems=problems)
 
 
 CHECKS = (_versions, _folder, _inputs, _devices, _disk, _clocks, _interfaces, _memory)
-
-
-def _mapping(value: JsonValue) -> Mapping[str, JsonValue]:
-    assert isinstance(value, dict)
-    return value
-
-
-def _texts(value: JsonValue) -> list[str]:
-    assert isinstance(value, list)
-    return [str(item) for item in value]

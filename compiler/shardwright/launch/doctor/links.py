@@ -8,14 +8,14 @@ from collections.abc import Callable
 import torch
 from torch import distributed
 
-from shardwright.ir.json_value import JsonValue
+from shardwright.launch.doctor.messages import LinkRates
 
 SIZES = tuple(2**n for n in range(20, 29, 2))
 """Bytes: 1 MiB to 256 MiB. Small messages measure latency."""
 TRANSFERS = 3
 
 
-def measure(rank: int, world: int, device: torch.device, seconds: float) -> dict[str, JsonValue]:
+def measure(rank: int, world: int, device: torch.device, seconds: float) -> LinkRates:
     """Bytes per second, None where there is nothing to measure. A collective call: every rank makes it.
 
     to_next: one way to rank + 1 (the last rank's to the first). all_reduce: the bus bandwidth, 2 (n - 1) / n x bytes /
@@ -23,13 +23,11 @@ def measure(rank: int, world: int, device: torch.device, seconds: float) -> dict
     second. seconds: larger messages are left out where they would take longer than this in all.
     """
     end = time.monotonic() + seconds
-    found: dict[str, JsonValue] = {"to_next": None, "all_reduce": None, "local": None}
-    if world > 1:
-        found["to_next"] = _to_next(rank, world, device, end)
-        found["all_reduce"] = _all_reduce(world, device, end)
-    if device.type == "cuda" and torch.cuda.device_count() > 1:
-        found["local"] = _largest(lambda size: _copy(size, device), device, end, alone=True)
-    return found
+    to_next = _to_next(rank, world, device, end) if world > 1 else None
+    all_reduce = _all_reduce(world, device, end) if world > 1 else None
+    several = device.type == "cuda" and torch.cuda.device_count() > 1
+    local = _largest(lambda size: _copy(size, device), device, end, alone=True) if several else None
+    return LinkRates(to_next=to_next, all_reduce=all_reduce, local=local)
 
 
 def _to_next(rank: int, world: int, device: torch.device, end: float) -> float | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwright.diagnostics import Diagnostic
-from shardwright.ir.json_value import JsonValue
+from shardwright.launch.doctor.messages import MeetingRequest
 from shardwright.launch.doctor.remote import Probe, ProbedHost
 from shardwright.launchers.table import LAUNCHERS
 from shardwright.plan.plan import Plan
@@ -40,36 +40,36 @@ def meet(plan: Plan, probes: Sequence[Probe], assumed: Assumed, *, whole: bool, 
     if not probes:
         return []
     first = probes[0].result
-    named = LAUNCHERS[plan.launch.launcher].named_hosts or not first.facts["address"]  # as launch.sh has it
-    found = "127.0.0.1" if plan.nodes == 1 else str(first.host if named else first.facts["address"])
+    own = None if LAUNCHERS[plan.launch.launcher].named_hosts else first.facts.address  # as launch.sh has it
+    found = "127.0.0.1" if plan.nodes == 1 else own or first.host
     address = plan.launch.master_addr or found
-    port = first.facts["free_port"]
+    port = first.facts.free_port
     if port is None:
         text = f"{first.host}: something listens on port {plan.launch.master_port} already"
         return [HostCheck(name="port", told="", problems=(red("SW5308", text, "Choose another launch.master_port."),))]
     seconds = max(2.0, end - time.monotonic() - 3.0)
     for rank, probe in enumerate(probes):
-        where: dict[str, JsonValue] = {"rank": rank, "world": len(probes), "address": address, "port": port}
-        probe.ask({**where, "seconds": seconds, "cpu": plan.is_cpu})
+        world, cpu = len(probes), plan.is_cpu
+        probe.ask(MeetingRequest(rank=rank, world=world, address=address, port=port, seconds=seconds, cpu=cpu))
     for probe in probes:
         probe.wait("met", end)
     met = [probe.result for probe in probes]
     apart = [
         red(
             "SW5308",
-            f"{probed.host}: cannot reach {first.host} at {address}:{port}: {probed.met['unreachable']}",
+            f"{probed.host}: cannot reach {first.host} at {address}:{port}: {probed.met.unreachable}",
             "Set launch.master_addr to an address of the first host that all reach, and open the ports between them.",
         )
         for probed in met
-        if "unreachable" in probed.met
+        if probed.met.unreachable is not None
     ]
     port_check = HostCheck(name="rendezvous", told=f"{address}:{port} is free and all reach it", problems=tuple(apart))
-    wrong = [p for p in met if not apart and p.met.get("sum") != len(probes)]
+    wrong = [p for p in met if not apart and p.met.sum != len(probes)]
     among = "all hosts" if whole else ", ".join(p.result.host for p in probes) + " only, the others are not able to"
     summed = tuple(
         red(
             "SW5309",
-            f"{probed.host}: the all-reduce failed: {probed.met.get('error') or probed.problem}",
+            f"{probed.host}: the all-reduce failed: {probed.met.error or probed.problem}",
             "Set launch.env.GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME on GPUs) to the card that the hosts share.",
         )
         for probed in wrong
@@ -83,11 +83,11 @@ def meet(plan: Plan, probes: Sequence[Probe], assumed: Assumed, *, whole: bool, 
 def links(met: Sequence[ProbedHost], assumed: Assumed) -> HostCheck:
     """The slowest link between two hosts, and between two GPUs of one, beside what the plan assumes."""
     told, problems = [], []
-    to_next = [(_rate(p, "to_next"), f"{p.host} -> {met[(i + 1) % len(met)].host}") for i, p in enumerate(met)]
-    local = [(_rate(p, "local"), p.host) for p in met]
+    to_next = [(p.met.links.to_next, f"{p.host} -> {met[(i + 1) % len(met)].host}") for i, p in enumerate(met)]
+    local = [(p.met.links.local, p.host) for p in met]
     between = min(((rate, where) for rate, where in to_next if rate), default=None)
     inside = min(((rate, where) for rate, where in local if rate), default=None)
-    summed = min((rate for p in met if (rate := _rate(p, "all_reduce"))), default=None)
+    summed = min((rate for p in met if (rate := p.met.links.all_reduce)), default=None)
     if between:
         told.append(f"{_gbits(between[0])} Gb/s between hosts ({between[1]} is the slowest)")
         if not assumed.is_cpu:
@@ -114,12 +114,6 @@ def _slow(where: str, rate: float, planned: float, key: str) -> Diagnostic:
         help=f"If this is what the cluster gives, compile again with --set {key}: another layout may be faster. Else "
         "look at the card that NCCL takes (NCCL_DEBUG=INFO) and at who else uses the network.",
     )
-
-
-def _rate(probed: ProbedHost, name: str) -> float | None:
-    links = probed.met.get("links")
-    value = links.get(name) if isinstance(links, dict) else None
-    return float(value) if isinstance(value, (int, float)) else None
 
 
 def _gbits(bytes_per_second: float) -> str:

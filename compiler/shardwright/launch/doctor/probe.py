@@ -21,7 +21,16 @@ from importlib import metadata
 from pathlib import Path
 
 from shardwright.engines.table import ENGINES
-from shardwright.ir.json_value import JsonValue
+from shardwright.ir.json_value import JsonObject
+from shardwright.launch.doctor.messages import (
+    HostFacts,
+    MeetingRequest,
+    Met,
+    ProbeRequest,
+    facts_object,
+    message_of,
+    met_object,
+)
 
 _ENGINES = (name for engine in ENGINES.values() for name in engine.packages)
 PACKAGES = tuple(dict.fromkeys(("torch", *_ENGINES, "transformers", "shardwright", "peft", "flash_attn")))
@@ -34,46 +43,45 @@ MARK = "@shardwright-probe "
 
 
 def main() -> int:
-    request = json.loads(sys.stdin.readline())
-    os.environ.update(request["environment"])
-    _answer({"kind": "facts", **_facts(request)})
+    request = message_of(ProbeRequest, json.loads(sys.stdin.readline()))
+    os.environ.update(request.environment)
+    _answer(facts_object(_facts(request)))
     for line in sys.stdin:
-        meeting = json.loads(line)
+        meeting = message_of(MeetingRequest, json.loads(line))
         try:
-            _answer({"kind": "met", **_meet(meeting)})
+            _answer(met_object(_meet(meeting)))
         except Exception as error:  # whatever gloo raises is the answer
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            _answer({"kind": "met", "error": text})
+            _answer(met_object(Met(error=text)))
         sys.stdout.flush()
         os._exit(0)  # gloo's threads may wait for peers that are not there
     return 0
 
 
-def _answer(message: dict[str, JsonValue]) -> None:
+def _answer(message: JsonObject) -> None:
     print(MARK + json.dumps(message), flush=True)
 
 
-def _facts(request: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    folder = Path(str(request["folder"]))
-    checkpoints = folder / str(request["checkpoints"])
-    inputs = request["inputs"]
-    return {
-        "time": time.time(),
-        "hostname": socket.gethostname(),
-        "python": platform.python_version(),
-        "versions": {name: _version(name) for name in PACKAGES},
-        "digest": digest(folder, str(request["checkpoints"])),
-        "sees_mark": (folder / "run" / str(request["mark"])).exists(),
-        "interfaces": [name for _, name in socket.if_nameindex()],
-        "address": _first_address(),
-        "devices": _devices(cpu=bool(request["cpu"])),
-        "busy": [] if request["cpu"] else _busy(),
-        "free_bytes": _free_bytes(checkpoints),
-        "writable": _writable(checkpoints),
-        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        "absent": [str(path) for path in inputs if not glob.glob(str(path))] if isinstance(inputs, list) else [],
-        "free_port": _free_port(request["port"]),
-    }
+def _facts(request: ProbeRequest) -> HostFacts:
+    folder = Path(request.folder)
+    checkpoints = folder / request.checkpoints
+    return HostFacts(
+        time=time.time(),
+        hostname=socket.gethostname(),
+        python=platform.python_version(),
+        versions={name: _version(name) for name in PACKAGES},
+        digest=digest(folder, request.checkpoints),
+        sees_mark=(folder / "run" / request.mark).exists(),
+        interfaces=tuple(name for _, name in socket.if_nameindex()),
+        address=_first_address(),
+        devices=_devices(cpu=request.cpu),
+        busy=() if request.cpu else tuple(_busy()),
+        free_bytes=_free_bytes(checkpoints),
+        writable=_writable(checkpoints),
+        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        absent=tuple(path for path in request.inputs if not glob.glob(path)),
+        free_port=_free_port(request.port),
+    )
 
 
 def _version(package: str) -> str | None:
@@ -142,18 +150,18 @@ def _writable(path: Path) -> bool:
     return os.access(_nearest(path), os.W_OK | os.X_OK)
 
 
-def _free_port(port: JsonValue) -> int | None:
+def _free_port(port: int | None) -> int | None:
     """`port` if nothing listens there, any free one where none is asked for, else None."""
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            s.bind(("", int(str(port or 0))))
+            s.bind(("", port or 0))
         except OSError:
             return None
         return int(s.getsockname()[1])
 
 
-def _meet(meeting: dict[str, JsonValue]) -> dict[str, JsonValue]:
+def _meet(meeting: MeetingRequest) -> Met:
     """A TCP connection to the master's port, then an all-reduce over all hosts, as training would open it."""
     from datetime import timedelta
 
@@ -163,21 +171,20 @@ def _meet(meeting: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
     from shardwright.launch.doctor.links import measure
 
-    rank, world = int(str(meeting["rank"])), int(str(meeting["world"]))
-    address, port, limit = str(meeting["address"]), int(str(meeting["port"])), float(str(meeting["seconds"]))
+    rank, world, limit = meeting.rank, meeting.world, meeting.seconds
     end = time.monotonic() + limit
-    if rank and (why := _cannot_connect(address, port, limit)):
-        return {"unreachable": why}
+    if rank and (why := _cannot_connect(meeting.address, meeting.port, limit)):
+        return Met(unreachable=why)
     left = timedelta(seconds=limit)
-    store = TCPStore(address, port, world, is_master=rank == 0, timeout=left, wait_for_workers=False)
+    store = TCPStore(meeting.address, meeting.port, world, is_master=rank == 0, timeout=left, wait_for_workers=False)
     # One process a host, on its first GPU: the bandwidth of one GPU's share of the network.
-    device = torch.device("cpu" if meeting["cpu"] else "cuda:0")
-    backend = "gloo" if meeting["cpu"] else "nccl"
+    device = torch.device("cpu" if meeting.cpu else "cuda:0")
+    backend = "gloo" if meeting.cpu else "nccl"
     distributed.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=left)
     total = torch.ones(1, device=device)
     distributed.all_reduce(total)
     links = measure(rank, world, device, min(MEASURING_SECONDS, max(0.0, end - time.monotonic() - 2)))
-    return {"sum": int(total.item()), "links": links}
+    return Met(sum=int(total.item()), links=links)
 
 
 def _cannot_connect(address: str, port: int, limit: float) -> str | None:

@@ -10,10 +10,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
-from shardwright.ir.json_value import JsonValue
+from shardwright.launch.doctor.messages import HostFacts, MeetingRequest, Met, ProbeRequest, message_of, met_of
 from shardwright.launch.doctor.probe import MARK
 
 LIMIT_SECONDS = 18.0
@@ -24,12 +23,12 @@ _NOISE = re.compile(r"Warning: Permanently added|^\s*$")
 
 @dataclass(slots=True)
 class ProbedHost:
-    """One host's answers. problem: why there are none."""
+    """One host's answers. received: time.time() of its facts, 0 until then. problem: why there are none."""
 
     host: str
-    facts: dict[str, JsonValue] = field(default_factory=dict)
+    facts: HostFacts = field(default_factory=HostFacts)
     received: float = 0.0
-    met: dict[str, JsonValue] = field(default_factory=dict)
+    met: Met = field(default_factory=Met)
     problem: str = ""
 
 
@@ -67,10 +66,10 @@ class Probe:
         threading.Thread(target=self._read, daemon=True).start()
         threading.Thread(target=self._read_errors, daemon=True).start()
 
-    def ask(self, message: Mapping[str, JsonValue]) -> None:
+    def ask(self, message: ProbeRequest | MeetingRequest) -> None:
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.write(json.dumps(asdict(message)) + "\n")
             self._process.stdin.flush()
         except OSError:
             pass  # it ended; what it said last tells why
@@ -79,17 +78,17 @@ class Probe:
         """Until it has answered with `kind`, has ended, or time.monotonic() is past `deadline`."""
         with self._answered:
             self._answered.wait_for(
-                lambda: bool(self._of(kind)) or self._ended, timeout=max(0.0, deadline - time.monotonic())
+                lambda: self._has(kind) or self._ended, timeout=max(0.0, deadline - time.monotonic())
             )
-        if not self._of(kind) and not self.result.problem:
+        if not self._has(kind) and not self.result.problem:
             self.result.problem = self._why() if self._ended else "no answer within the limit"
 
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
 
-    def _of(self, kind: str) -> dict[str, JsonValue]:
-        return self.result.facts if kind == "facts" else self.result.met
+    def _has(self, kind: str) -> bool:
+        return self.result.received > 0 if kind == "facts" else self.result.met != Met()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -98,9 +97,9 @@ class Probe:
                 message = json.loads(line.removeprefix(MARK))
                 with self._answered:
                     if message["kind"] == "facts":
-                        self.result.facts, self.result.received = message, time.time()
+                        self.result.facts, self.result.received = message_of(HostFacts, message), time.time()
                     else:
-                        self.result.met = message
+                        self.result.met = met_of(message)
                     self._answered.notify_all()
         self._process.wait()
         time.sleep(0.1)  # what it says last on standard error
