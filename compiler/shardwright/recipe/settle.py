@@ -10,6 +10,7 @@ from typing import cast
 from shardwright.diagnostics import Source
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.ir.recipe import Recipe
+from shardwright.layout.axes import AXES
 from shardwright.recipe.paths import absolute, absolute_data_path, is_folder
 from shardwright.recipe.slurm import words
 from shardwright.records import read_record
@@ -96,10 +97,8 @@ def _validation(validation: Section, directory: str) -> Section:
 
 def _parallelism(parallelism: Section, _: str) -> Section:
     settled = _without_auto(parallelism)
-    for key in ("expert", "context", "virtual_stages"):
-        settled[key] = settled[key] or 1
-    settled["sequence_parallel"] = settled["sequence_parallel"] is True
-    return settled
+    # No search settles these yet: auto is the plain value.
+    return settled | {axis.name: axis.plain for axis in AXES if axis.yields and settled[axis.name] is None}
 
 
 def _launch(launch: Section, directory: str) -> Section:
