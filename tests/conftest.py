@@ -54,9 +54,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def model_graph_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The tests trace with their own code: an empty cache of theirs, for the commands that they start too."""
+    """The tests trace with their own code: an empty cache of theirs, for the commands that they start too. One for all
+    workers of pytest-xdist, whose temporary folders lie side by side: none traces what another has."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SHARDWRIGHT_CACHE", str(tmp_path_factory.mktemp("graphs")))
+        patch.setenv("SHARDWRIGHT_CACHE", str(folder / "graphs"))
         yield
 
 

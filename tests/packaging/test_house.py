@@ -8,6 +8,10 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
+from tools import light
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -38,6 +42,13 @@ def test_each_test_is_in_one_part_of_the_sample() -> None:
         marked = dict(zip(marks, chosen, strict=True))
         runs = [name for name, expression in parts.items() if eval(expression, {}, marked)]
         assert len(runs) == (not marked["prove"] and not marked["hosts"]), (marked, runs)
+
+
+def test_the_light_tests_are_those_that_import_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(light, "_is_there", lambda package: package not in light.HEAVY)
+    names = light.light_tests()
+    assert "tests/unit/recipe/test_load.py" in names and "tests/unit/modules/test_loss.py" not in names
+    assert [name for name in light.COMMANDS | light.REACHED_BY_NONE if not (ROOT / name).exists()] == []
 
 
 def test_make_targets_exist() -> None:
