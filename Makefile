@@ -51,7 +51,6 @@ test-light: $(LIGHT)/.installed ## the tests that need no torch, under another P
 	$(LIGHT)/bin/python -m pytest -n 2 --dist loadfile -p no:cacheprovider -m '$(QUICK)' $$($(LIGHT)/bin/python -m tools.light tests)
 
 lint-light: $(LIGHT)/.installed ## ruff and import directions, under another Python (mypy wants torch's types): make lint-light PYTHON=python3.12
-	$(LIGHT)/bin/python -m compileall -q -f compiler tests tools
 	$(LIGHT)/bin/ruff check .
 	$(LIGHT)/bin/ruff format --check .
 	$(LIGHT)/bin/lint-imports
