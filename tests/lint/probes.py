@@ -275,7 +275,11 @@ PROBES: dict[str, list[Probe]] = {
     ],
     "SW4420": [Probe(at="engine", refuses="supports ZeRO overlap_comm only with ZeRO stage 2")],
     "SW4421": [
-        Probe(at="groups", fact=lambda bad, good: set(bad["tensor"]) <= set(bad["copied"]) and bad["tensor"] == [6, 7])
+        Probe(
+            at="groups",
+            fact=lambda bad, good: set(bad["tensor"]) <= set(bad["copied"]) and bad["tensor"] == [6, 7],
+            options={"world_size": 8},
+        )
     ],
     "SW4501": [Probe(at="engine", refuses="is not a supported DeepSpeed Optimizer")],
     "SW4502": [Probe(at="engine", refuses="is not a supported DeepSpeed Optimizer")],

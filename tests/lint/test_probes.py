@@ -102,8 +102,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, s
         asked[path.stem, 0, "good"] = case
     asked["every auto", 0, "good"] = {"at": "filled", "config": every_auto()}
     ranked = [key for key in asked if asked[key]["at"] == "ranks"]
-    # What these leave behind in the process would change the others.
-    order = sorted(asked.keys() - set(ranked), key=lambda key: LAST.get(asked[key]["at"], 0))
+    # What these leave behind in the process would change the others; the same order in every run.
+    order = sorted(asked.keys() - set(ranked), key=lambda key: (LAST.get(asked[key]["at"], 0), key))
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("probe_worker.py")), free_port()],
         input=json.dumps([asked[key] for key in order]),
