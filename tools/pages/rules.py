@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.diagnostics import Diagnostic
 from shardwright.diagnostics.codes import CODES
+from shardwright.engines.table import ENGINES
 from shardwright.ir.lora import LoraSection
 from shardwright.ir.recipe import DataSection, Recipe
 from shardwright.layout.rule import Candidate, Rule
@@ -61,7 +62,11 @@ def page() -> str:
         "nothing. What is asked about each layout:",
     ]
     ours = {code: rule for code, rule in rules_for("deepspeed").items() if code not in GENERAL_RULES}
-    groups = (("Whatever engine runs it", GENERAL_RULES), ("For DeepSpeed (`target: deepspeed`)", ours))
+    groups = (
+        ("Whatever engine runs it", GENERAL_RULES),
+        ("For DeepSpeed (`target: deepspeed`)", ours),
+        ("For plain PyTorch (`target: reference`)", ENGINES["reference"].rules),
+    )
     for title, rules in groups:
         lines += ["", f"## {title}"]
         for code in sorted(rules):
@@ -95,7 +100,7 @@ def examples() -> dict[str, Diagnostic]:
     """What each rule says of the first of these layouts that breaks it."""
     found: dict[str, Diagnostic] = {}
     for subject in subjects():
-        for code, rule in rules_for("deepspeed").items():
+        for code, rule in {**rules_for("deepspeed"), **rules_for("reference")}.items():
             if code not in found and (diagnostic := rule.check(subject)) is not None:
                 found[code] = diagnostic
     return found

@@ -9,10 +9,11 @@ from shardwright.engines.deepspeed.engine import DEEPSPEED
 from shardwright.engines.engine import Engine, Lowering, Traits
 from shardwright.engines.kernels import FSDP, KERNELS
 from shardwright.engines.megatron.engine import MEGATRON
+from shardwright.engines.reference.engine import REFERENCE
 from shardwright.layout.strategy import Strategy
 from shardwright.plan.plan import Plan
 
-ENGINES: dict[str, Engine] = {engine.name: engine for engine in (DEEPSPEED, MEGATRON)}
+ENGINES: dict[str, Engine] = {engine.name: engine for engine in (DEEPSPEED, REFERENCE, MEGATRON)}
 DEFAULT = DEEPSPEED.name
 
 _PUBLISHED = {FSDP: "PyTorch's FSDP"}

@@ -27,6 +27,7 @@ class PlainOptimizer:
     ) -> None:
         """The model, in fp32, is cast to dtype; its buffers stay as they are. clipping: 0 is none."""
         self.live = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._names = {p: name for name, p in self.live.items()}
         whole = dtype == torch.float32
         self.masters = {name: p if whole else p.detach().clone() for name, p in self.live.items()}
         for p in model.parameters():
@@ -60,6 +61,30 @@ class PlainOptimizer:
         self.adamw.zero_grad()
         self.use_masters()
         return norm
+
+    def states(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Of a trained parameter, by AdamW's own names: the master is fp32."""
+        master = self.masters[self._names[parameter]]
+        state = self._state(master)
+        return {"fp32": master, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+
+    @property
+    def updates(self) -> int:
+        """Those made so far."""
+        return max((int(self._state(master)["step"]) for master in self.masters.values()), default=0)
+
+    @updates.setter
+    def updates(self, count: int) -> None:
+        for master in self.masters.values():
+            self._state(master)["step"].fill_(count)
+
+    def _state(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
+        """AdamW makes it in its first update; what saves or restores needs it earlier."""
+        state: dict[str, torch.Tensor] = self.adamw.state[master]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(master, requires_grad=False) for _ in range(2))
+        return state
 
     @torch.no_grad()
     def use_masters(self) -> None:

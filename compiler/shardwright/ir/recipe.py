@@ -287,7 +287,7 @@ class Recipe:
 
     version: int
     name: str
-    target: str  # deepspeed | megatron
+    target: str  # deepspeed | reference | megatron
     model: ModelSection
     cluster: ClusterSection
     training: TrainingSection

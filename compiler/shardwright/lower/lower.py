@@ -25,13 +25,14 @@ EXECUTABLE_FILES = SCRIPTS
 def lower(plan: Plan, recipe: Recipe, graph: ModelGraph) -> tuple[dict[str, bytes], tuple[Diagnostic, ...]]:
     """(path relative to the compiled folder -> content, without plan.json (`sealed`), warnings). Depends on nothing but
     its arguments and the templates."""
-    files, warnings = lowering_of(recipe.target).files(plan)
-    files |= {
+    own, warnings = lowering_of(recipe.target).files(plan)
+    files = {
         MARKER: MARKER_TEXT,
         "recipe.resolved.json": json_bytes(recipe.document),
         plan.model.config_file: json_bytes(graph.config),
         GRAPH_FILE: graph_to_json(graph).encode("utf-8"),
         **launch_files(plan),
+        **own,  # also where an engine starts its ranks in a way of its own
     }
     return files, warnings
 

@@ -10,9 +10,10 @@ from torch import distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from shardwright.hf.flash import position_keywords
 from shardwright.hf.tail import Tail
 from shardwright.layout.loss_chunk import chunk_length
-from shardwright.modules.batches import IGNORED
+from shardwright.modules.batches import IGNORED, MicroBatch
 from shardwright.modules.tensor.cross_entropy import vocabulary_parallel_cross_entropy
 
 
@@ -76,3 +77,17 @@ def compute_loss_inside(model: nn.Module, loss: ChunkedLoss) -> None:
         return loss(tail.hidden(lambda: inner(**inputs)), labels)
 
     model.forward = forward
+
+
+def micro_batch_loss(
+    model: nn.Module, loss: CausalLoss, batch: MicroBatch, attention: str, device: torch.device
+) -> torch.Tensor:
+    """model: the whole one, also inside an engine; attention: what its layers run, which decides how packed documents
+    are kept apart."""
+    inputs: dict[str, Any] = {"input_ids": batch.input_ids.to(device), "use_cache": False}
+    if batch.position_ids is not None:
+        inputs |= position_keywords(attention, batch.position_ids.to(device))
+    labels = batch.labels.to(device)
+    if isinstance(loss, ChunkedLoss):
+        return model(labels=labels, **inputs)  # type: ignore[no-any-return]
+    return loss(model(**inputs).logits, labels)

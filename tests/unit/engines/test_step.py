@@ -96,7 +96,8 @@ def of_all_ranks(kind: type[Any], run: Callable[[Any, int], Any], monkeypatch: p
 
     def one(rank: int) -> Any:
         trainer = object.__new__(kind)
-        trainer.plan = SimpleNamespace(strategy=SimpleNamespace(data=RANKS, zero_stage=1))
+        model = SimpleNamespace(attention="sdpa")
+        trainer.plan = SimpleNamespace(strategy=SimpleNamespace(data=RANKS, zero_stage=1), model=model)
         trainer.device = torch.device("cpu")
         trainer.grid = SimpleNamespace(get_data_parallel_group=lambda: "data")
         trainer.loss_fn = CausalLoss()

@@ -78,4 +78,5 @@ RECIPE_CODES: dict[str, str] = {
     "SW1913": "there are no pretrained weights to load",
     "SW1914": "an assumption that only `estimate` accepts",
     "SW1915": "this version does not compile for so many GPUs",
+    "SW1921": "a key that the reference engine does not take",
 }

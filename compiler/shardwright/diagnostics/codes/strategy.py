@@ -36,6 +36,7 @@ STRATEGY_CODES: dict[str, str] = {
     "SW3131": "the model's own loss is not the trainer's",
     "SW3132": "a mixture of experts runs without expert parallelism",
     "SW3133": "an extra key that cannot be used with a pipeline",
+    "SW3134": "the reference engine is one process",
     "SW3201": "the layout does not fit in memory",
     "SW3202": "no layout fits in memory",
     "SW3203": "no layout is legal",

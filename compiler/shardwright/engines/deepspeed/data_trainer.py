@@ -14,9 +14,8 @@ from torch import nn
 from shardwright.engines.deepspeed.base import DTYPES, DeepSpeedTrainer, causal_loss
 from shardwright.engines.deepspeed.secondary import secondary_group
 from shardwright.engines.protocol import StepResult
-from shardwright.hf.flash import position_keywords
 from shardwright.modules.batches import HeldOut, MicroBatch
-from shardwright.modules.loss import ChunkedLoss, compute_loss_inside
+from shardwright.modules.loss import ChunkedLoss, compute_loss_inside, micro_batch_loss
 from shardwright.modules.materialize import Filler
 from shardwright.modules.recompute import apply_recompute
 from shardwright.modules.tensor.split import TensorSplitter
@@ -103,13 +102,7 @@ class DataTrainer(DeepSpeedTrainer):
         return total.item(), predicted
 
     def _loss(self, m: MicroBatch) -> torch.Tensor:
-        inputs = {"input_ids": m.input_ids.to(self.device), "use_cache": False}
-        if m.position_ids is not None:
-            inputs |= position_keywords(self.plan.model.attention, m.position_ids.to(self.device))
-        labels = m.labels.to(self.device)
-        if isinstance(self.loss_fn, ChunkedLoss):
-            return self.engine(labels=labels, **inputs)
-        return self.loss_fn(self.engine(**inputs).logits, labels)
+        return micro_batch_loss(self.engine, self.loss_fn, m, self.plan.model.attention, self.device)
 
     def _zero0_grad_norm(self) -> float:
         """DeepSpeed keeps no norm at ZeRO-0 in fp32, and none at all without clipping."""

@@ -1,0 +1,25 @@
+"""The reference engine's row of the table."""
+
+from __future__ import annotations
+
+from shardwright.engines.engine import Engine, Traits
+from shardwright.engines.reference.rules import RULES
+
+REFERENCE = Engine(
+    name="reference",
+    title="plain PyTorch",
+    runtime="shardwright.engines.reference.runtime",
+    lowering="shardwright.engines.reference.lower",
+    program="python",
+    traits=Traits(
+        selective_repeats_projections=True,
+        fuses_accumulation=False,
+        drains_launches=True,
+        duplex_sends=False,
+        kept_outputs=0,
+        bucketed_zero=False,
+        chunked_loss=True,
+        hpz=False,
+    ),
+    rules=RULES,
+)

@@ -1,0 +1,22 @@
+"""The reference engine's files: engines.engine.Lowering. It reads nothing but the plan."""
+
+from __future__ import annotations
+
+from shardwright.diagnostics import Diagnostic
+from shardwright.ir.json_value import JsonObject
+from shardwright.ir.recipe import Recipe
+from shardwright.launchers.lower import render
+from shardwright.plan.plan import Plan
+
+
+def check_extra(recipe: Recipe) -> tuple[Diagnostic, ...]:
+    return ()  # SW1921 refuses the section
+
+
+def plan_section(plan: Plan) -> JsonObject:
+    return {"stage": 0}
+
+
+def files(plan: Plan) -> tuple[dict[str, bytes], tuple[Diagnostic, ...]]:
+    script = render("launch/process_train.py.j2", plan, "train.py")
+    return {"train.py": script.encode("utf-8")}, ()

@@ -1,0 +1,112 @@
+"""The whole Hugging Face model in one process, with the optimizer that `verify` compares with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from shardwright.engines.protocol import Counters, HeldParameter, LiveFragment, StepResult
+from shardwright.hf.plain_optimizer import PlainOptimizer
+from shardwright.modules.batches import HeldOut, MicroBatch
+from shardwright.modules.lora import add_adapters, plain_name
+from shardwright.modules.loss import CausalLoss, ChunkedLoss, compute_loss_inside, micro_batch_loss
+from shardwright.modules.materialize import Filler
+from shardwright.modules.names import named_buffers, named_parameters
+from shardwright.modules.recompute import apply_recompute
+from shardwright.modules.weights import conv1d_to_linear, open_model
+from shardwright.plan.plan import Plan
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> ReferenceTrainer:
+    """resumes: a checkpoint is loaded next, so that no weights are read or drawn."""
+    model, weights = open_model(plan, folder, resumes=resumes)
+    transposed = conv1d_to_linear(model)
+    layers = list(model.get_submodule(plan.model.cut.stack).children())
+    # Before the adapters, which have their values.
+    Filler(model, weights, {}, transposed, 0).fill([""])
+    add_adapters(model, plan)
+    apply_recompute(layers, plan.strategy.activation_checkpointing, plan.model.attention_module)
+    return ReferenceTrainer(plan, model, transposed)
+
+
+class ReferenceTrainer:
+    """engines.protocol.Trainer. engine: the model itself, with LoRA's adapters where the plan has some."""
+
+    def __init__(self, plan: Plan, model: nn.Module, transposed: frozenset[str]) -> None:
+        self.plan, self.transposed = plan, transposed
+        self.device = torch.device("cpu" if plan.is_cpu else "cuda")
+        self.engine = model.to(self.device)
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.contiguous()  # a checkpoint has flat views of them
+        chunked = plan.model.loss == "chunked"
+        self.loss_fn = ChunkedLoss() if chunked else CausalLoss()
+        if isinstance(self.loss_fn, ChunkedLoss):
+            compute_loss_inside(model, self.loss_fn)
+        self.optimizer = PlainOptimizer(
+            model,
+            betas=plan.optimizer.betas,
+            eps=plan.optimizer.eps,
+            weight_decay=plan.optimizer.weight_decay,
+            clipping=plan.training.gradient_clipping,
+            dtype=DTYPES[plan.training.precision],
+        )
+
+    def step(self, micro_batches: list[MicroBatch], learning_rate: float) -> StepResult:
+        self.loss_fn.scale = 1 / max(1, sum(m.predicted for m in micro_batches))
+        total = torch.zeros((), device=self.device)
+        for m in micro_batches:
+            loss = self._loss(m)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+            if self.plan.training.gradient_accumulation_dtype == "fp32":
+                self.optimizer.take_gradients()
+        self.optimizer.take_gradients()
+        return StepResult(loss=total.item(), grad_norm=self.optimizer.step(learning_rate))
+
+    @torch.no_grad()
+    def evaluate(self, held_out: HeldOut) -> tuple[float, int]:
+        self.loss_fn.scale = 1 / max(1, held_out.predicted)
+        self.engine.eval()
+        total = sum(self._loss(m).item() for m in held_out)
+        self.engine.train()
+        return total, held_out.predicted
+
+    def _loss(self, m: MicroBatch) -> torch.Tensor:
+        return micro_batch_loss(self.engine, self.loss_fn, m, self.plan.model.attention, self.device)
+
+    def owned(self) -> Iterator[LiveFragment]:
+        for name, p in named_parameters(self.plan, self.engine).items():
+            states = self.optimizer.states(p) if p.requires_grad else {"value": p.detach()}
+            yield _whole(name, p.detach(), states)
+        for name, buffer in named_buffers(self.engine).items():
+            yield _whole(name, buffer, {"value": buffer})
+
+    def held(self) -> dict[str, HeldParameter]:
+        return {
+            plain_name(name): HeldParameter(shape=tuple(p.shape), resident_bytes=p.numel() * p.element_size())
+            for name, p in self.engine.named_parameters()
+        }
+
+    def counters(self) -> Counters:
+        return Counters(updates=self.optimizer.updates, loss_scale=None)
+
+    def restored(self, step: int, counters: Counters) -> None:
+        self.optimizer.updates = counters.updates
+        self.optimizer.use_masters()
+
+
+def _whole(name: str, live: torch.Tensor, states: dict[str, torch.Tensor]) -> LiveFragment:
+    return LiveFragment(
+        name=name,
+        shard_shape=tuple(live.shape),
+        start=0,
+        states={state: values.detach().view(-1) for state, values in states.items()},
+        live=live.view(-1),
+        partitioned=False,
+    )

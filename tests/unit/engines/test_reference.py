@@ -1,0 +1,91 @@
+"""The reference engine's steps are those of one plain process, in each precision, with adapters and in chunks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwright.compile import compile_recipe
+from shardwright.data.dataset import resolve
+from shardwright.engines.protocol import runtime_of
+from shardwright.lower.folder import write_folder
+from shardwright.modules.batches import Batches
+from shardwright.modules.learning_rate import learning_rate
+from shardwright.recipe.load import load_recipe
+from tests.figures import lines_apart
+from tests.parity.harness import (
+    LOSS_ABSOLUTE,
+    NORM_RELATIVE,
+    STEPS,
+    Case,
+    check_half_precision,
+    recipe,
+    reference,
+    write_inputs,
+)
+
+CASES = {
+    "gpt2": Case(model="gpt2", zero_stage=0, checkpointing="selective"),
+    "llama-tied-bf16": Case(model="llama-tied", zero_stage=0, precision="bf16", checkpointing="full"),
+    "gpt2-lora": Case(model="gpt2", zero_stage=0, lora_rank=4),
+    "llama-chunked": Case(model="llama", zero_stage=0, loss="chunked", clipping=0.0),
+}
+
+
+@pytest.fixture
+def compiled(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Case, Any, Any, Path]:
+    """The case, its tokens, its plan and the compiled folder."""
+    case = CASES[request.param]
+    tokens = write_inputs(case, tmp_path)
+    document = {**recipe(case, tmp_path), "target": "reference"}
+    (tmp_path / "recipe.json").write_text(json.dumps(document))
+    found = compile_recipe(load_recipe(tmp_path / "recipe.json"))
+    write_folder(tmp_path / "out", found.files)
+    return case, tokens, found.plan, tmp_path / "out"
+
+
+@pytest.fixture
+def trainer(compiled: tuple[Case, Any, Any, Path]) -> Iterator[Any]:
+    _, _, plan, folder = compiled
+    runtime = runtime_of(plan)
+    runtime.open_groups(plan)
+    yield runtime.build_trainer(plan, folder)
+    runtime.close_groups()
+
+
+@pytest.mark.parametrize("compiled", CASES, indirect=True)
+def test_trains_as_a_plain_process(compiled: tuple[Case, Any, Any, Path], trainer: Any) -> None:
+    case, tokens, plan, folder = compiled
+    batches = Batches(*resolve(plan, folder))
+    lines = []
+    for step in range(1, STEPS + 1):
+        rate = learning_rate(plan.optimizer, plan.scheduler, STEPS, step)
+        result = trainer.step(batches.micro_batches(step, 0), rate)
+        lines.append({"loss": result.loss, "grad_norm": result.grad_norm})
+    assert trainer.counters().updates == STEPS
+    wanted = reference(case, tokens)
+    if case.precision == "bf16":
+        check_half_precision(lines, wanted, reference(case, tokens, torch.bfloat16))
+        return
+    off = lines_apart(lines, wanted)
+    assert off["loss"] <= LOSS_ABSOLUTE and off["norm"] <= NORM_RELATIVE, off
+
+
+@pytest.mark.parametrize("compiled", ["llama-tied-bf16", "gpt2-lora"], indirect=True)
+def test_what_a_checkpoint_holds(compiled: tuple[Case, Any, Any, Path], trainer: Any) -> None:
+    """Masters and moments of what is trained, views of the live tensors; copied into, they are what trains next."""
+    fragments = {f.name: f for f in trainer.owned()}
+    trained = {name for name, f in fragments.items() if set(f.states) == {"fp32", "exp_avg", "exp_avg_sq"}}
+    adapters = {name for name in fragments if ".lora_" in name}
+    assert trained == (adapters or set(fragments)) and fragments.keys() == trainer.held().keys()
+    name = min(trained)
+    with torch.no_grad():
+        fragments[name].states["fp32"].fill_(0.75)
+    trainer.restored(3, trainer.counters().__class__(updates=3, loss_scale=None))
+    assert trainer.counters().updates == 3
+    assert bool((fragments[name].live == 0.75).all())
