@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 
+import pytest
+
+from shardwright.compile import compile_recipe
+from shardwright.diagnostics import Refusal
 from shardwright.engines.table import ENGINES
 from shardwright.launchers.table import LAUNCHERS
+from shardwright.recipe.load import load_recipe
 from shardwright.recipe.schema import properties, recipe_schema
 from shardwright.resources import templates_dir
 
@@ -26,10 +33,18 @@ def test_a_scheduler_has_what_its_launcher_calls() -> None:
             assert all(callable(getattr(module, name)) for name in ("submit", "checks", "allocated_hosts"))
 
 
-def test_every_engine_that_trains_has_the_words_that_start_its_ranks() -> None:
+@pytest.mark.parametrize("engine", [name for name, engine in ENGINES.items() if engine.runtime])
+def test_an_engine_has_the_words_that_start_its_ranks_or_refuses_the_launcher(
+    engine: str, write_recipe: Callable[..., Path]
+) -> None:
     launch = templates_dir() / "launch"
-    needed = {name for path in launch.glob("*.j2") for name in START.findall(path.read_text(encoding="utf-8"))}
-    assert needed
-    for engine in ENGINES.values():
-        if engine.runtime:
-            assert {path.name for path in (launch / "start" / engine.name).iterdir()} == needed, engine.name
+    there = {path.name for path in (launch / "start" / engine).iterdir()}
+    for row in LAUNCHERS.values():
+        texts = [(launch / name).read_text(encoding="utf-8") for name in row.templates.values()]
+        if {name for text in texts for name in START.findall(text)} <= there:
+            continue
+        one = {"cluster": {"nodes": 1, "gpus_per_node": 1, "gpu": "cpu"}, "parallelism": {}, "target": engine}
+        with pytest.raises(Refusal) as refused:
+            compile_recipe(load_recipe(write_recipe({**one, "launch.launcher": row.name})))
+        assert any(d.key == ("launch", "launcher") for d in refused.value.diagnostics), row.name
+    assert there
