@@ -30,7 +30,7 @@ from shardwright.checkpoint.saved_model import (
 from shardwright.checkpoint.tensor_files import save_readable
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.hf.byte_tokenizer import write_byte_tokenizer
-from shardwright.hf.task import CAUSAL_LM
+from shardwright.hf.task import task_of
 from shardwright.ir.own_code import OwnCode
 from shardwright.modules.lora import ADAPTER_WEIGHTS, is_adapter, saved_name, write_config
 from shardwright.modules.model_config import load_config
@@ -59,7 +59,8 @@ def export_checkpoint(
             )
         )
     with torch.device("meta"):
-        model = CAUSAL_LM.auto_class.from_config(load_config(plan, checkpoint), trust_remote_code=False)
+        config = load_config(plan, checkpoint)
+        model = task_of(config).auto_class.from_config(config, trust_remote_code=False)
     dtype = DTYPES[precision or plan.training.precision]
     alone = plan.lora is not None and not merge
     if alone and plan.model.weights_path is None:
@@ -95,7 +96,7 @@ def _write_adapters(plan: Plan, reader: CheckpointReader, dtype: torch.dtype, fo
     names = [name for name in reader.manifest.tensors if is_adapter(name)]
     _write({saved_name(n): reader.whole(n, "fp32").to(dtype).contiguous() for n in names}, folder / ADAPTER_WEIGHTS)
     turned = any(tensor.transposed for tensor in reader.manifest.tensors.values())
-    write_config(plan.lora, plan.model.weights_path, folder, fan_in_fan_out=turned)
+    write_config(plan.lora, task_of(plan.model.model_type), plan.model.weights_path, folder, fan_in_fan_out=turned)
 
 
 def _exported(
@@ -183,7 +184,8 @@ def _write_tokenizer(plan: Plan, checkpoint: Path, folder: Path) -> None:
 
 def _bring_own_code(code: OwnCode, model: PreTrainedModel, folder: Path, output: Path) -> None:
     """Loads with trust_remote_code=True, as the model did that training started from."""
-    model.config.auto_map = {"AutoConfig": code.config_class, CAUSAL_LM.auto_class.__name__: code.model_class}
+    auto_class = task_of(model.config).auto_class
+    model.config.auto_map = {"AutoConfig": code.config_class, auto_class.__name__: code.model_class}
     for name, _ in code.files:
         (output / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(folder / name, output / name)

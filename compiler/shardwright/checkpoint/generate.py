@@ -27,7 +27,7 @@ from shardwright.checkpoint.trust import require_trust
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.hf.byte_tokenizer import byte_tokenizer
 from shardwright.hf.own_code import needs_own_code, own_code_in, register
-from shardwright.hf.task import CAUSAL_LM
+from shardwright.hf.task import CAUSAL_LM, task_of_type
 from shardwright.modules.materialize import Filler, empty_model
 from shardwright.modules.model_config import load_config
 from shardwright.modules.weight_files import Range
@@ -176,7 +176,7 @@ def _of_folder(folder: Path, device: torch.device, trust_code: str | None) -> tu
         register(folder, code)
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    model = CAUSAL_LM.auto_class.from_pretrained(
+    model = (task_of_type(config.model_type) or CAUSAL_LM).auto_class.from_pretrained(
         folder,
         config=config,
         dtype=torch.float32 if device.type == "cpu" else "auto",

@@ -54,3 +54,24 @@ CAUSAL_LM = Task(
     example_shape=(2, 24),
     peft_type="CAUSAL_LM",
 )
+
+TASKS = (CAUSAL_LM,)
+"""A model is trained for the first whose types have its own."""
+
+
+def task_of_type(model_type: str) -> Task | None:
+    """None: nothing here trains it."""
+    return next((task for task in TASKS if task.has_type(model_type) or task.is_registered(model_type)), None)
+
+
+def task_of(model: PretrainedConfig | str) -> Task:
+    """model: its configuration or its type, which was checked (model/config.py)."""
+    model_type = model if isinstance(model, str) else model.model_type
+    task = task_of_type(model_type)
+    assert task is not None, model_type
+    return task
+
+
+def trained_types() -> tuple[str, ...]:
+    """Those of transformers itself, of all tasks."""
+    return tuple(name for task in TASKS for name in task.types)

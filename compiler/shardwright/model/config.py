@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from shardwright.diagnostics import Diagnostic, KeyPath, Refusal
 from shardwright.hf.floats import tagged, untagged
-from shardwright.hf.task import CAUSAL_LM
+from shardwright.hf.task import task_of_type, trained_types
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.model.config_values import size_problem
 from shardwright.model.own_code import FINGERPRINT
@@ -34,12 +34,12 @@ def check_model_type(config: JsonObject, key: KeyPath, inline: bool) -> str:
     model_type = config.get("model_type")
     where = (*key, "model_type") if inline and model_type is not None else key
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        raise Refusal(unknown_type(model_type, CAUSAL_LM.types, where))
+        raise Refusal(unknown_type(model_type, trained_types(), where))
     if support().others.get(model_type) == "encoder-decoder":
         raise Refusal(encoder_decoder(model_type, where, decoder_alone=False))
-    own = FINGERPRINT in config and CAUSAL_LM.is_registered(model_type)
-    if not CAUSAL_LM.has_type(model_type) and not own:
-        raise Refusal(no_causal_lm(model_type, CAUSAL_LM.types, where))
+    known = trained_types()
+    if model_type not in known and not (FINGERPRINT in config and task_of_type(model_type)):
+        raise Refusal(no_causal_lm(model_type, known, where))
     return model_type
 
 

@@ -16,7 +16,7 @@ from shardwright.diagnostics import Diagnostic, KeyPath, Refusal
 from shardwright.hf.flash import flash_stand_in
 from shardwright.hf.probe import Probed
 from shardwright.hf.sizes import size_of
-from shardwright.hf.task import CAUSAL_LM
+from shardwright.hf.task import task_of
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.model_graph import ModelGraph, Parameter, hash_of_config
 from shardwright.ir.recipe import FLASH
@@ -71,7 +71,7 @@ def _on_meta(hf_config: PretrainedConfig, attention: str | None, key: KeyPath) -
     try:
         with torch.device("meta"):
             # float32: the size of an element is the cost model's business, and half types need no support here.
-            return CAUSAL_LM.build(hf_config, attention)
+            return task_of(hf_config).build(hf_config, attention)
     except Exception as error:
         raise Refusal(contradiction(error, key)) from None
 

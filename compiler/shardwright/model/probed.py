@@ -18,7 +18,7 @@ from shardwright.hf.adapters import adapt
 from shardwright.hf.packing import why_not_packed
 from shardwright.hf.probe import NotCuttable, Probed, find_cut, find_together, probe
 from shardwright.hf.shrink import VOCABULARY, shrink
-from shardwright.hf.task import CAUSAL_LM
+from shardwright.hf.task import task_of
 from shardwright.ir.apart import share_apart
 from shardwright.ir.cut import Cut, Range
 from shardwright.ir.recipe import FLASH
@@ -77,7 +77,8 @@ def _probe(model_type: str, text: str, attention: str | None, *, most_parameters
                     count = sum(p.numel() for p in _build(model_type, text, attention).parameters())
                 if count > most_parameters:
                     return _DoesNotRun("it is too large to run as it is")
-            model, tokens = _random_model(model_type, text, attention), CAUSAL_LM.example(VOCABULARY)
+            model = _random_model(model_type, text, attention)
+            tokens = task_of(model.config).example(VOCABULARY)
             probed = probe(model, tokens)
             return dataclasses.replace(probed, packing=_why_not_packed(model, probed.cut, tokens))
         except NotCuttable as reason:
@@ -101,7 +102,7 @@ def flash_error(config: PretrainedConfig) -> float:
     out what they do not have, without a word: attention sinks, biases."""
     text = _text(shrink(config.to_dict()))
     with _aside():
-        tokens, model = CAUSAL_LM.example(VOCABULARY), _random_model(config.model_type, text, FLASH)
+        tokens, model = task_of(config).example(VOCABULARY), _random_model(config.model_type, text, FLASH)
         plain = _build(config.model_type, text, "eager")
         plain.load_state_dict(model.state_dict())
         adapt(plain.train())
@@ -114,14 +115,16 @@ def _together(model_type: str, text: str, attention: str | None) -> tuple[Range,
     """`Cut.together` of a narrow copy as deep as the model, or the reason why there is none."""
     with _aside():
         try:
-            model, tokens = _random_model(model_type, text, attention), CAUSAL_LM.example(VOCABULARY)
+            model = _random_model(model_type, text, attention)
+            tokens = task_of(model.config).example(VOCABULARY)
             return find_together(model, find_cut(model, tokens), tokens)
         except Exception as error:
             return f"its layers share state, and a narrow copy does not run at its depth ({type(error).__name__})"
 
 
 def _build(model_type: str, text: str, attention: str | None) -> PreTrainedModel:
-    return CAUSAL_LM.build(CONFIG_MAPPING[model_type].from_dict(json.loads(text)), attention)
+    config = CONFIG_MAPPING[model_type].from_dict(json.loads(text))
+    return task_of(config).build(config, attention)
 
 
 def _random_model(model_type: str, text: str, attention: str | None) -> PreTrainedModel:

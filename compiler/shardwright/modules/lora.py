@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardwright.diagnostics import Diagnostic, Refusal
-from shardwright.hf.task import CAUSAL_LM
+from shardwright.hf.task import Task
 from shardwright.ir.lora import missing_peft
 from shardwright.plan.plan import Plan, PlanLora
 
@@ -57,7 +57,7 @@ def _config(lora: PlanLora, **more: Any) -> Any:
     return LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, **more)
 
 
-def write_config(lora: PlanLora, base: str, folder: Path, *, fan_in_fan_out: bool) -> None:
+def write_config(lora: PlanLora, task: Task, base: str, folder: Path, *, fan_in_fan_out: bool) -> None:
     """adapter_config.json. base: where the frozen weights are. fan_in_fan_out: these are GPT-2's Conv1D.
 
     Raises Refusal: SW6251.
@@ -67,7 +67,7 @@ def write_config(lora: PlanLora, base: str, folder: Path, *, fan_in_fan_out: boo
     config = _config(
         lora,
         target_modules=list(lora.target_modules),
-        task_type=CAUSAL_LM.peft_type,
+        task_type=task.peft_type,
         base_model_name_or_path=base,
         fan_in_fan_out=fan_in_fan_out,
         inference_mode=True,

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from shardwright.hf.task import CAUSAL_LM
+from shardwright.hf.task import task_of
 from shardwright.ir.partition import ParameterSplit
 from shardwright.modules.weight_files import Weights
 
@@ -47,7 +47,7 @@ def empty_model(config: PretrainedConfig, attention: str | None) -> PreTrainedMo
     attention: None takes what transformers picks for the type.
     """
     with _parameters_without_storage():
-        model = CAUSAL_LM.build(config, attention)
+        model = task_of(config).build(config, attention)
     stubs: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.pytorch_utils import Conv1D
 
-from shardwright.hf.task import CAUSAL_LM
+from shardwright.hf.task import task_of
 from shardwright.ir.names import pattern
 from shardwright.modules.materialize import DrawnByLayer, NoWeights, empty_model
 from shardwright.modules.model_config import load_config
@@ -74,7 +74,7 @@ def _random(plan: Plan, folder: Path, config: PretrainedConfig, model: PreTraine
         shutil.rmtree(drawn, ignore_errors=True)
         drawn.mkdir(parents=True)
         torch.manual_seed(plan.training.seed)
-        whole = CAUSAL_LM.build(config, plan.model.attention)
+        whole = task_of(config).build(config, plan.model.attention)
         kept = remove_tied_weights_from_state_dict(dict(whole.state_dict()), whole)
         save_file({name: tensor.contiguous() for name, tensor in kept.items()}, drawn / "model.safetensors")
         del whole, kept

@@ -109,7 +109,7 @@ def _prepare(
     import torch
 
     from shardwright.hf.reference import train
-    from shardwright.hf.task import CAUSAL_LM
+    from shardwright.hf.task import task_of
 
     vocabulary = _tiny_model(graph, strategy, folder)
     batch = tiny.batch_of(small)
@@ -125,7 +125,7 @@ def _prepare(
         None if held_out is None else held_out.write(folder / tiny.HELD_OUT),
     )
     plan = _compiled(graph, document, folder)
-    plain = CAUSAL_LM.auto_class.from_pretrained(
+    plain = task_of(graph.model_type).auto_class.from_pretrained(
         folder / tiny.MODEL,
         dtype=torch.float32,
         attn_implementation=plan.model.attention,
@@ -155,7 +155,7 @@ def _tiny_model(graph: ModelGraph, strategy: Strategy, folder: Path) -> int:
     from transformers.utils import logging
 
     from shardwright.hf.floats import untagged
-    from shardwright.hf.task import CAUSAL_LM
+    from shardwright.hf.task import task_of
 
     logging.set_verbosity_error()  # of a tiny configuration, transformers has much to say
     logging.disable_progress_bar()
@@ -165,7 +165,7 @@ def _tiny_model(graph: ModelGraph, strategy: Strategy, folder: Path) -> int:
         document = untagged(tiny.tiny_config(graph.config, strategy))
         config = AutoConfig.for_model(document.pop("model_type"), **document)
         torch.manual_seed(tiny.SEED)
-        model = CAUSAL_LM.build(config)
+        model = task_of(config).build(config)
         with torch.no_grad():
             for parameter in model.parameters():  # no bias is zero and no norm one: each of them has to count
                 parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -284,7 +284,7 @@ def _exported(plan: Plan, out: Path, target: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     from shardwright.checkpoint.export import export_checkpoint
-    from shardwright.hf.task import CAUSAL_LM
+    from shardwright.hf.task import task_of
     from shardwright.modules.lora import ADAPTER_WEIGHTS
 
     newest = max((out / "checkpoints").glob("step-*"))
@@ -293,7 +293,7 @@ def _exported(plan: Plan, out: Path, target: Path) -> dict[str, torch.Tensor]:
         export_checkpoint(newest, target)
         if plan.lora is not None:
             return load_file(target / ADAPTER_WEIGHTS)
-        model = CAUSAL_LM.auto_class.from_pretrained(
+        model = task_of(plan.model.model_type).auto_class.from_pretrained(
             target, dtype=torch.float32, local_files_only=True, trust_remote_code=False
         )
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
