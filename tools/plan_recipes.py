@@ -65,7 +65,7 @@ def priced(run: Run) -> Estimate:
     """Our estimate of the layout that others ran."""
     pins = [f"parallelism.{key}={value}" for key, value in run["layout"].items()]
     recipe = load_recipe(RECIPES / f"{run['recipe']}.yaml", [*run.get("set", ()), *pins])
-    return pinned_estimate(recipe, *read_problem(recipe))
+    return pinned_estimate(read_problem(recipe))
 
 
 def index() -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shlex
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from shardwright.diagnostics import Diagnostic
 from shardwright.ir.recipe import POD_CONTAINER, LaunchSection, Recipe
 from shardwright.launchers.pod_patch import with_pod_patch
@@ -119,6 +117,8 @@ def kubernetes_name(name: str) -> str:
 
 
 def render(template: str, plan: Plan, path: str) -> str:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # `check` asks the engines, and renders nothing
+
     environment = Environment(
         loader=FileSystemLoader(templates_dir()),
         undefined=StrictUndefined,
