@@ -93,7 +93,7 @@ class _Watch:
 
 
 class _NoStop:
-    def agreed(self) -> bool:
+    def agreed(self, device: torch.device) -> bool:
         return False
 
 
