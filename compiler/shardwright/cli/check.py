@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwright.cli.arguments import add_json, add_overrides
 from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
@@ -16,14 +17,8 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipes", nargs="+", metavar="RECIPE", help="a recipe file; - is standard input")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a key, such as training.steps=10; repeatable",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object per recipe, one per line")
+    add_overrides(parser)
+    add_json(parser, "print one JSON object per recipe, one per line")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         source: Source | None = None
         diagnostics: tuple[Diagnostic, ...]
         try:
-            recipe = load_recipe(Path(name), args.set)
+            recipe = load_recipe(Path(name), args.overrides)
             source, diagnostics = recipe.source, findings(recipe)
         except Refusal as refusal:
             source, diagnostics = refusal.source, refusal.diagnostics

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwright.cli.arguments import add_json, add_overrides
 from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
@@ -18,15 +19,8 @@ GIB = 2**30
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", type=Path, help="the recipe file")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="the folder to write")
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a key, such as training.steps=10; repeatable",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    add_overrides(parser)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwright.cli.arguments import add_json
 from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ Change = tuple[str, "JsonValue", "JsonValue"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", help="a recipe or a compiled folder")
     parser.add_argument("b", metavar="B", help="another one; a recipe can be compared with a folder")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

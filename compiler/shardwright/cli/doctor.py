@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwright.cli.arguments import add_json
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.strict_json import strict_json
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", type=Path, help="a compiled folder")
     parser.add_argument("--hostfile", type=Path, help="the hosts to check: one `name slots=N` per line")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

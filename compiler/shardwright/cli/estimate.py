@@ -7,6 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwright.cli.arguments import add_json, add_overrides
 from shardwright.ir.recipe import AssumeSection
 from shardwright.strict_json import strict_json
 
@@ -21,15 +22,8 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipes", nargs="+", metavar="RECIPE", help="recipe files")
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a key, such as parallelism.tensor=2; repeatable",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object per recipe, one per line, in order")
+    add_overrides(parser)
+    add_json(parser, "print one JSON object per recipe, one per line, in order")
 
 
 def run(args: argparse.Namespace) -> int:

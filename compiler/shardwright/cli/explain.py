@@ -11,6 +11,7 @@ import re
 import textwrap
 from typing import TYPE_CHECKING
 
+from shardwright.cli.arguments import add_json, add_overrides
 from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
@@ -30,15 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE,...",
         help="ask why the plan is not this layout; keys of the parallelism section, such as tensor=8,pipeline=2",
     )
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a key of the recipe; repeatable",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    add_overrides(parser)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

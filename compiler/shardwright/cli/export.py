@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from shardwright.cli.arguments import add_trust_code
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="STEP_FOLDER", type=Path, help="a checkpoint's `step-XXXXXXXX` folder")
@@ -21,11 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="for a LoRA run: export the whole model with the adapters merged in",
     )
-    parser.add_argument(
-        "--trust-code",
-        metavar="SHA256",
-        help="allow the model's own Python code to run; the refusal lists the files and the fingerprint",
-    )
+    add_trust_code(parser)
 
 
 def run(args: argparse.Namespace) -> int:

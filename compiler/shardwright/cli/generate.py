@@ -8,6 +8,7 @@ import math
 import sys
 from pathlib import Path
 
+from shardwright.cli.arguments import add_json, add_trust_code
 from shardwright.strict_json import strict_json
 
 
@@ -23,12 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--temperature", type=_temperature, default=0.0, metavar="T", help="sampling temperature (default 0: greedy)"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed for sampling (default 0)")
-    parser.add_argument(
-        "--trust-code",
-        metavar="SHA256",
-        help="allow the model's own Python code to run; the refusal lists the files and the fingerprint",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    add_trust_code(parser)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

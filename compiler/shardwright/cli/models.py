@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from shardwright.cli.arguments import add_json
 from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _TITLES: dict[str, str] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("type", nargs="?", metavar="TYPE", help="a model_type of config.json, or a model's name")
-    parser.add_argument("--json", action="store_true", help="print one JSON object: the whole matrix, or one type")
+    add_json(parser, "print one JSON object: the whole matrix, or one type")
 
 
 def run(args: argparse.Namespace) -> int:

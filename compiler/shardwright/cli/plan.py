@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwright.cli.arguments import add_json, add_overrides
 from shardwright.cli.plan_model import (
     GPUS_PER_NODE,
     LONGEST_ASSUMED_SEQUENCE,
@@ -39,14 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "recipe", metavar="RECIPE|MODEL", help="a recipe file; or a hub id or model folder, with --gpu and --nodes"
     )
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a key, such as training.steps=10; repeatable",
-    )
+    add_overrides(parser)
     parser.add_argument("--top", type=_positive, default=10, metavar="N", help="how many layouts to show (default 10)")
     parser.add_argument(
         "--pin", type=_positive, metavar="ROW", help="pin the layout of this row of the table in the recipe"
@@ -54,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="with --pin: write the pinned recipe here instead of in place"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    add_json(parser)
     model = parser.add_argument_group("for a MODEL instead of a recipe")
     model.add_argument("--gpu", metavar="NAME", help="a GPU from the catalogue, such as h100-sxm-80gb")
     model.add_argument("--nodes", type=_positive, metavar="N", help="number of nodes")

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwright.cli.arguments import add_json, add_overrides
+
 if TYPE_CHECKING:
     from shardwright.diagnostics import Diagnostic
     from shardwright.verify.verdict import Comparison, Verdict
@@ -17,15 +19,8 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", type=Path, help="the recipe file")
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a key, such as training.steps=10; repeatable",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    add_overrides(parser)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,0 +1,31 @@
+"""Options that several commands have, in the same words."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """args.overrides: a list of KEY=VALUE."""
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a key, such as training.steps=10; repeatable",
+    )
+
+
+def add_json(parser: argparse.ArgumentParser, help: str = "print one JSON object instead of text") -> None:
+    """args.json."""
+    parser.add_argument("--json", action="store_true", help=help)
+
+
+def add_trust_code(parser: argparse.ArgumentParser) -> None:
+    """args.trust_code: a fingerprint, or None."""
+    parser.add_argument(
+        "--trust-code",
+        metavar="SHA256",
+        help="allow the model's own Python code to run; the refusal lists the files and the fingerprint",
+    )
