@@ -12,56 +12,21 @@ from dataclasses import dataclass
 MODEL = ("hf", "ir", "model")
 """What takes a model apart and builds it again."""
 DATA = ("data", "modules/batches.py")
-ENGINE = (
-    *MODEL,
-    "layout",
-    "engines/deepspeed/ds_config.py",
-    "partition",
-    "plan",
-    "engines/deepspeed/fixes.py",
-    "engines/deepspeed/runtime.py",
-    "engines/protocol.py",
-    "engines/deepspeed/base.py",
-    "engines/deepspeed/data_trainer.py",
-    "engines/deepspeed/pipeline_trainer.py",
-    "modules/dropout.py",
-    "engines/deepspeed/trainer.py",
-    "modules/lora.py",
-    "modules/loss.py",
-    "modules/materialize.py",
-    "engines/deepspeed/pipeline.py",
-    "modules/random_state.py",
-    "modules/recompute.py",
-    "modules/learning_rate.py",
-    "engines/deepspeed/secondary.py",
-    "modules/tensor",
-    "modules/weight_files.py",
-    "modules/weights.py",
-    "engines/deepspeed/wire.py",
-)
+ENGINE = (*MODEL, "engines/protocol.py", "engines/deepspeed", "layout", "modules", "partition", "plan", "records.py")
 """What makes losses, norms and weights, given a plan."""
-CHECKPOINTS = (
-    "checkpoint/write.py",
-    "checkpoint/index.py",
-    "checkpoint/manifest.py",
-    "checkpoint/read.py",
-    "checkpoint/store.py",
-    "checkpoint/lineage.py",
-    "checkpoint/master_check.py",
-    "engines/deepspeed/live.py",
-    "checkpoint/step_folders.py",
-    "checkpoint/tensor_files.py",
-)
-RUN = (
-    "lease.py",
-    "train/attempt.py",
-    "watch/journal.py",
-    "train/ownership.py",
-    "train/session.py",
-    "train/worker.py",
-)
+CHECKPOINTS = ("checkpoint", "engines/deepspeed/live.py")
+RUN = ("lease.py", "train", "watch/journal.py")
 LAUNCH = ("checkpoint", "engines", "launch", "launchers", "lower", "modules", "train", "watch")
-COST = ("cluster", "cost", "ir", "layout", "model/popular", "partition", "rules", "schedule", "search")
+TRAITS = (
+    "engines/engine.py",
+    "engines/kernels.py",
+    "engines/table.py",
+    "engines/deepspeed/engine.py",
+    "engines/deepspeed/rules.py",
+    "engines/megatron",
+)
+"""What the cost model and the rules read of engines."""
+COST = ("cluster", "cost", "ir", "layout", "model/popular", "partition", "rules", "schedule", "search", *TRAITS)
 READ = ("diagnostics", "engines/deepspeed/schema", "lint", "recipe")
 
 
@@ -87,7 +52,7 @@ PIECES: dict[str, Piece] = {
     ),
     "ds-config": Piece(
         tests=("tests/cases/test_random_plans.py",),
-        speaks_of=("ir", "layout", "lower", "plan", "rules"),
+        speaks_of=("engines/deepspeed", "ir", "layout", "lower", "plan", "rules"),
         areas=("ds-config",),
     ),
     "recipes": Piece(tests=("tests/recipes/test_recipes.py",), speaks_of=(*COST, "lower", "plan"), areas=("recipes",)),
@@ -97,7 +62,7 @@ PIECES: dict[str, Piece] = {
     "shipped-graphs": Piece(tests=("tests/unit/model/test_shipped_graphs.py",), speaks_of=MODEL),
     "parity": Piece(
         tests=("tests/parity/test_prove.py::test_parity",),
-        speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *RUN, "checkpoint/export.py"),
+        speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
         areas=("parity",),
     ),
     "chunked-parity": Piece(
@@ -121,12 +86,12 @@ PIECES: dict[str, Piece] = {
     ),
     "extra": Piece(
         tests=("tests/launch/test_extra.py",),
-        speaks_of=(*ENGINE, *CHECKPOINTS, "engines/deepspeed/extra.py"),
+        speaks_of=(*ENGINE, *CHECKPOINTS),
         areas=("extra",),
     ),
     "roundtrip": Piece(
         tests=("tests/launch/test_roundtrip.py",),
-        speaks_of=(*ENGINE, *CHECKPOINTS, "checkpoint/export.py"),
+        speaks_of=(*ENGINE, *CHECKPOINTS),
         areas=("roundtrip",),
     ),
     "crash": Piece(tests=("tests/launch/test_crash.py",), speaks_of=(*DATA, *CHECKPOINTS, *RUN), areas=("crash",)),
@@ -140,7 +105,9 @@ PIECES: dict[str, Piece] = {
         speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *LAUNCH),
     ),
     "autotp": Piece(
-        tests=("tests/launch/test_autotp.py",), speaks_of=(*MODEL, "lower", "partition"), areas=("zoo-autotp",)
+        tests=("tests/launch/test_autotp.py",),
+        speaks_of=(*MODEL, "engines/deepspeed", "partition"),
+        areas=("zoo-autotp",),
     ),
     "overhead": Piece(tests=("tests/launch/test_overhead.py",), speaks_of=(*ENGINE, *DATA, *RUN), areas=("overhead",)),
     "data-cost": Piece(tests=("tests/launch/test_data_cost.py",), speaks_of=(*DATA, *RUN), areas=("data",)),
