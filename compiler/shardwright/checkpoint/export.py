@@ -34,10 +34,10 @@ from shardwright.hf.task import task_of
 from shardwright.ir.own_code import OwnCode
 from shardwright.modules.lora import ADAPTER_WEIGHTS, is_adapter, saved_name, write_config
 from shardwright.modules.model_config import load_config
+from shardwright.modules.precision import DTYPES
 from shardwright.plan.plan import Plan
 
 SHARD_BYTES = 5 * 10**9
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def export_checkpoint(

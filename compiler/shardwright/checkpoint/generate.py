@@ -13,7 +13,6 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from shardwright.checkpoint.export import DTYPES
 from shardwright.checkpoint.manifest import MANIFEST
 from shardwright.checkpoint.read import CheckpointReader
 from shardwright.checkpoint.saved_model import (
@@ -30,6 +29,7 @@ from shardwright.hf.own_code import needs_own_code, own_code_in, register
 from shardwright.hf.task import CAUSAL_LM, task_of_type
 from shardwright.modules.materialize import Filler, empty_model
 from shardwright.modules.model_config import load_config
+from shardwright.modules.precision import DTYPES
 from shardwright.modules.weight_files import Range
 from shardwright.plan.plan import Plan
 

@@ -27,8 +27,6 @@ from shardwright.modules.learning_rate import decay_groups
 from shardwright.modules.loss import CausalLoss, ChunkedLoss
 from shardwright.plan.plan import Plan
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 class DeepSpeedTrainer:
     """engines.protocol.Trainer without its steps. engine: DeepSpeed's; grid: its process groups."""

@@ -11,12 +11,13 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataP
 from deepspeed.runtime.zero.partition_parameters import Init
 from torch import nn
 
-from shardwright.engines.deepspeed.base import DTYPES, DeepSpeedTrainer, causal_loss
+from shardwright.engines.deepspeed.base import DeepSpeedTrainer, causal_loss
 from shardwright.engines.deepspeed.secondary import secondary_group
 from shardwright.engines.protocol import StepResult
 from shardwright.modules.batches import HeldOut, MicroBatch
 from shardwright.modules.loss import ChunkedLoss, compute_loss_inside, micro_batch_loss
 from shardwright.modules.materialize import Filler
+from shardwright.modules.precision import DTYPES
 from shardwright.modules.recompute import apply_recompute
 from shardwright.modules.tensor.split import TensorSplitter
 from shardwright.plan.plan import Plan

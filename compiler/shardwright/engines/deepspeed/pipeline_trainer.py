@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.engines.deepspeed.base import DTYPES, DeepSpeedTrainer, causal_loss
+from shardwright.engines.deepspeed.base import DeepSpeedTrainer, causal_loss
 from shardwright.engines.deepspeed.pipeline import build_pipeline
 from shardwright.engines.protocol import StepResult
 from shardwright.modules.batches import HeldOut, MicroBatch
 from shardwright.modules.loss import CausalLoss, ChunkedLoss
 from shardwright.modules.materialize import Filler
+from shardwright.modules.precision import DTYPES
 from shardwright.plan.plan import Plan
 
 

@@ -15,11 +15,10 @@ from shardwright.modules.lora import add_adapters, plain_name
 from shardwright.modules.loss import CausalLoss, ChunkedLoss, compute_loss_inside, micro_batch_loss
 from shardwright.modules.materialize import Filler
 from shardwright.modules.names import named_buffers, named_parameters
+from shardwright.modules.precision import DTYPES
 from shardwright.modules.recompute import apply_recompute
 from shardwright.modules.weights import conv1d_to_linear, open_model
 from shardwright.plan.plan import Plan
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> ReferenceTrainer:
