@@ -123,7 +123,7 @@ def _count(parameters: int) -> str:
 def layout(e: Estimate) -> str:
     s = e.strategy
     words = f"{s.tensor} x {s.pipeline} x {s.data}, ZeRO-{s.zero_stage}, {s.micro_batch_size}, "
-    words += s.activation_checkpointing
+    words += str(s.activation_checkpointing)
     words += "" if s.schedule == "1f1b" else f", {s.schedule}"
     words += "" if s.virtual_stages == 1 else f", {s.virtual_stages} virtual stages"
     return words + ("" if s.offload == "none" else f", offload {s.offload}")

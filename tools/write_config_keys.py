@@ -20,7 +20,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from shardwright.model import config_keys
 from shardwright.model.config import COMMON_KEYS, refused_value
-from shardwright.model.config_values import ANY_VALUE
 from tests.zoo.configs import tiny_config
 from tests.zoo.overrides import IMPOSSIBLE
 
@@ -43,11 +42,11 @@ def kinds(probe: Any, name: str) -> str:
     try:
         default = getattr(probe, name, None)
     except Exception:  # one value a layer: which, depends on the layers
-        return ANY_VALUE
+        return config_keys.ANY_VALUE
     taken = {kind for kind, samples in SAMPLES.items() if any(not refused_value(probe, name, s) for s in samples)}
     # A closed set of words has none of the samples.
     taken |= set({str: "s", bool: "b", int: "i", float: "f", list: "l", tuple: "l"}.get(type(default), ""))
-    return ANY_VALUE if taken == set(SAMPLES) else "".join(sorted(taken))
+    return config_keys.ANY_VALUE if taken == set(SAMPLES) else "".join(sorted(taken))
 
 
 def heads(model_type: str) -> str:
@@ -79,7 +78,7 @@ def builds(model_type: str, values: dict[str, Any]) -> bool:
 
 def table() -> dict[str, Any]:
     found = {name: _entry(name) for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}
-    common = dict.fromkeys(COMMON_KEYS, ANY_VALUE)
+    common = dict.fromkeys(COMMON_KEYS, config_keys.ANY_VALUE)
     first = next(iter(found.values()))["keys"]
     common |= {k: v for k, v in first.items() if all(entry["keys"].get(k) == v for entry in found.values())}
     for entry in found.values():

@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import TypeVar
 
 from shardwright.cluster.resolve import resolve_cluster
+from shardwright.cost.goodput import goodput
+from shardwright.cost.replaced import check_measured, measured_errors
 from shardwright.diagnostics import Diagnostic, Refusal
-from shardwright.engines.table import ENGINES, lowering_of
+from shardwright.engines.table import ENGINES, lowering_of, runner_of
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.own_code import OwnCode
 from shardwright.ir.partition import StagePartition, TensorParallelMap
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.weights import LocatedWeights
-from shardwright.launchers.lower import check_launch, unseen_paths
+from shardwright.launchers.check import check_launch, unseen_paths
 from shardwright.launchers.table import plan_launch
 from shardwright.layout.estimate import Estimate, PredictionError
 from shardwright.layout.problem import Problem
@@ -64,9 +66,15 @@ def compile_recipe(recipe: Recipe) -> Compiled:
     """Raises Refusal, with the recipe's source, where the recipe cannot become a run."""
     try:
         inputs = read_inputs(recipe)
-        problem = _sized(recipe, inputs)
+        problem, sizing = size_cluster(Problem(recipe=recipe, graph=inputs.graph, cluster=inputs.cluster))
+        problem.cluster.verify()
+        if sizing is not None:  # what depends on the number of nodes is checked once it is decided
+            _check(problem.recipe)
         estimate = choose(problem)
-        partition, tensor_map = _placed(problem, estimate)
+        partition = StagePartition(boundaries=estimate.boundaries, schedule=estimate.strategy.schedule)
+        tensor_map = tensor_parallel_map(problem.graph, estimate.strategy.tensor)
+        partition.verify(len(problem.graph.layers))
+        tensor_map.verify()
         plan = _planned(problem, inputs, estimate, partition, tensor_map)
         plan, files, warnings = _lowered(plan, problem, inputs)
     except Refusal as refusal:
@@ -78,26 +86,28 @@ def read_problem(recipe: Recipe) -> Problem:
     """Without the weights. Raises Refusal with the errors of both at once."""
     errors: list[Diagnostic] = []
     cluster = _unless_refused(errors, lambda: resolve_cluster(recipe.cluster))
+    _unless_refused(errors, lambda: check_measured(recipe))
     graph = _unless_refused(errors, lambda: build_model_graph(recipe.model))
-    if graph is None or cluster is None:
+    if errors or graph is None or cluster is None:
         raise Refusal(*errors, source=recipe.source)
     return Problem(recipe=recipe, graph=graph, cluster=cluster)
 
 
 def size_recipe(recipe: Recipe) -> tuple[Problem, Sizing | None]:
     """Up to the number of nodes. Sizing: None where the recipe gave it."""
-    problem = read_problem(recipe)
-    try:
-        return size_cluster(problem)
-    except Refusal as refusal:
-        raise Refusal(*refusal.diagnostics, source=refusal.source or recipe.source) from None
+    return _told_of(recipe, lambda: size_cluster(read_problem(recipe)))
 
 
 def estimate_recipe(recipe: Recipe) -> tuple[Problem, Estimate]:
     """Up to the estimate of the pinned layout, `auto` filled by the search: it need not be feasible."""
     problem, _ = size_recipe(recipe)
+    return problem, _told_of(recipe, lambda: pinned_estimate(problem))
+
+
+def _told_of(recipe: Recipe, stage: Callable[[], T]) -> T:
+    """What it refuses, with the recipe's lines."""
     try:
-        return problem, pinned_estimate(problem)
+        return stage()
     except Refusal as refusal:
         raise Refusal(*refusal.diagnostics, source=refusal.source or recipe.source) from None
 
@@ -131,7 +141,7 @@ def _unless_refused(errors: list[Diagnostic], stage: Callable[[], T]) -> T | Non
 
 
 def _check(recipe: Recipe) -> None:
-    extra = lowering_of(recipe.target).check_extra(recipe)
+    extra = (*runner_of(recipe.target).check_extra(recipe), *measured_errors(recipe))
     if errors := (*check_executable(recipe), *check_files(recipe), *check_launch(recipe), *extra):
         raise Refusal(*errors)
 
@@ -149,27 +159,10 @@ def _layout_errors(problem: Problem, errors: list[Diagnostic]) -> tuple[Diagnost
     return ()
 
 
-def _sized(recipe: Recipe, inputs: Inputs) -> Problem:
-    """What depends on the number of nodes is checked once it is decided."""
-    problem, sizing = size_cluster(Problem(recipe=recipe, graph=inputs.graph, cluster=inputs.cluster))
-    problem.cluster.verify()
-    if sizing is not None:
-        _check(problem.recipe)
-    return problem
-
-
-def _placed(problem: Problem, estimate: Estimate) -> tuple[StagePartition, TensorParallelMap]:
-    partition = StagePartition(boundaries=estimate.boundaries, schedule=estimate.strategy.schedule)
-    tensor_map = tensor_parallel_map(problem.graph, estimate.strategy.tensor)
-    partition.verify(len(problem.graph.layers))
-    tensor_map.verify()
-    return partition, tensor_map
-
-
 def _planned(
     problem: Problem, inputs: Inputs, estimate: Estimate, partition: StagePartition, tensor_map: TensorParallelMap
 ) -> Plan:
-    recipe, graph = problem.recipe, problem.graph
+    recipe, graph, engine = with_save_interval(problem, estimate), problem.graph, ENGINES[problem.recipe.target]
     if errors := (*data_errors(recipe, graph), *check_checkpoint_folder(recipe.checkpoint.directory)):
         raise Refusal(*errors)
     plan = build_plan(
@@ -179,14 +172,26 @@ def _planned(
         estimate,
         partition,
         tensor_map,
-        plan_launch(recipe.launch, problem.cluster.nodes),
-        installed_versions(ENGINES[recipe.target].packages),
+        plan_launch(recipe.launch, problem.cluster.nodes, reads_hosts=engine.reads_hosts),
+        installed_versions(engine.packages),
         inputs.weights,
         None if inputs.own_code is None else inputs.own_code[1],
     )
     plan = dataclasses.replace(plan, zero=lowering_of(recipe.target).plan_section(plan))
     plan.verify()
     return plan
+
+
+def with_save_interval(problem: Problem, estimate: Estimate) -> Recipe:
+    """The recipe with `checkpoint.every_steps: auto` settled: what a run does is in its plan, whatever is measured
+    later."""
+    recipe = problem.recipe
+    if recipe.checkpoint.every_steps != "auto":
+        return recipe
+    found = goodput(problem, estimate)
+    assert found is not None, "the interval of auto is always known"
+    section = dataclasses.replace(recipe.checkpoint, every_steps=found.interval_steps)
+    return dataclasses.replace(recipe, checkpoint=section)
 
 
 def _lowered(plan: Plan, problem: Problem, inputs: Inputs) -> tuple[Plan, Mapping[str, bytes], tuple[Diagnostic, ...]]:

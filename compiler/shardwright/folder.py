@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.cost.layout import Layout
-from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.diagnostics import Refusal, refusal
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph, hash_of_config
 from shardwright.ir.recipe import DataSection, Recipe
@@ -74,17 +74,14 @@ def _recipe(folder: Path, plan: Plan) -> Recipe:
     recipe = load_recipe(path)
     if canonical_hash(recipe.document) != plan.recipe_hash:
         raise _foreign("SW3321", f"{str(path)!r} is not the recipe that plan.json was compiled from")
-    return _as_compiled(recipe, plan)
-
-
-def _as_compiled(recipe: Recipe, plan: Plan) -> Recipe:
-    """`nodes: auto` was settled by the compile, and relative paths start where the recipe lay then."""
+    # What was auto of nodes and every_steps was settled by the compile, and relative paths start where the recipe lay.
     held_out = recipe.validation
     if held_out is not None and held_out.data is not None and plan.validation is not None and plan.validation.data:
         held_out = dataclasses.replace(held_out, data=_with_paths(held_out.data, plan.validation.data))
     return dataclasses.replace(
         recipe,
         cluster=dataclasses.replace(recipe.cluster, nodes=plan.nodes),
+        checkpoint=dataclasses.replace(recipe.checkpoint, every_steps=plan.checkpoint.every_steps),
         data=None if recipe.data is None else _with_paths(recipe.data, plan.data),
         validation=held_out,
     )
@@ -111,4 +108,4 @@ def _graph(folder: Path, plan: Plan) -> ModelGraph:
 
 def _foreign(code: str, message: str) -> Refusal:
     help = "Compile the folder again: `shardwright compile RECIPE -o DIR` keeps its run and checkpoints."
-    return Refusal(Diagnostic(code=code, message=message, help=help))
+    return refusal(code, message, help)

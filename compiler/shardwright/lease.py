@@ -124,6 +124,18 @@ def _now_ns(folder: Path) -> int:
         return time.time_ns()
 
 
+def holds_lock(folder: Path) -> bool:
+    """Whether `run` or its launcher lives in a compiled folder, on this host: they hold a file lock."""
+    try:
+        with (folder / "run" / "lock").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass  # never started by `run`
+    return False
+
+
 def read_owner(path: Path) -> Owner | None:
     """Whoever wrote the lease, alive or not."""
     seen = _look(path)
@@ -240,7 +252,9 @@ def _take(path: Path, owner: Owner, handed: str | None, say: Say | None) -> Owne
             again = _look(path)
             if again is None or (again.beat != seen.beat and not given):
                 continue  # somebody else was faster
-            _replace(path, owner)
+            temporary = path.with_name(f".{path.name.lstrip('.')}-{owner.token}")
+            _create(temporary, owner)
+            os.replace(temporary, path)
             return again.owner
 
 
@@ -248,12 +262,6 @@ def _create(path: Path, owner: Owner) -> None:
     handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     with os.fdopen(handle, "wb") as file:
         file.write(json.dumps(asdict(owner)).encode("utf-8"))
-
-
-def _replace(path: Path, owner: Owner) -> None:
-    temporary = path.with_name(f".{path.name.lstrip('.')}-{owner.token}")
-    _create(temporary, owner)
-    os.replace(temporary, path)
 
 
 @contextlib.contextmanager

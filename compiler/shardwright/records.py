@@ -16,6 +16,8 @@ from shardwright.ir.json_value import JsonValue
 
 Record = TypeVar("Record")
 Reader = Callable[[Any], Any]
+_MOST_CHARACTERS = 500
+"""Of what is told of a value: a stranger's may be of any size."""
 
 
 class RecordError(ValueError):
@@ -23,7 +25,7 @@ class RecordError(ValueError):
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
-        self.why = why
+        self.why = why[:_MOST_CHARACTERS]
         self.path: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -49,7 +51,7 @@ def read_record(kind: type[Record], value: object, **given: object) -> Record:
     return kind(**made)
 
 
-def carried(kind: type[Record], source: object, **changes: object) -> Record:
+def carried(kind: type[Record], source: object, /, **changes: object) -> Record:
     """A record of another kind with the fields that the two share."""
     names = [f.name for f in dataclasses.fields(cast(Any, kind)) if f.name not in changes]
     return kind(**{name: getattr(source, name) for name in names}, **changes)
@@ -74,7 +76,7 @@ def _reader(hint: Any) -> Reader:
         return _union([_reader(a) for a in arguments if a is not types.NoneType], types.NoneType in arguments)
     if origin is tuple:
         return _tuple(arguments)
-    if origin is Mapping:
+    if origin in (dict, Mapping):
         return _mapping(_reader(arguments[1]))
     if origin is Literal:
         return _literal(arguments)

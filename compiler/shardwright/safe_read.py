@@ -33,7 +33,8 @@ def read_regular(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> 
     finally:
         os.close(handle)
     if len(data) > most_bytes:
-        raise OSError(errno.EFBIG, f"it is larger than {say_bytes(most_bytes)}", str(path))
+        most = f"{most_bytes // 2**20} MiB" if most_bytes >= 2**20 else f"{most_bytes // 2**10} KiB"
+        raise OSError(errno.EFBIG, f"it is larger than {most}", str(path))
     return data
 
 
@@ -66,7 +67,3 @@ def _items(value: JsonValue) -> list[JsonValue]:
     if isinstance(value, dict):
         return list(value.values())
     return value if isinstance(value, list) else []
-
-
-def say_bytes(count: int) -> str:
-    return f"{count // 2**20} MiB" if count >= 2**20 else f"{count // 2**10} KiB"

@@ -35,10 +35,11 @@ def load(folder: Path) -> dict[str, object]:
     torch.distributed.init_process_group("fake", rank=last.rank, world_size=s.world_size, store=FakeStore())
     try:
         deepspeed.init_distributed(dist_backend="fake", dist_init_required=False, auto_mpi_discovery=False)
-        topology = PipeModelDataParallelTopology(num_pp=s.pipeline, num_mp=s.tensor, num_dp=s.data)
+        topology = PipeModelDataParallelTopology(num_pp=s.pipeline, num_mp=s.tensor, num_dp=s.shards)
         for rank in plan.ranks:
             coordinates = topology.get_coord(rank.rank)
-            assert (coordinates.pipe, coordinates.data, coordinates.model) == (rank.pipeline, rank.data, rank.tensor)
+            shard = rank.data * s.context + rank.context
+            assert (coordinates.pipe, coordinates.data, coordinates.model) == (rank.pipeline, shard, rank.tensor)
         config = DeepSpeedConfig(str(folder / "ds_config.json"), mpu=PipelineParallelGrid(topology=topology))
         sharing = _sharing_weights(plan)
     finally:

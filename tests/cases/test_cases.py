@@ -5,6 +5,7 @@ Some of the ready recipes go through the same invariants, without golden files (
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -100,18 +101,18 @@ class TestInvariants:
     def test_layout_covers_the_machines(self, name: str, compiled: dict[str, Compiled]) -> None:
         plan = compiled[name].plan
         s = plan.strategy
-        assert s.tensor * s.pipeline * s.data == plan.nodes * plan.gpus_per_node
-        assert {(r.pipeline, r.data, r.tensor) for r in plan.ranks} == {
-            (p, d, t) for p in range(s.pipeline) for d in range(s.data) for t in range(s.tensor)
-        }
+        assert s.tensor * s.pipeline * s.context * s.data == plan.nodes * plan.gpus_per_node
+        assert {(r.pipeline, r.data, r.context, r.tensor) for r in plan.ranks} == set(
+            itertools.product(range(s.pipeline), range(s.data), range(s.context), range(s.tensor))
+        )
         assert {(r.node, r.slot) for r in plan.ranks} == {
             (n, g) for n in range(plan.nodes) for g in range(plan.gpus_per_node)
         }
 
     def test_tensor_groups_stay_inside_a_node(self, name: str, compiled: dict[str, Compiled]) -> None:
-        nodes: dict[tuple[int, int], set[int]] = {}
+        nodes: dict[tuple[int, int, int], set[int]] = {}
         for rank in compiled[name].plan.ranks:
-            nodes.setdefault((rank.pipeline, rank.data), set()).add(rank.node)
+            nodes.setdefault((rank.pipeline, rank.data, rank.context), set()).add(rank.node)
         assert all(len(held) == 1 for held in nodes.values())
 
     def test_each_layer_on_one_stage(self, name: str, compiled: dict[str, Compiled]) -> None:
@@ -122,20 +123,24 @@ class TestInvariants:
         assert layers == ["embedding", *(f"{plan.model.cut.stack}.{i}" for i in range(count)), "head"]
 
     def test_ranks_hold_the_whole_model(self, name: str, compiled: dict[str, Compiled]) -> None:
-        """Over a pipeline rank's tensor ranks (and ZeRO-3's data ranks): its layers' parameters of the Hugging Face
+        """Over a pipeline rank's tensor ranks (ZeRO-3's data and context ranks too): its layers' parameters of the
         model, a whole one on every tensor rank, and nothing else."""
         plan = compiled[name].plan
         whole = {p.name for m in plan.tensor_parallel.modules for p in m.parameters if p.dimension is None}
-        data = range(plan.strategy.data) if plan.strategy.zero_stage == 3 else (0,)
+        shards = plan.strategy.shards if plan.strategy.zero_stage == 3 else 1
         elements = of_each_layer(compiled[name])
         for pipeline in range(plan.strategy.pipeline):
             mine = {
                 k: n for s in plan.stages if s.pipeline_rank == pipeline for at in s.layers for k, n in elements[at]
             }
             wanted = sum(n * (plan.strategy.tensor if parameter in whole else 1) for parameter, n in mine.items())
-            held = sum(r.parameter_bytes for r in plan.ranks if r.pipeline == pipeline and r.data in data)
+            held = sum(
+                r.parameter_bytes
+                for r in plan.ranks
+                if r.pipeline == pipeline and (shards > 1 or r.data == r.context == 0)
+            )
             size = ELEMENT_BYTES[plan.training.precision]
-            padding = len(mine) * len(data) * plan.strategy.tensor * size if len(data) > 1 else 0
+            padding = len(mine) * shards * plan.strategy.tensor * size if shards > 1 else 0
             assert wanted * size <= held <= wanted * size + padding, pipeline
 
     def test_the_fullest_rank_is_priced(self, name: str, compiled: dict[str, Compiled]) -> None:
@@ -147,7 +152,7 @@ class TestInvariants:
         ]
         assert predicted == fullest
         states = 4 + 2 * 4 if plan.strategy.zero_stage or plan.training.precision != "fp32" else 2 * 4
-        share = plan.strategy.data if plan.strategy.zero_stage in (1, 2) else 1
+        share = plan.strategy.shards if plan.strategy.zero_stage in (1, 2) else 1
         per_byte = states / share / ELEMENT_BYTES[plan.training.precision]
         optimizer = [stage.optimizer_bytes for stage in plan.predicted.memory.stages]
         assert optimizer == pytest.approx([held * per_byte for held in fullest], rel=1e-6)

@@ -115,7 +115,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a truncated shard": (lambda at: (at / RANK).write_bytes((at / RANK).read_bytes()[:-100]), f"{RANK} has "),
     "a missing rank's file": (lambda at: (at / RANK).unlink(), f"{RANK} is missing"),
     "a flipped bit": (lambda at: flip(at / RANK), f"{RANK} is damaged"),
-    "a manifest of 200,000 [": (lambda at: (at / "manifest.json").write_text("[" * 200_000), "recursion limit"),
+    "a manifest of 200,000 [": (lambda at: (at / "manifest.json").write_text("[" * 200_000), "nested too deeply"),
 }
 
 

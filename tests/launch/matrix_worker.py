@@ -22,6 +22,7 @@ from shardwright.engines.deepspeed.trainer import build_trainer
 from shardwright.engines.protocol import Trainer
 from shardwright.lower.folder import write_folder
 from shardwright.modules.batches import Batches
+from shardwright.modules.context.ranks import CONTEXT
 from shardwright.modules.dropout import seed_dropout
 from shardwright.modules.learning_rate import learning_rate
 from shardwright.plan.plan import Plan
@@ -68,6 +69,7 @@ def main() -> None:
     deepspeed.init_distributed(dist_backend="gloo")
     share_groups()
     for name, sources in targets.items():
+        CONTEXT.use(None)  # the compile runs a tiny copy, whole
         plan, folder = compiled(name)
         trainer = build_trainer(plan, folder)
         batches = Batches(plan, open_dataset(plan, folder))

@@ -27,13 +27,18 @@ _LAYOUTS: dict[str, dict[str, int]] = {
     "tp2-dp2": {"tensor": 2, "data": 2},
     "zero3-dp2": {"data": 2, "zero_stage": 3},
 }
+CONTEXT: dict[str, dict[str, int]] = {
+    "s2": {"context": 2},
+    "s2-zero3": {"context": 2, "zero_stage": 3},
+}
+"""Of context ranks: not in the matrix, and named in it."""
 MODELS = ("llama", "gpt2")
 
 
 def case(name: str) -> Case:
     """name: "llama pp2-tp2". The same global batch in every layout."""
     model, layout = name.split()
-    keys = _LAYOUTS[layout]
+    keys = {**_LAYOUTS, **CONTEXT}[layout]
     return Case(model=model, micro=2, accumulation=BATCH // 2 // keys.get("data", 1), **keys)  # type: ignore[arg-type]
 
 

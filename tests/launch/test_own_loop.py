@@ -11,6 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from shardwright.checkpoint.manifest import read_manifest
+from shardwright.cost.goodput import goodput
+from shardwright.folder import read_folder
+from shardwright.layout.problem import Problem
+from shardwright.records import carried
 from shardwright.train.tracking import missing_trackers
 from tests.figures import same
 from tests.parity.harness import must, shardwright
@@ -58,8 +63,25 @@ def test_the_documented_loop_trains_as_run_does(write_recipe: Callable[..., Path
     for out in (tmp_path / "ours", tmp_path / "theirs"):
         steps = sorted(path.name for path in (out / "checkpoints").glob("step-*"))
         assert steps == ["step-00000005", "step-00000010", "step-00000012"]
+        _check_saves(out)
         _check_summary(out)
         _check_curves(out)
+
+
+def _check_saves(out: Path) -> None:
+    """Each was measured, and its ranks wrote what the prediction says, to the byte."""
+    found = [json.loads(line) for line in (out / "run" / "saves.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in found] == [5, 10, 12]
+    subject = read_folder(out)
+    predicted = goodput(carried(Problem, subject), subject.estimate)
+    assert predicted is not None and predicted.interval_steps == 5
+    for line in found:
+        path = out / "checkpoints" / f"step-{line['step']:08d}"
+        tensors = read_manifest(path).tensors.values()
+        elements = [len(t.states) * sum(f.numel for shard in t.shards for f in shard) for t in tensors]
+        assert 4 * sum(elements) == pytest.approx(predicted.checkpoint_gbytes * 1e9, rel=1e-12)
+        files = sum(f.stat().st_size for f in path.iterdir() if f.name.startswith(("rank-", "random-")))
+        assert line["bytes"] == line["node_bytes"] == files and line["seconds"] > 0
 
 
 def _check_summary(out: Path) -> None:

@@ -65,6 +65,15 @@ def test_a_sample_of_the_matrix(tmp_path: Path) -> None:
     assert max(differences.values()) <= TOLERANCE, differences
 
 
+@pytest.mark.launch
+def test_context_ranks_resume_and_are_resumed(tmp_path: Path) -> None:
+    """Under another context degree, and under none."""
+    pairs = [("llama s2", "llama tp2"), ("llama tp2", "llama s2-zero3"), ("llama s2-zero3", "llama s2")]
+    differences = resumed(pairs, tmp_path)
+    assert set(differences) == set(pairs)
+    assert max(differences.values()) <= TOLERANCE, differences
+
+
 @pytest.mark.prove
 @pytest.mark.launch
 def test_every_layout_resumes_on_every_other(

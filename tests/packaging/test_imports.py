@@ -14,7 +14,8 @@ PACKAGE = Path(shardwright.__file__).parent
 HEAVY = {"torch", "transformers", "deepspeed"}
 # What runs on the ranks, and what takes models apart.
 FREE = {"checkpoint", "engines", "hf", "model", "modules", "train"}
-FREE_FILES = {"launch/doctor/links.py"}
+_MEASURING = ("clock", "collectives", "engine_times", "kernels", "layers")
+FREE_FILES = {"launch/doctor/links.py", *(f"calibrate/{name}.py" for name in _MEASURING)}
 # `run` talks to the launcher from the user's shell: these import no torch either, as launch/ and watch/.
 LIGHT_RUNTIME = {
     "checkpoint/index.py",
@@ -27,7 +28,6 @@ LIGHT_RUNTIME = {
 LIGHT_MODEL = {
     "model/build.py",
     "model/cache.py",
-    "model/read.py",
     "model/popular/hub.py",
     "model/popular/shipped.py",
     "model/popular/graphs.py",

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from shardwright.checkpoint.trust import require_trust
+from shardwright.checkpoint.saved_model import require_trust
 from shardwright.cli.console import print_refusal
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal

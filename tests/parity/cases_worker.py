@@ -25,6 +25,7 @@ from shardwright.data.dataset import open_dataset
 from shardwright.engines.deepspeed.trainer import build_trainer
 from shardwright.engines.protocol import StepResult, Trainer
 from shardwright.modules.batches import Batches
+from shardwright.modules.context.ranks import CONTEXT
 from shardwright.modules.learning_rate import learning_rate
 from shardwright.modules.loss import CausalLoss
 from shardwright.plan.plan import Plan
@@ -56,7 +57,8 @@ def compiled(case: Case, folder: Path, **sections: object) -> Plan:
         document = json.loads((folder / "recipe.yaml").read_text())
         (folder / "recipe.yaml").write_text(json.dumps(document | sections))
     dist.barrier()
-    made = compile_recipe(load_recipe(folder / "recipe.yaml"))
+    with CONTEXT.aside():  # the case before may have switched it on
+        made = compile_recipe(load_recipe(folder / "recipe.yaml"))
     if rank == 0:
         for name, content in made.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +79,8 @@ def train(plan: Plan, folder: Path, trainer: Trainer, first: int, last: int) -> 
 def difference(case: Case, folder: Path, results: list[StepResult]) -> dict[str, float]:
     """From one plain process of the case's precision."""
     dtype = torch.float32 if case.precision == "fp32" else torch.bfloat16
-    wanted = reference(case, np.load(folder / "tokens.npy"), dtype)
+    with CONTEXT.aside():
+        wanted = reference(case, np.load(folder / "tokens.npy"), dtype)
     return training_apart([r.loss for r in results], [r.grad_norm for r in results], wanted)
 
 

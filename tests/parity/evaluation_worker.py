@@ -22,6 +22,7 @@ from shardwright.engines.deepspeed.trainer import build_trainer
 from shardwright.engines.protocol import Trainer
 from shardwright.ir.apart import series_apart
 from shardwright.modules.batches import HeldOut
+from shardwright.modules.context.ranks import CONTEXT
 from shardwright.plan.plan import Plan
 from shardwright.train.attempt import Attempt
 from shardwright.train.session import Session
@@ -71,7 +72,7 @@ def plain_loss(weights: dict[str, torch.Tensor], case: Case, rows: list[list[lis
     total, count = 0.0, 0
     for piece in (piece for row in rows for piece in row if len(piece) > 1):
         ids = torch.tensor([piece])
-        with torch.no_grad():
+        with torch.no_grad(), CONTEXT.aside():
             total += float(model(input_ids=ids, labels=ids, use_cache=False).loss) * (len(piece) - 1)
         count += len(piece) - 1
     return total / count, count
@@ -143,7 +144,8 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
     between = train(plan, folder, trainer, 1, BETWEEN)
     evaluations(plan, folder, trainer, case)
     between += train(plan, folder, trainer, BETWEEN + 1, STEPS)
-    trained = reference(case, np.load(folder / "tokens.npy")).weights
+    with CONTEXT.aside():
+        trained = reference(case, np.load(folder / "tokens.npy")).weights
     wanted = [plain_loss(trained, case, rows[:count]) for count in row_counts(case)]
     found = evaluations(plan, folder, trainer, case)
     return {

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from shardwright.ir.apart import apart, series_apart, weights_apart
+from tests import warm
 from tests.figures import lines_apart
 from tests.parity.reference import Reference, initial_model, token_rows, train
 
@@ -46,6 +47,8 @@ GPT2: dict[str, Any] = {
 MODELS = {
     "llama": LLAMA,
     "gpt2": GPT2,
+    "llama-deep": {**LLAMA, "num_hidden_layers": 8},
+    "gpt2-deep": {**GPT2, "n_layer": 8},
     "llama-tied": {**LLAMA, "tie_word_embeddings": True},
     "qwen2": {**LLAMA, "model_type": "qwen2"},
     "gpt2-untied": {**GPT2, "tie_word_embeddings": False},
@@ -84,7 +87,7 @@ class Case:
     zero_stage: int = 1
     micro: int = 2
     accumulation: int = 2
-    checkpointing: str = "none"
+    checkpointing: str | dict[str, int] = "none"
     schedule: str = "1f1b"
     precision: str = "fp32"
     accumulation_dtype: str = "auto"
@@ -96,10 +99,11 @@ class Case:
     lora_dropout: float = 0.0
     nodes: int = 1
     launcher: str = "auto"
+    context: int = 1
 
     @property
     def world(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.context * self.data
 
     @property
     def batch(self) -> int:
@@ -131,6 +135,7 @@ def recipe(case: Case, folder: Path) -> dict[str, Any]:
         "parallelism": {
             "tensor": case.tensor,
             "pipeline": case.pipeline,
+            "context": case.context,
             "data": case.data,
             "zero_stage": case.zero_stage,
             "micro_batch_size": case.micro,
@@ -146,7 +151,11 @@ def recipe(case: Case, folder: Path) -> dict[str, Any]:
 def shardwright(*arguments: object, timeout: float = 600) -> subprocess.CompletedProcess[str]:
     """The command itself, as a user starts it."""
     return subprocess.run(
-        [sys.executable, "-m", "shardwright", *map(str, arguments)], capture_output=True, text=True, timeout=timeout
+        [sys.executable, "-m", "shardwright", *map(str, arguments)],
+        env=warm.environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
     )
 
 

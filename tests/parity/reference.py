@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwright.hf.reference import Reference, cosine, next_token_loss, token_rows, train
+from shardwright.hf.reference import Reference, Rows, cosine, next_token_loss, train
 
 __all__ = ["Reference", "cosine", "initial_model", "next_token_loss", "token_rows", "train"]
 
@@ -20,3 +22,9 @@ def initial_model(config: dict[str, Any], seed: int) -> nn.Module:
         AutoConfig.for_model(config.pop("model_type"), **config), dtype=torch.float32, trust_remote_code=False
     )
     return model
+
+
+def token_rows(tokens: NDArray[np.integer[Any]], step: int, batch: int) -> Rows:
+    """Step k (from 1) of an unshuffled `tokens` data set, as one block of rows."""
+    ids = torch.from_numpy(tokens[(step - 1) * batch : step * batch].astype(np.int64))
+    return [{"input_ids": ids, "labels": ids}]

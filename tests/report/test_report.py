@@ -272,6 +272,17 @@ def test_the_validation_curve_is_drawn(small: Path, tmp_path: Path) -> None:
     assert "validation" not in words(render_page(subject)[0])
 
 
+def test_saves_are_shown_beside_the_prediction(small: Path, tmp_path: Path) -> None:
+    folder = with_run(Path(shutil.copytree(small, tmp_path / "out")), 9)
+    text = words(render_page(read_folder(folder))[0])
+    assert "With saves, failures and restarts" in text and "after the last step only" in text
+    assert "seconds a save" not in text
+    line = {"step": 10, "seconds": 0.25, "bytes": 10**9, "node_bytes": 10**9, "attempt": 1}
+    (folder / "run" / "saves.jsonl").write_text(json.dumps(line) + "\n")
+    text = words(render_page(read_folder(folder))[0])
+    assert "seconds a save (median of 1)" in text and "GB/s of a node's saves 0.98 4 +308.2%" in text
+
+
 def test_the_command_is_deterministic_offline_and_without_torch(small: Path, tmp_path: Path) -> None:
     moved = Path(shutil.copytree(small, tmp_path / "elsewhere"))
     code = (

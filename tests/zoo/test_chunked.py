@@ -13,8 +13,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwright.hf.adapters import adapt
-from shardwright.hf.tail import why_not_chunked
-from shardwright.model.chunked import proved_chunked
+from shardwright.model.support import proved_chunked
+from tests.zoo.chunks import why_not_chunked
 from tests.zoo.configs import RUNNABLE, TEXT_VOCABULARY, randomize, tiny_config
 
 Recorder = Callable[[str, str, dict[str, Any]], None]

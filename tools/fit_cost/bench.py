@@ -11,7 +11,7 @@ from typing import Any
 
 import shardwright.cost
 from shardwright.cost.constants import Constants, default_constants
-from shardwright.cost.measured import engine_of
+from shardwright.cost.measured import collectives_of
 from tools.fit_cost import score
 from tools.fit_cost.cases import (
     HARDWARE,
@@ -150,7 +150,7 @@ def kinds(rows: list[Row]) -> dict[str, Any]:
     for row, recipe in zip(rows, recipes, strict=True):
         nodes, zero_stage = recipe["cluster"]["nodes"], recipe["parallelism"]["zero_stage"]
         target = "megatron" if is_megatron(row) else recipe["target"]
-        kind = (zero_stage, nodes > 1, engine_of(target, recipe["assume"]["kernels"], zero_stage))
+        kind = (zero_stage, nodes > 1, collectives_of(target, recipe["assume"]["kernels"], zero_stage))
         most[kind] = max(most.get(kind, 0), nodes)
     return {
         "runs": len(rows),

@@ -1,4 +1,4 @@
-"""The tables of docs/cost-model.md, from benchmarks/cost.json and cost/constants.json."""
+"""The tables of docs/cost-model.md, from benchmarks/cost.json, cost/constants.json and cost/goodput.json."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/cost-model.md"
 ERRORS = ("<!-- errors: made by `make docs` from benchmarks/cost.json -->", "<!-- end of errors -->")
+GOODPUT = ("<!-- goodput: made by `make docs` from cost/goodput.json -->", "<!-- end of goodput -->")
 CONSTANTS = ("<!-- constants: made by `make docs` from cost/constants.json -->", "<!-- end of constants -->")
 
 
 def page() -> str:
     text = PAGE.read_text(encoding="utf-8")
-    for (begin, end), body in ((ERRORS, errors()), (CONSTANTS, constants())):
+    tables = (
+        (ERRORS, errors()),
+        (GOODPUT, constants("goodput.json")),
+        (CONSTANTS, constants("constants.json")),
+    )
+    for (begin, end), body in tables:
         before, _, rest = text.partition(begin)
         _, _, after = rest.partition(end)
         text = f"{before}{begin}\n{body}\n{end}{after}"
@@ -62,8 +68,8 @@ def _row(name: str, entry: dict[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def constants() -> str:
-    text = resources.files("shardwright.cost").joinpath("constants.json").read_text("utf-8")
+def constants(file: str) -> str:
+    text = resources.files("shardwright.cost").joinpath(file).read_text("utf-8")
     lines = ["| constant | value | unit | meaning | source |", "|---|---|---|---|---|"]
     for name, entry in json.loads(text)["constants"].items():
         cells = (f"`{name}`", f"{entry['value']:.4g}", entry["unit"], entry["meaning"], entry["source"])

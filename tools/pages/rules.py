@@ -14,6 +14,7 @@ from shardwright.diagnostics.codes import CODES
 from shardwright.engines.table import ENGINES
 from shardwright.ir.lora import LoraSection
 from shardwright.ir.recipe import DataSection, Recipe
+from shardwright.ir.words import PartialCheckpointing
 from shardwright.layout.rule import Candidate, Rule
 from shardwright.layout.strategy import Strategy
 from shardwright.model.build import build_model_graph
@@ -43,8 +44,11 @@ CHANGES: tuple[dict[str, object], ...] = (
     {"schedule": "dualpipev"},
     {"micro_batch_size": 3},
     {"expert": 2},
+    {"pipeline": 4, "data": 4, "activation_checkpointing": PartialCheckpointing(full=32)},
     {"zero_stage": 1, "offload": "parameters"},
     {"zero_stage": 3, "offload": "parameters"},
+    {"context": 2, "data": 8},
+    {"context": 3, "data": 5},
 )
 TEXT = DataSection(kind="text", path="corpus/*.txt", tokenizer="byte", packing=True, shuffle=True)
 
@@ -57,7 +61,7 @@ def page() -> str:
         "",
         "`plan` leaves out what an error forbids. `estimate` prices it all the same and says the code, except where "
         "there is nothing to count: degrees that do not multiply out to the GPUs (SW3101), a batch that does not "
-        "divide (SW3102), expert and context ranks (SW3115). Its object has no `strategy`, `memory` and `time` then. "
+        "divide (SW3102), expert ranks (SW3115). Its object has no `strategy`, `memory` and `time` then. "
         "`shardwright explain R --why-not tensor=8,pipeline=2` tells which one forbids a layout. Warnings forbid "
         "nothing. What is asked about each layout:",
     ]

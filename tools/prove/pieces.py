@@ -55,10 +55,15 @@ PIECES: dict[str, Piece] = {
         speaks_of=("engines/deepspeed", "ir", "layout", "lower", "plan", "rules"),
         areas=("ds-config",),
     ),
+    "mutations": Piece(tests=("tests/mutations/test_mutations.py",), speaks_of=("",)),
     "recipes": Piece(tests=("tests/recipes/test_recipes.py",), speaks_of=(*COST, "lower", "plan"), areas=("recipes",)),
     "why-not": Piece(tests=("tests/unit/answers/test_why_not.py",), speaks_of=COST, areas=("why-not",)),
     "random-layouts": Piece(tests=("tests/unit/cost/test_random.py",), speaks_of=COST),
     "published": Piece(tests=("tests/calibration/test_published.py",), speaks_of=COST),
+    "this-machine": Piece(
+        tests=("tests/calibration/test_this_machine.py",),
+        speaks_of=(*COST, "calibrate", "engines/deepspeed", "modules", "train"),
+    ),
     "shipped-graphs": Piece(tests=("tests/unit/model/test_shipped_graphs.py",), speaks_of=MODEL),
     "parity": Piece(
         tests=("tests/parity/test_prove.py::test_parity",),

@@ -27,10 +27,10 @@ from shardwright.checkpoint.saved_model import (
     tokenizer_files,
     whole_parameter,
 )
-from shardwright.checkpoint.tensor_files import save_readable
-from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.checkpoint.write import save_readable
+from shardwright.diagnostics import Refusal, refusal
 from shardwright.hf.byte_tokenizer import write_byte_tokenizer
-from shardwright.hf.task import task_of
+from shardwright.hf.task import Task, task_of
 from shardwright.ir.own_code import OwnCode
 from shardwright.modules.lora import ADAPTER_WEIGHTS, is_adapter, saved_name, write_config
 from shardwright.modules.model_config import load_config
@@ -51,12 +51,8 @@ def export_checkpoint(
     """
     plan = open_checkpoint(checkpoint, trust_code)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise Refusal(
-            Diagnostic(
-                code="SW6401",
-                message=f"{str(output)!r} exists and is not an empty folder",
-                help="Give a folder that does not exist yet.",
-            )
+        raise refusal(
+            "SW6401", f"{str(output)!r} exists and is not an empty folder", "Give a folder that does not exist yet."
         )
     with torch.device("meta"):
         config = load_config(plan, checkpoint)
@@ -64,7 +60,11 @@ def export_checkpoint(
     dtype = DTYPES[precision or plan.training.precision]
     alone = plan.lora is not None and not merge
     if alone and plan.model.weights_path is None:
-        raise Refusal(_no_base(checkpoint))
+        raise refusal(
+            "SW6253",
+            f"{str(checkpoint)!r} holds adapters of a model with random weights, which is in no other place",
+            "Add --merge: the whole model is written, adapters merged into it.",
+        )
     try:
         output.absolute().parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.absolute().parent))
@@ -78,7 +78,10 @@ def export_checkpoint(
                 _write_shards(_exported(plan, model, reader, dtype), temporary)
         if not alone:
             _write_configs(plan, model, dtype, checkpoint, temporary)
-        _write_tokenizer(plan, checkpoint, temporary)
+        for path in tokenizer_files(checkpoint):
+            shutil.copyfile(path, temporary / path.name)
+        if is_byte_level(plan):
+            write_byte_tokenizer(temporary)
         if output.exists():
             output.rmdir()
         os.chmod(temporary, 0o777 & ~umask())
@@ -164,7 +167,8 @@ def _write_configs(plan: Plan, model: PreTrainedModel, dtype: torch.dtype, check
     model.config.dtype = str(dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
     if plan.model.own_code is not None:
-        _bring_own_code(plan.model.own_code, model, checkpoint / "model", folder)
+        task = task_of(plan.model.model_type)
+        _bring_own_code(plan.model.own_code, task, model, checkpoint / "model", folder)
     model.config.save_pretrained(folder)
     if isinstance(model.generation_config, GenerationConfig):
         if is_byte_level(plan):  # what the type's default ids mean is a byte of text here, and no end
@@ -175,35 +179,17 @@ def _write_configs(plan: Plan, model: PreTrainedModel, dtype: torch.dtype, check
         shutil.copyfile(checkpoint / "model" / GENERATION, folder / GENERATION)
 
 
-def _write_tokenizer(plan: Plan, checkpoint: Path, folder: Path) -> None:
-    for path in tokenizer_files(checkpoint):
-        shutil.copyfile(path, folder / path.name)
-    if is_byte_level(plan):
-        write_byte_tokenizer(folder)
-
-
-def _bring_own_code(code: OwnCode, model: PreTrainedModel, folder: Path, output: Path) -> None:
+def _bring_own_code(code: OwnCode, task: Task, model: PreTrainedModel, folder: Path, output: Path) -> None:
     """Loads with trust_remote_code=True, as the model did that training started from."""
-    auto_class = task_of(model.config).auto_class
-    model.config.auto_map = {"AutoConfig": code.config_class, auto_class.__name__: code.model_class}
+    model.config.auto_map = {"AutoConfig": code.config_class, task.auto_class.__name__: code.model_class}
     for name, _ in code.files:
         (output / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(folder / name, output / name)
 
 
 def _cannot_write(output: Path, why: str) -> Refusal:
-    return Refusal(
-        Diagnostic(
-            code="SW6401",
-            message=f"{str(output)!r} cannot be written: {why}",
-            help="Give a folder that you may write to, on a disk with room. The checkpoint is unharmed.",
-        )
-    )
-
-
-def _no_base(checkpoint: Path) -> Diagnostic:
-    return Diagnostic(
-        code="SW6253",
-        message=f"{str(checkpoint)!r} holds adapters of a model with random weights, which is in no other place",
-        help="Add --merge: the whole model is written, adapters merged into it.",
+    return refusal(
+        "SW6401",
+        f"{str(output)!r} cannot be written: {why}",
+        "Give a folder that you may write to, on a disk with room. The checkpoint is unharmed.",
     )

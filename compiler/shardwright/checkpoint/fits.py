@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Literal
 
 from shardwright.checkpoint.manifest import checksum
-from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.diagnostics import Refusal, refusal
 from shardwright.ir.recipe import DataSection
 from shardwright.ir.words import Precision
 from shardwright.layout.strategy import Strategy, printed_axes
 from shardwright.plan.plan import Plan, PlanLora
 from shardwright.plan.serialize import read_plan
+from shardwright.records import carried
 
 BYTE = "byte"
 PLACEMENT = tuple(axis.name for axis in printed_axes() if axis.holds)
@@ -69,16 +70,14 @@ class CheckpointFit:
 
 def facts_of(plan: Plan, folder: Path) -> CheckpointFacts:
     """folder: the compiled folder, or a checkpoint, which holds what a compiled folder holds."""
-    return CheckpointFacts(
+    return carried(
+        CheckpointFacts,
+        plan,
         architecture=plan.model.architecture,
         config_hash=plan.model.config_hash,
-        strategy=plan.strategy,
-        boundaries=plan.boundaries,
         precision=plan.training.precision,
-        lora=plan.lora,
         tokenizer=_tokenizer(plan.data, folder),
         samples=samples_of(plan.training),
-        data=plan.data,
         held_out=(plan.validation and plan.validation.fraction) or 0.0,
     )
 
@@ -93,8 +92,8 @@ def fit(saved: CheckpointFacts, here: CheckpointFacts) -> CheckpointFit:
     if saved.config_hash != here.config_hash:
         why = f"its configuration {saved.config_hash[:12]}, there {here.config_hash[:12]}"
         return CheckpointFit(refused="model", why=why)
-    if why := _other_adapters(saved.lora, here.lora):
-        return CheckpointFit(refused="adapters", why=why)
+    if (theirs := _trained(saved.lora)) != (ours := _trained(here.lora)):
+        return CheckpointFit(refused="adapters", why=f"it {theirs}, this one {ours}")
     if why := _other_tokenizer(saved.tokenizer, here.tokenizer):
         return CheckpointFit(refused="tokenizer", why=why)
     return CheckpointFit(layout=tuple(_other_layout(saved, here)), samples=tuple(_other_samples(saved, here)))
@@ -105,11 +104,11 @@ def check_fits(plan: Plan, folder: Path, checkpoint: Path) -> tuple[str, ...]:
     try:
         written = read_plan(checkpoint)
     except (OSError, ValueError) as error:
-        raise Refusal(not_whole(checkpoint, str(error).splitlines()[0])) from None
+        raise not_whole(checkpoint, str(error).splitlines()[0]) from None
     saved, here = facts_of(written, checkpoint), facts_of(plan, folder)
     answer = fit(saved, here)
     if answer.refused:
-        raise Refusal(_refusal(answer, saved, here, checkpoint.name))
+        raise _refusal(answer, saved, here, checkpoint.name)
     notes = []
     if changed := ", ".join(each.words for each in answer.samples):
         notes.append(f"warning[SW6207]: the order of the samples is another than {checkpoint.name} had: {changed}")
@@ -124,33 +123,25 @@ def same_ranks(plan: Plan, saved: Plan) -> bool:
     return plan.boundaries == saved.boundaries and all(getattr(here, k) == getattr(there, k) for k in _OF_A_RANK)
 
 
-def not_whole(path: Path, why: str) -> Diagnostic:
-    return Diagnostic(
-        code="SW6201",
-        message=f"{str(path)!r} is not a whole checkpoint: {why}",
-        help="Give one `step-XXXXXXXX` folder, or start again with --resume never.",
-    )
+def not_whole(
+    path: Path, why: str, help: str = "Give one `step-XXXXXXXX` folder, or start again with --resume never."
+) -> Refusal:
+    return refusal("SW6201", f"{str(path)!r} is not a whole checkpoint: {why}", help)
 
 
-def _refusal(answer: CheckpointFit, saved: CheckpointFacts, here: CheckpointFacts, name: str) -> Diagnostic:
+def _refusal(answer: CheckpointFit, saved: CheckpointFacts, here: CheckpointFacts, name: str) -> Refusal:
     if answer.refused == "model":
-        return Diagnostic(
-            code="SW6203",
-            message=f"{name} holds another model ({saved.architecture}, config "
+        return refusal(
+            "SW6203",
+            f"{name} holds another model ({saved.architecture}, config "
             f"{saved.config_hash[:12]}; this plan has {here.config_hash[:12]})",
-            help="Resume from a checkpoint of this model, or start again with --resume never.",
+            "Resume from a checkpoint of this model, or start again with --resume never.",
         )
     if answer.refused == "adapters":
-        return Diagnostic(
-            code="SW6254",
-            message=f"{name} is of another run: {answer.why}",
-            help="Compile with the `lora` section that it was trained with, or export it and start from there.",
-        )
-    return Diagnostic(
-        code="SW6204",
-        message=f"{name} was trained with another tokenizer: {answer.why}",
-        help="Compile with the tokenizer that it was trained with, or start again with --resume never.",
-    )
+        help = "Compile with the `lora` section that it was trained with, or export it and start from there."
+        return refusal("SW6254", f"{name} is of another run: {answer.why}", help)
+    help = "Compile with the tokenizer that it was trained with, or start again with --resume never."
+    return refusal("SW6204", f"{name} was trained with another tokenizer: {answer.why}", help)
 
 
 def _other_layout(saved: CheckpointFacts, here: CheckpointFacts) -> list[Changed]:
@@ -184,11 +175,6 @@ def _changed(pairs: list[tuple[str, object, object]]) -> list[Changed]:
     return [Changed(key=key, words=f"{key} {before} -> {now}") for key, before, now in pairs if before != now]
 
 
-def _other_adapters(saved: PlanLora | None, here: PlanLora | None) -> str:
-    """Why what one run trains is not what the other one does; "" where it is."""
-    return "" if _trained(saved) == _trained(here) else f"it {_trained(saved)}, this one {_trained(here)}"
-
-
 def _trained(lora: PlanLora | None) -> str:
     if lora is None:
         return "trains all parameters"
@@ -210,7 +196,9 @@ def _other_tokenizer(saved: TokenizerFiles | None, here: TokenizerFiles | None) 
 def _tokenizer(data: DataSection, folder: Path) -> TokenizerFiles | None:
     """All parts of a mixture have the same one."""
     name = data.tokenizer or next((part.tokenizer for part in data.mixture if part.tokenizer), None)
-    if name is None or name == BYTE:
-        return None if name is None else TokenizerFiles(name=name, files=())
+    if name is None:
+        return None
+    if name == BYTE:
+        return TokenizerFiles(name=name, files=())
     found = sorted(path for path in (folder / name).rglob("*") if path.is_file())
     return TokenizerFiles(name=name, files=tuple((str(p.relative_to(folder / name)), checksum(p)) for p in found))

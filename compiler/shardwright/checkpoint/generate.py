@@ -19,11 +19,11 @@ from shardwright.checkpoint.saved_model import (
     GENERATION,
     is_byte_level,
     open_checkpoint,
+    require_trust,
     tokenizer_files,
     whole_parameter,
 )
-from shardwright.checkpoint.trust import require_trust
-from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.diagnostics import Refusal, refusal
 from shardwright.hf.byte_tokenizer import byte_tokenizer
 from shardwright.hf.own_code import needs_own_code, own_code_in, register
 from shardwright.hf.task import CAUSAL_LM, task_of_type
@@ -77,9 +77,10 @@ def generate(folder: Path, wish: Wish, trust_code: str | None = None) -> Generat
 def _continue(model: Any, tokenizer: Any, wish: Wish, folder: Path) -> Generated:
     ids = tokenizer(wish.prompt, return_tensors="pt")["input_ids"].to(model.device)
     length = int(ids.shape[1])
-    room = _positions(model) - length
+    positions = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31)
+    room = positions - length
     if not length or room < 1:
-        why = f"the prompt's {length:,} tokens leave no room in the model's {_positions(model):,} positions"
+        why = f"the prompt's {length:,} tokens leave no room in the model's {positions:,} positions"
         raise _unusable(folder, why if length else "the prompt is empty", "Give another prompt.")
     # Of its own, so that "greedy" is greedy: a folder's file may ask for beams, penalties, other lengths.
     model.generation_config = GenerationConfig(
@@ -101,11 +102,6 @@ def _continue(model: Any, tokenizer: Any, wish: Wish, folder: Path) -> Generated
         stopped=len(made) > 0 and int(made[-1]) in ends,
         device=str(model.device),
     )
-
-
-def _positions(model: Any) -> int:
-    text = model.config.get_text_config()
-    return int(getattr(text, "max_position_embeddings", None) or 2**31)
 
 
 def _special_ids(model: Any, tokenizer: Any) -> dict[str, Any]:
@@ -197,10 +193,8 @@ def _rather(folder: Path, *, alone: bool) -> str:
 
 
 def _unusable(folder: Path, why: str, help: str = "") -> Refusal:
-    return Refusal(
-        Diagnostic(
-            code="SW6402",
-            message=f"no text can be generated from {str(folder)!r}: {why}",
-            help=help or f"It must load with transformers' {CAUSAL_LM.auto_class.__name__} and AutoTokenizer.",
-        )
+    return refusal(
+        "SW6402",
+        f"no text can be generated from {str(folder)!r}: {why}",
+        help or f"It must load with transformers' {CAUSAL_LM.auto_class.__name__} and AutoTokenizer.",
     )

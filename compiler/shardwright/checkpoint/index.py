@@ -11,7 +11,7 @@ from shardwright.checkpoint.lineage import Line, branch, continued, current_line
 from shardwright.checkpoint.manifest import damage, is_finite, read_manifest
 from shardwright.checkpoint.step_folders import published_steps, step_name, step_of
 from shardwright.checkpoint.store import CheckpointStore
-from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.diagnostics import Refusal, refusal
 from shardwright.plan.plan import Plan
 from shardwright.watch.journal import read_attempt_record
 
@@ -43,7 +43,7 @@ def choose_checkpoint(plan: Plan, folder: Path, resume: str) -> Chosen | None:
     if resume != "auto":
         path = Path(resume).resolve()
         if why := damage(path, contents=True):
-            raise Refusal(not_whole(path, why))
+            raise not_whole(path, why)
         step = read_manifest(path).step
         notes = () if is_finite(path) else (_diverged(path),)
         line = branch(line_of(path), step)
@@ -85,13 +85,10 @@ def _choose_newest(plan: Plan, folder: Path) -> Chosen | None:
         notes = (_diverged(path), *check_fits(plan, folder, path))
         return Chosen(path=path.resolve(), step=step, line=line, notes=notes)
     if skipped:
-        raise Refusal(
-            Diagnostic(
-                code="SW6201",
-                message=f"none of the {len(skipped)} checkpoints in {str(root)!r} is whole; "
-                f"{skipped[0].split(': ', 1)[1]}",
-                help="Bring a copy back, or start again with --resume never, which moves them aside.",
-            )
+        raise refusal(
+            "SW6201",
+            f"none of the {len(skipped)} checkpoints in {str(root)!r} is whole; {skipped[0].split(': ', 1)[1]}",
+            "Bring a copy back, or start again with --resume never, which moves them aside.",
         )
     return None
 

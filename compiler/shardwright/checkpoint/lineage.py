@@ -7,18 +7,15 @@ its own. So two runs may share a folder or a bucket, and neither prunes or conti
 
 from __future__ import annotations
 
-import functools
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shardwright.checkpoint.manifest import read_limited
+from shardwright.records import read_record
+from shardwright.safe_read import parse_json
 from shardwright.watch.journal import read_attempt_record, write_json
-
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
 
 RUN_FILE = "run.json"
 _MOST_BYTES = 2**20
@@ -82,16 +79,9 @@ def continued(current: Line | None, written: Line, step: int) -> Line:
 def line_from_json(document: object) -> Line | None:
     """None where there is none in it."""
     try:
-        return _adapter().validate_python(document)
+        return read_record(Line, document)
     except ValueError:
         return None
-
-
-@functools.cache
-def _adapter() -> TypeAdapter[Line]:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(Line)
 
 
 def current_line(folder: Path) -> Line | None:
@@ -101,17 +91,14 @@ def current_line(folder: Path) -> Line | None:
 
 def line_of(checkpoint: Path) -> Line:
     try:
-        text = read_limited(checkpoint / RUN_FILE, _MOST_BYTES)
+        return parse_line(read_limited(checkpoint / RUN_FILE, _MOST_BYTES))
     except (OSError, ValueError):
         return UNKNOWN
-    return parse_line(text)
 
 
 def parse_line(text: bytes) -> Line:
-    from pydantic_core import from_json
-
     try:
-        return line_from_json(from_json(text)) or UNKNOWN
+        return line_from_json(parse_json(text)) or UNKNOWN
     except ValueError:
         return UNKNOWN
 

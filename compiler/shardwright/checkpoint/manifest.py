@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import functools
 import hashlib
 import json
 import os
@@ -18,20 +17,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shardwright.ir.partition import ParameterSplit
-from shardwright.safe_read import read_regular
-
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
+from shardwright.records import read_record
+from shardwright.safe_read import parse_json, read_regular
 
 MANIFEST_VERSION = 1
 MANIFEST, CHECKSUMS = "manifest.json", "SHA256SUMS"
-TRAINED = ("fp32", "exp_avg", "exp_avg_sq")
-"""States of a parameter that the optimizer updates: master weight and Adam's moments."""
-CONSTANT = ("value",)
-"""The one state of what is not trained: frozen parameters, persistent buffers."""
 _HASHING_THREADS = 8
 _MOST_MANIFEST_BYTES, MOST_CHECKSUMS_BYTES = 2**30, 2**26
 """Ten times what thousands of ranks write."""
@@ -50,8 +42,8 @@ class Fragment:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensor:
     """split: how the writer cut it, in Hugging Face's layout. transposed: the shards are stored the other way round
-    (weights.conv1d_to_linear). shards: fragments per distinct shard, in order of tensor ranks, each in order of start.
-    """
+    (weights.conv1d_to_linear). states: fp32, exp_avg and exp_avg_sq of what the optimizer updates, value of the rest.
+    shards: fragments per distinct shard, in order of tensor ranks, each in order of start."""
 
     split: ParameterSplit
     transposed: bool
@@ -114,14 +106,12 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises OSError, or ValueError (pydantic's ValidationError is one) where it is none of this version."""
-    from pydantic_core import from_json
-
-    document = from_json(read_limited(folder / MANIFEST, _MOST_MANIFEST_BYTES))  # its parser ends at 200 levels
+    """Raises OSError, or ValueError where it is none of this version."""
+    document = parse_json(read_limited(folder / MANIFEST, _MOST_MANIFEST_BYTES))
     version = document.get("version") if isinstance(document, dict) else None
     if version != MANIFEST_VERSION:
         raise ValueError(f"{MANIFEST} is of version {version}, not {MANIFEST_VERSION}")
-    manifest = _adapter().validate_python(document)
+    manifest = read_record(Manifest, document)
     manifest.verify()
     return manifest
 
@@ -132,13 +122,6 @@ def is_finite(folder: Path) -> bool:
         return read_manifest(folder).finite
     except (OSError, ValueError):
         return False
-
-
-@functools.cache
-def _adapter() -> TypeAdapter[Manifest]:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(Manifest)
 
 
 def read_limited(path: Path, most_bytes: int) -> bytes:

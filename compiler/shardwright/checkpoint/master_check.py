@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.diagnostics import refusal
 from shardwright.engines.protocol import LiveFragment
 
 PIECE_ELEMENTS = 2**24
@@ -31,7 +31,15 @@ def check_masters(fragments: Iterable[LiveFragment]) -> bool:
     dist.all_gather_object(everyone, (other, finite))
     for rank, (found, _) in enumerate(everyone):
         if found is not None:
-            raise Refusal(_other_weights(rank, *found))
+            name, count, of = found
+            raise refusal(
+                "SW6210",
+                f"rank {rank} would save other weights than it trains: of {name}, {count:,} of {of:,} elements of "
+                "DeepSpeed's fp32 master are not those of the live parameter",
+                "Nothing was written; earlier checkpoints are as they were. A key of `extra` that rearranges "
+                "DeepSpeed's optimizer does this: take `extra` out of the recipe and compile again. Without one it is "
+                "a defect: report it with plan.json.",
+            )
     return all(finite for _, finite in everyone)
 
 
@@ -62,14 +70,3 @@ def _pieces(f: LiveFragment) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
     return values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
-
-
-def _other_weights(rank: int, name: str, count: int, of: int) -> Diagnostic:
-    return Diagnostic(
-        code="SW6210",
-        message=f"rank {rank} would save other weights than it trains: of {name}, {count:,} of {of:,} elements of "
-        "DeepSpeed's fp32 master are not those of the live parameter",
-        help="Nothing was written; earlier checkpoints are as they were. A key of `extra` that rearranges DeepSpeed's "
-        "optimizer does this: take `extra` out of the recipe and compile again. Without one it is a defect: report it "
-        "with plan.json.",
-    )

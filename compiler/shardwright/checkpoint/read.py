@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from shardwright.checkpoint.fits import not_whole
 from shardwright.checkpoint.manifest import SavedTensor, read_manifest
-from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.diagnostics import Refusal
 from shardwright.ir.partition import ParameterSplit
 
 
@@ -34,13 +35,8 @@ class CheckpointReader:
         self._files.clear()
 
     def not_whole(self, why: str) -> Refusal:
-        return Refusal(
-            Diagnostic(
-                code="SW6201",
-                message=f"{str(self.folder)!r} is not a whole checkpoint: {why}",
-                help="Give another `step-XXXXXXXX` folder; with --resume auto `run` takes the newest whole one.",
-            )
-        )
+        help = "Give another `step-XXXXXXXX` folder; with --resume auto `run` takes the newest whole one."
+        return not_whole(self.folder, why, help)
 
     def saved(self, name: str) -> SavedTensor:
         if name not in self.manifest.tensors:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import torch
 
+from shardwright.checkpoint.fits import not_whole
 from shardwright.checkpoint.manifest import CHECKSUMS, damages, read_checksums
 from shardwright.checkpoint.read import CheckpointReader
-from shardwright.checkpoint.trust import require_trust
 from shardwright.data.sources import every_part
-from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.diagnostics import Refusal, refusal
+from shardwright.ir.own_code import OwnCode
 from shardwright.ir.weights import TOKENIZER_PATTERNS
 from shardwright.modules.lora import adapter_names, merged
 from shardwright.plan.plan import Plan
@@ -34,9 +36,32 @@ def open_checkpoint(checkpoint: Path, trust_code: str | None) -> Plan:
         else:
             wrong = [f"{CHECKSUMS} does not name {name}" for name in _unsummed(checkpoint, plan)]
     if wrong:
-        raise Refusal(*(_not_whole(checkpoint, why) for why in wrong))
+        help = "Give one `step-XXXXXXXX` folder under the compiled folder's checkpoint directory."
+        raise Refusal(*(d for why in wrong for d in not_whole(checkpoint, why, help).diagnostics))
     require_trust(plan.model.own_code, (checkpoint / plan.model.config_file).parent, trust_code)
     return plan
+
+
+def require_trust(code: OwnCode | None, folder: Path, given: str | None) -> None:
+    """The folder itself cannot say that it is trusted: whoever wrote the code wrote the rest of it too.
+
+    folder: that of the files. given: --trust-code. Raises Refusal: SW2014.
+    """
+    if code is None or given == code.fingerprint:
+        return
+    look = f"cd {shlex.quote(str(folder))} && less {shlex.join(name for name, _ in code.files)}"  # names are theirs too
+    message = (
+        f"the model in {str(folder)!r} runs on Python code that came with it"
+        if given is None
+        else f"--trust-code is not the fingerprint of the Python code in {str(folder)!r}"
+    )
+    raise refusal(
+        "SW2014",
+        message,
+        f"Nothing was run. Read the files first: `{look}`.\n"
+        "If you trust them, name them by the SHA-256 over their names and contents:\n"
+        f"--trust-code {code.fingerprint}",
+    )
 
 
 def whole_parameter(plan: Plan, reader: CheckpointReader, name: str) -> torch.Tensor:
@@ -68,11 +93,3 @@ def _unsummed(checkpoint: Path, plan: Plan) -> list[str]:
     paths = [checkpoint / "plan.json", *beside, *generation, *tokenizer_files(checkpoint)]
     sums = read_checksums(checkpoint)
     return [name for name in (path.relative_to(checkpoint).as_posix() for path in paths) if name not in sums]
-
-
-def _not_whole(checkpoint: Path, why: str) -> Diagnostic:
-    return Diagnostic(
-        code="SW6201",
-        message=f"{str(checkpoint)!r} is not a whole checkpoint: {why}",
-        help="Give one `step-XXXXXXXX` folder under the compiled folder's checkpoint directory.",
-    )

@@ -25,7 +25,8 @@ from shardwright.checkpoint.manifest import (
     read_checksums,
 )
 from shardwright.checkpoint.step_folders import parse_step, surplus
-from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.diagnostics import Refusal, refusal
+from shardwright.safe_read import parse_json
 
 _CURRENT = ".run.json"
 _CHUNK_BYTES = 8 * 2**20
@@ -55,12 +56,10 @@ class CheckpointStore:
             if isinstance(error, ImportError):
                 help_text = f"Its fsspec package is missing: {error}. Install it on every host with pip."
             first = (str(error).splitlines() or [""])[0]
-            raise Refusal(
-                Diagnostic(
-                    code="SW6208",
-                    message=f"checkpoint.upload_to {self.url} cannot be {what}: {type(error).__name__}: {first}",
-                    help=help_text,
-                )
+            raise refusal(
+                "SW6208",
+                f"checkpoint.upload_to {self.url} cannot be {what}: {type(error).__name__}: {first}",
+                help_text,
             ) from None
 
     def check(self) -> None:
@@ -160,10 +159,8 @@ class CheckpointStore:
 
     def is_finite(self, name: str) -> bool:
         """As its manifest says."""
-        from pydantic_core import from_json
-
         with self._explained("read"):
-            manifest = from_json(self._fs.cat_file(f"{self._root}/{name}/{MANIFEST}"))
+            manifest = parse_json(self._fs.cat_file(f"{self._root}/{name}/{MANIFEST}"))
             return isinstance(manifest, dict) and manifest.get("finite") is not False
 
     def remove(self, name: str) -> None:

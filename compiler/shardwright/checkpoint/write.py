@@ -8,15 +8,16 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import distributed as dist
 
+from shardwright.atomic import umask
 from shardwright.checkpoint.fits import same_ranks
 from shardwright.checkpoint.index import checkpoint_root
 from shardwright.checkpoint.lineage import RUN_FILE, UNKNOWN_ORIGIN, Line, Origin, line_of, write_line
@@ -48,8 +49,7 @@ from shardwright.checkpoint.step_folders import (
     surplus,
 )
 from shardwright.checkpoint.store import CheckpointStore
-from shardwright.checkpoint.tensor_files import save_readable
-from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.diagnostics import Refusal, refusal
 from shardwright.engines.protocol import Counters, LiveFragment, Trainer
 from shardwright.ir.partition import ParameterSplit
 from shardwright.modules.random_state import random_state, set_random_state
@@ -63,8 +63,8 @@ _RANK_FILE = re.compile(r"(rank|random)-\d.*")
 Files = list[tuple[str, int, str]]
 """(name, bytes, SHA-256) of each."""
 
-Written = tuple[int, str, tuple[int, ...], bool, tuple[str, ...], int, int, int]
-"""(shard, name, shard shape, trained, states, number of the rank's file, start, elements)."""
+Written = tuple[int, str, tuple[int, ...], tuple[str, ...], int, int, int]
+"""(shard, name, shard shape, states, number of the rank's file, start, elements)."""
 
 
 def save_checkpoint(
@@ -75,9 +75,10 @@ def save_checkpoint(
     *,
     last: bool = True,
     origin: Origin = UNKNOWN_ORIGIN,
-) -> None:
+) -> list[int]:
     """Collective. Everything goes to a dot folder and to the disk; global rank 0 renames it. Then each rank copies its
-    files to checkpoint.upload_to, and rank 0 prunes to `keep`. origin: what wrote it.
+    files to checkpoint.upload_to, and rank 0 prunes to `keep`. origin: what wrote it. Returns the bytes of the ranks'
+    files by node.
 
     Raises Refusal on every rank where one cannot write: SW6205; where one would write other weights than it trains:
     SW6210. Published checkpoints are as they were. A copy that
@@ -106,6 +107,10 @@ def save_checkpoint(
     elif plan.checkpoint.keep:
         _prune(root, store, plan.checkpoint.keep, origin.line, step, leads)
     dist.barrier()
+    nodes = [0] * plan.nodes
+    for place, (_, files) in zip(plan.ranks, told, strict=True):
+        nodes[place.node] += sum(size for _, size, _ in files)
+    return nodes
 
 
 def _begin(partial: Path, line: Line) -> None:
@@ -157,20 +162,14 @@ def _upload(store: CheckpointStore, step: Path, mine: list[str], line: Line) -> 
         store.make_way(step.name, line)
         store.put(step, [RUN_FILE])
 
-    phases: tuple[Callable[[], None], ...] = (
-        lambda: begin() if rank == 0 else None,
-        lambda: store.put(step, mine),
-        lambda: rest() if rank == 0 else None,
-    )
-    for phase in phases:
+    for phase, is_mine in ((begin, rank == 0), (lambda: store.put(step, mine), True), (rest, rank == 0)):
         error = None
         try:
-            phase()
-        except Refusal as refusal:
-            error = refusal
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, error.diagnostics[0] if error else None)
-        if diagnostics := [d for d in everyone if d is not None]:
+            if is_mine:
+                phase()
+        except Refusal as refused:
+            error = refused.diagnostics[0]
+        if diagnostics := [d for d in _gathered(error) if d is not None]:
             return Refusal(diagnostics[0])
     return None
 
@@ -207,23 +206,27 @@ def _together(work: Any, partial: Path, code: str = "SW6205") -> list[Any]:
         mine: tuple[Any, str | None] = (work(), None)
     except (OSError, SafetensorError) as error:
         mine = (None, (error.strerror if isinstance(error, OSError) else None) or str(error))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    everyone = _gathered(mine)
     failed = [(rank, error) for rank, (_, error) in enumerate(everyone) if error is not None]
     if not failed:
         return [value for value, _ in everyone]
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
-    raise Refusal(
-        Diagnostic(
-            code=code,
-            message=f"rank {failed[0][0]} cannot write "
-            f"{'checkpoints' if code == 'SW6209' else 'the checkpoint ' + partial.name.split('.')[1]} in "
-            f"{str(partial.parent)!r}: {failed[0][1]}",
-            help="Make room or give permission there, then `run` again: it continues from the newest checkpoint, "
-            "which is unharmed. checkpoint.keep limits how many stay.",
-        )
+    raise refusal(
+        code,
+        f"rank {failed[0][0]} cannot write "
+        f"{'checkpoints' if code == 'SW6209' else 'the checkpoint ' + partial.name.split('.')[1]} in "
+        f"{str(partial.parent)!r}: {failed[0][1]}",
+        "Make room or give permission there, then `run` again: it continues from the newest checkpoint, "
+        "which is unharmed. checkpoint.keep limits how many stay.",
     )
+
+
+def _gathered(mine: Any) -> list[Any]:
+    """Of every rank, in order."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
 
 
 def _write_rank(plan: Plan, trainer: Trainer, partial: Path, rank: int) -> tuple[list[Written], Files]:
@@ -239,7 +242,7 @@ def _write_rank(plan: Plan, trainer: Trainer, partial: Path, rank: int) -> tuple
             for state, values in f.states.items():
                 tensors[f"{state}/{f.name}"] = values.detach().cpu().clone()
             numel = next(iter(f.states.values())).numel()
-            written.append((shard, f.name, f.shard_shape, "fp32" in f.states, tuple(f.states), number, f.start, numel))
+            written.append((shard, f.name, f.shard_shape, tuple(f.states), number, f.start, numel))
         path = partial / f"rank-{rank:05d}-{number:03d}.safetensors"
         save_readable(tensors, path)
         files.append(_flushed(path, partial))
@@ -247,6 +250,12 @@ def _write_rank(plan: Plan, trainer: Trainer, partial: Path, rank: int) -> tuple
     path.write_text(json.dumps(random_state()), encoding="utf-8")
     files.append(_flushed(path, partial))
     return written, files
+
+
+def save_readable(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """safetensors makes its files for the owner alone; here they get what any new file gets."""
+    save_file(tensors, path, {"format": "pt"})
+    path.chmod(0o666 & ~umask())
 
 
 def written_fragments(plan: Plan, trainer: Trainer, rank: int) -> list[tuple[int, LiveFragment]]:
@@ -258,7 +267,7 @@ def written_fragments(plan: Plan, trainer: Trainer, rank: int) -> list[tuple[int
         split = splits.get(f.name)
         cut = split is not None and split.dimension is not None
         copies = split.copies if split is not None and cut else plan.strategy.tensor
-        if not f.copied and at.tensor % copies == 0 and (f.partitioned or at.data == 0):
+        if not f.copied and at.tensor % copies == 0 and (f.partitioned or at.data == at.context == 0):
             mine.append((at.tensor // copies if cut else 0, f))
     return mine
 
@@ -295,8 +304,7 @@ def _finish(
         if (folder / part).is_dir():
             shutil.copytree(folder / part, partial / part)
     (partial / "plan.json").write_text(plan_to_json(plan), encoding="utf-8")
-    manifest = _manifest(plan, trainer, step, told)
-    write_manifest(partial, replace(manifest, rows=origin.rows, data=dict(origin.data), finite=origin.finite))
+    write_manifest(partial, _manifest(plan, trainer, step, told, origin))
     rest = [path for part in ("model", "tokenizer") for path in (partial / part).rglob("*") if path.is_file()]
     top = [partial / name for name in ("plan.json", RUN_FILE, MANIFEST)]
     own = [_flushed(path, partial) for path in (*rest, *top)]
@@ -306,7 +314,9 @@ def _finish(
     _flush(partial)
 
 
-def _manifest(plan: Plan, trainer: Trainer, step: int, told: list[tuple[list[Written], Files]]) -> Manifest:
+def _manifest(
+    plan: Plan, trainer: Trainer, step: int, told: list[tuple[list[Written], Files]], origin: Origin
+) -> Manifest:
     splits = parameter_splits(plan)
     files: list[SavedFile] = []
     tensors: dict[str, SavedTensor] = {}
@@ -314,18 +324,14 @@ def _manifest(plan: Plan, trainer: Trainer, step: int, told: list[tuple[list[Wri
     for written, names in told:
         first = len(files)
         files += [SavedFile(name=name, size_bytes=size) for name, size, _ in names]
-        for shard, name, shape, _, states, number, start, numel in written:
+        for shard, name, shape, states, number, start, numel in written:
             split = splits.get(name) or _uncut(name, shape, trainer)
             tensors[name] = SavedTensor(split=split, transposed=name in trainer.transposed, states=states, shards=())
             found = shards.setdefault(name, {}).setdefault(shard, [])
             found.append(Fragment(file=first + number, start=start, numel=numel))
     for name, by_shard in shards.items():
-        tensors[name] = SavedTensor(
-            split=tensors[name].split,
-            transposed=tensors[name].transposed,
-            states=tensors[name].states,
-            shards=tuple(tuple(sorted(by_shard[s], key=lambda f: f.start)) for s in sorted(by_shard)),
-        )
+        in_order = tuple(tuple(sorted(by_shard[s], key=lambda f: f.start)) for s in sorted(by_shard))
+        tensors[name] = replace(tensors[name], shards=in_order)
     counters = trainer.counters()
     return Manifest(
         version=MANIFEST_VERSION,
@@ -334,6 +340,9 @@ def _manifest(plan: Plan, trainer: Trainer, step: int, told: list[tuple[list[Wri
         loss_scale=counters.loss_scale,
         tensors=tensors,
         files=tuple(files),
+        rows=origin.rows,
+        finite=origin.finite,
+        data=dict(origin.data),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
@@ -15,6 +16,20 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="override a key, such as training.steps=10; repeatable",
     )
+
+
+def positive(text: str) -> int:
+    """The type of an option that is a count."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def add_new_recipe(parser: argparse.ArgumentParser) -> None:
+    """args.output: a path, or None for standard output."""
+    help = "where to write the recipe; an existing file is never replaced"
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=help)
 
 
 def add_json(parser: argparse.ArgumentParser, help: str = "print one JSON object instead of text") -> None:

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright.cli.arguments import add_json, add_overrides
+from shardwright.cli.console import print_diagnostics
+from shardwright.diagnostics import Diagnostic, Refusal, Source
+from shardwright.diagnostics.render import to_json, visible
+from shardwright.ir.weights import weights_words
 from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
-    from shardwright.diagnostics import Diagnostic
     from shardwright.ir.recipe import Recipe
 
 
@@ -22,10 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwright.cli.console import print_diagnostics
-    from shardwright.diagnostics import Refusal, Source
-    from shardwright.diagnostics.render import to_json, visible
-    from shardwright.ir.weights import weights_words
     from shardwright.recipe.load import load_recipe
 
     refused, blocks = False, 0
@@ -55,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
 def findings(recipe: Recipe) -> tuple[Diagnostic, ...]:
     """Of a recipe that passed stage 1: what compile would refuse, as far as no torch is needed to tell."""
     from shardwright.cluster.resolve import gpu_errors, resolve_cluster
-    from shardwright.engines.table import lowering_of
+    from shardwright.cost.replaced import measured_errors
+    from shardwright.engines.table import runner_of
     from shardwright.model.check import check_model
     from shardwright.recipe.files import check_files
     from shardwright.rules.executable import check_tokenizers
@@ -66,7 +66,7 @@ def findings(recipe: Recipe) -> tuple[Diagnostic, ...]:
         cluster, precision = resolve_cluster(recipe.cluster), recipe.training.precision
         found += [d for d in (no_peak(precision, cluster), half_on_cpu(precision, cluster)) if d is not None]
     found += [*check_files(recipe), *check_model(recipe), *check_tokenizers(recipe)]
-    found += lowering_of(recipe.target).check_extra(recipe)
+    found += [*runner_of(recipe.target).check_extra(recipe), *measured_errors(recipe)]
     told: dict[tuple[str, object], Diagnostic] = {}
     for diagnostic in found:
         told.setdefault((diagnostic.code, diagnostic.key), diagnostic)

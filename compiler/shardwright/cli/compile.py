@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright.cli.arguments import add_json, add_overrides
+from shardwright.cli.console import print_diagnostics, shell_word
+from shardwright.diagnostics.render import visible
+from shardwright.figures import SECONDS_PER_DAY, duration, number
+from shardwright.ir.weights import weights_words
 from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
     from shardwright.compile import Compiled
-    from shardwright.plan.plan import PlanStage, PlanTraining
+    from shardwright.ir.recipe import Recipe
+    from shardwright.plan.plan import Plan, PlanStage, PlanTraining
+    from shardwright.watch.journal import MeasuredSaves
 
 GIB = 2**30
 
@@ -24,25 +31,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwright.cli.console import print_diagnostics
     from shardwright.lower.folder import check_folder, write_folder
     from shardwright.recipe.load import load_recipe
+    from shardwright.recipe.settle import with_measured_saves
 
     recipe = load_recipe(args.recipe, args.overrides)
     check_folder(args.output)  # before the seconds that torch needs
+    saves = _measured_saves(recipe, args.output)
+    if saves is not None:
+        recipe = with_measured_saves(recipe, saves.gbytes_per_second)
 
     from shardwright.compile import compile_recipe
 
     compiled = compile_recipe(recipe)
     write_folder(args.output, compiled.files)
     print_diagnostics(compiled.warnings, recipe.source)
-    print(as_json(compiled, args.output) if args.json else summary(compiled, args.output))
+    if args.json:
+        print(as_json(compiled, args.output))
+        return 0
+    print(summary(compiled, args.output, _interval(recipe, compiled.plan, saves)))
     return 0
 
 
-def as_json(compiled: Compiled, directory: Path) -> str:
-    from dataclasses import asdict
+def _measured_saves(recipe: Recipe, directory: Path) -> MeasuredSaves | None:
+    """Of the run in the folder that is compiled anew, where an interval is to be settled and the recipe gives no speed
+    (decision 025)."""
+    from shardwright.watch.journal import read_saves
 
+    settles = recipe.checkpoint.every_steps == "auto" and recipe.cluster.checkpoint_gbytes_per_second is None
+    return read_saves(directory) if settles else None
+
+
+def _interval(recipe: Recipe, plan: Plan, saves: MeasuredSaves | None) -> str:
+    """What `checkpoint.every_steps: auto` became; "" where the recipe says it."""
+    if recipe.checkpoint.every_steps != "auto":
+        return ""
+    every = plan.checkpoint.every_steps
+    assert every is not None, "auto is always some steps"
+    words = f"every {every:,} steps, {duration(every * plan.predicted.time.step_seconds / SECONDS_PER_DAY)} apart"
+    if saves is None:
+        return words
+    return f"{words}; the run there wrote {number(saves.gbytes_per_second)} GB/s a node in {saves.count} saves"
+
+
+def as_json(compiled: Compiled, directory: Path) -> str:
     plan = compiled.plan
     return strict_json(
         {
@@ -57,16 +89,14 @@ def as_json(compiled: Compiled, directory: Path) -> str:
     )
 
 
-def summary(compiled: Compiled, directory: Path) -> str:
-    """What was decided, in the recipe's own words, and the next command."""
-    from shardwright.cli.console import shell_word
+def summary(compiled: Compiled, directory: Path, interval: str = "") -> str:
+    """What was decided, in the recipe's own words, and the next command. interval: of `every_steps: auto`."""
     from shardwright.cost.measured import error_words
-    from shardwright.diagnostics.render import visible
-    from shardwright.ir.weights import weights_words
     from shardwright.search.compare import hpz_words
 
     plan, model, files = compiled.plan, compiled.plan.model, compiled.files
     s, t, memory, time = plan.strategy, plan.training, plan.predicted.memory, plan.predicted.time
+    peak, capacity = memory.peak_bytes / GIB, memory.capacity_bytes / GIB
     layout, _, settings = s.describe().partition(f" micro_batch_size={s.micro_batch_size} ")
     rows = [
         ("recipe", plan.name),
@@ -74,16 +104,14 @@ def summary(compiled: Compiled, directory: Path) -> str:
         ("cluster", f"{plan.nodes} x {plan.gpus_per_node} {plan.gpu}"),
         ("layout", layout),
         ("", settings),
-        *([("weights", hpz_words(s))] if hpz_words(s) else []),
+        *([("weights", hpz)] if (hpz := hpz_words(s)) else []),
         ("batch", f"{t.global_batch_size} = {s.micro_batch_size} x {s.gradient_accumulation_steps} x data {s.data}"),
         ("training", f"{_length(t)} of {t.global_batch_size} x {t.sequence_length} tokens, {t.precision}"),
         *((f"stage {stage.stage}", _stage(stage)) for stage in plan.stages),
-        (
-            "memory",
-            f"{memory.peak_bytes / GIB:.1f} of {memory.capacity_bytes / GIB:.1f} GiB on the fullest rank, predicted",
-        ),
+        ("memory", f"{peak:.1f} of {capacity:.1f} GiB on the fullest rank, predicted"),
         ("step", f"{time.step_seconds:.3g} s, {time.bubble_fraction:.0%} of it idle, predicted"),
         ("error", error_words(compiled.error)),
+        *([("saves", interval)] if interval else []),
         ("written", f"{len(files)} files in {visible(str(directory))}"),
         ("next", f"shardwright run {shell_word(str(directory))}"),
     ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from shardwright.diagnostics import refusal
+
 SHELLS = ("bash", "zsh", "fish")
 LIBRARY = "shtab"
 
@@ -17,14 +19,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         import shtab
     except ImportError:
-        from shardwright.diagnostics import Diagnostic, Refusal
-
-        raise Refusal(
-            Diagnostic(
-                code="SW1441",
-                message=f"completion needs the package {LIBRARY}, which is not installed",
-                help=f"Run `pip install {LIBRARY}` (or `pip install 'shardwright[completion]'`) and try again.",
-            )
+        raise refusal(
+            "SW1441",
+            f"completion needs the package {LIBRARY}, which is not installed",
+            f"Run `pip install {LIBRARY}` (or `pip install 'shardwright[completion]'`) and try again.",
         ) from None
     print(shtab.complete(whole_parser(shtab.FILE, shtab.DIRECTORY), shell=args.shell))
     return 0

@@ -6,13 +6,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright.cli.arguments import add_json
+from shardwright.cli.tables import table_lines, title
+from shardwright.diagnostics import Refusal
+from shardwright.diagnostics.render import visible
+from shardwright.ir.weights import TOKENIZER_PATTERNS
 from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
@@ -26,6 +31,8 @@ if TYPE_CHECKING:
 GIB = 2**30
 Change = tuple[str, "JsonValue", "JsonValue"]
 """(key, A's value, B's value)"""
+SECTIONS = {"recipe": "Recipe", "strategy": "Layout", "stages": "Stages", "model": "Model", "versions": "Versions"}
+"""Recipe: dotted keys; stages: the layers of each pipeline stage; model: keys of the Hugging Face configuration."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +45,6 @@ def run(args: argparse.Namespace) -> int:
     """Exit 0 whether or not anything differs; a recipe that cannot be read is refused."""
     from shardwright.cli.estimate import diagnostic_objects
     from shardwright.cli.subject import read_subject
-    from shardwright.diagnostics import Refusal
 
     try:
         a, b = read_subject(args.a), read_subject(args.b)
@@ -54,32 +60,28 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """recipe: dotted keys; layers, one entry a pipeline stage; model: keys of the Hugging Face configuration."""
+    """changes: by the keys of SECTIONS."""
 
-    recipe: tuple[Change, ...]
-    strategy: tuple[Change, ...]
-    stages: tuple[Change, ...]
-    model: tuple[Change, ...]
-    versions: tuple[Change, ...]
+    changes: Mapping[str, tuple[Change, ...]]
     resume: Resume
 
     @property
     def is_none(self) -> bool:
-        return not (self.recipe or self.strategy or self.stages or self.model or self.versions)
+        return not any(self.changes.values())
 
 
 def difference(a: PricedRecipe, b: PricedRecipe) -> Difference:
     from shardwright.cli.resume import resume_under
 
     ours, theirs = resumable(a), resumable(b)
-    return Difference(
-        recipe=changes(a.recipe.document, b.recipe.document),
-        strategy=changes(dataclasses.asdict(ours.facts.strategy), dataclasses.asdict(theirs.facts.strategy)),
-        stages=changes(_stages(a, ours), _stages(b, theirs)),
-        model=changes(a.graph.config, b.graph.config),
-        versions=changes(_versions(ours), _versions(theirs)),
-        resume=resume_under(ours, theirs),
-    )
+    found = {
+        "recipe": changes(a.recipe.document, b.recipe.document),
+        "strategy": changes(dataclasses.asdict(ours.facts.strategy), dataclasses.asdict(theirs.facts.strategy)),
+        "stages": changes(_stages(a, ours), _stages(b, theirs)),
+        "model": changes(a.graph.config, b.graph.config),
+        "versions": changes(ours.versions, theirs.versions),
+    }
+    return Difference(changes=found, resume=resume_under(ours, theirs))
 
 
 def resumable(subject: PricedRecipe) -> Resumable:
@@ -131,7 +133,6 @@ def _tokenizer_name(recipe: Recipe) -> str | None:
 def _tokenizer_files(name: str) -> TokenizerFiles:
     """Of a folder on this machine; those of a Hugging Face name are not looked for."""
     from shardwright.checkpoint.fits import BYTE, TokenizerFiles
-    from shardwright.ir.weights import TOKENIZER_PATTERNS
 
     if name == BYTE:
         return TokenizerFiles(name=name, files=())
@@ -145,7 +146,7 @@ def _tokenizer_files(name: str) -> TokenizerFiles:
 
 def changes(a: JsonObject, b: JsonObject) -> tuple[Change, ...]:
     """Keys in A's order, those that B alone has last; mappings key by key, lists as one value."""
-    ours, theirs = dict(_leaves(a)), dict(_leaves(b))
+    ours, theirs = dict(_leaves(a, b)), dict(_leaves(b, a))
     return tuple(
         (key, ours.get(key), theirs.get(key))
         for key in dict.fromkeys([*ours, *theirs])
@@ -153,26 +154,24 @@ def changes(a: JsonObject, b: JsonObject) -> tuple[Change, ...]:
     )
 
 
-def _leaves(value: JsonObject, path: tuple[str, ...] = ()) -> Iterator[tuple[str, JsonValue]]:
+def _leaves(value: JsonObject, beside: JsonValue, path: tuple[str, ...] = ()) -> Iterator[tuple[str, JsonValue]]:
+    """beside: what the other one has there. A mapping of one key beside a word, {full: 3} beside full, is one value."""
     for key, below in value.items():
-        if isinstance(below, dict) and below:
-            yield from _leaves(below, (*path, key))
+        other = beside.get(key) if isinstance(beside, dict) else None
+        if isinstance(below, dict) and below and not (isinstance(other, str) and len(below) == 1):
+            yield from _leaves(below, other, (*path, key))
         else:
             yield ".".join((*path, key)), below
 
 
 def _stages(subject: PricedRecipe, resumable: Resumable) -> JsonObject:
     names = [layer.name for layer in subject.graph.layers]
-    bounds = zip(resumable.facts.boundaries, resumable.facts.boundaries[1:], strict=False)
+    bounds = itertools.pairwise(resumable.facts.boundaries)
     return {f"stage {i}": _span(names[start:stop]) for i, (start, stop) in enumerate(bounds)}
 
 
 def _span(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{len(names)} layers: {names[0]} ... {names[-1]}"
-
-
-def _versions(resumable: Resumable) -> JsonObject:
-    return resumable.versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,19 +190,16 @@ class Effect:
 def effects(a: Estimate, b: Estimate) -> tuple[Effect, ...]:
     from shardwright.search.compare import PARTS
 
-    figures = [
-        ("peak_bytes", a.memory.peak_bytes, b.memory.peak_bytes),
-        ("capacity_bytes", a.memory.capacity_bytes, b.memory.capacity_bytes),
-        *(
-            (name, getattr(a.time, name), getattr(b.time, name))
-            for name in ("step_seconds", *PARTS, "tokens_per_second_per_gpu", "model_tflops_per_gpu", "mfu")
-        ),
-        *(
-            (name, getattr(a.training, name), getattr(b.training, name))
-            for name in ("steps", "days", "gpu_hours", "cost")
-        ),
-    ]
-    return tuple(Effect(name=name, a=ours, b=theirs) for name, ours, theirs in figures)
+    figures = {
+        "memory": ("peak_bytes", "capacity_bytes"),
+        "time": ("step_seconds", *PARTS, "tokens_per_second_per_gpu", "model_tflops_per_gpu", "mfu"),
+        "training": ("steps", "days", "gpu_hours", "cost"),
+    }
+    return tuple(
+        Effect(name=name, a=getattr(getattr(a, part), name), b=getattr(getattr(b, part), name))
+        for part, names in figures.items()
+        for name in names
+    )
 
 
 # Words, what a figure is divided by, and its format.
@@ -228,24 +224,15 @@ LONGEST = 60  # characters of a value in the page; --json has all
 
 
 def page(a: PricedRecipe, b: PricedRecipe, found: Difference) -> str:
-    from shardwright.cli.tables import table_lines, title
-
     lines = [f"A  {_who(a)}", f"B  {_who(b)}", ""]
     if found.is_none:
         lines += ["nothing differs", ""]
-    sections = (
-        ("Recipe", found.recipe),
-        ("Layout", found.strategy),
-        ("Stages", found.stages),
-        ("Model", found.model),
-        ("Versions", found.versions),
-    )
-    for words, rows in sections:
-        if rows:
-            cells = [(key, _say(ours), _say(theirs)) for key, ours, theirs in rows]
+    for section, words in SECTIONS.items():
+        cells = [(key, _say(ours), _say(theirs)) for key, ours, theirs in found.changes[section]]
+        if cells:
             lines += [title(words), *table_lines(("key", "A", "B"), cells, text=(0, 1, 2), indent="  "), ""]
     on_cpu = a.cluster.gpu.is_cpu and b.cluster.gpu.is_cpu
-    shown = [effect for effect in effects(a.estimate, b.estimate) if _is_shown(effect)]
+    shown = [e for e in effects(a.estimate, b.estimate) if e.name in _SHOWN and (e.a or e.b)]
     figures = [_effect_row(effect, is_cpu=on_cpu) for effect in shown]
     lines += [title("Effect"), *table_lines(("", "A", "B", "change"), figures, text=(0,), indent="  ")]
     for name, subject in (("A", a), ("B", b)):
@@ -261,21 +248,13 @@ def page(a: PricedRecipe, b: PricedRecipe, found: Difference) -> str:
 
 
 def _who(subject: PricedRecipe) -> str:
-    from shardwright.diagnostics.render import visible
-
     kind = "recipe" if subject.plan is None else "compiled folder"
     return f"{visible(subject.name)} ({kind} {subject.recipe.name})"
 
 
 def _say(value: JsonValue) -> str:
-    from shardwright.diagnostics.render import visible
-
     text = "-" if value is None else visible(value if isinstance(value, str) else json.dumps(value))
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
-
-
-def _is_shown(effect: Effect) -> bool:
-    return effect.name in _SHOWN and bool(effect.a or effect.b)
 
 
 def _effect_row(effect: Effect, *, is_cpu: bool) -> tuple[str, ...]:
@@ -300,13 +279,7 @@ def as_object(a: PricedRecipe, b: PricedRecipe, found: Difference) -> JsonObject
         "a": side(a),
         "b": side(b),
         "identical": found.is_none,
-        "changes": {
-            "recipe": listed(found.recipe),
-            "strategy": listed(found.strategy),
-            "stages": listed(found.stages),
-            "model": listed(found.model),
-            "versions": listed(found.versions),
-        },
+        "changes": {section: listed(found.changes[section]) for section in SECTIONS},
         "effect": {e.name: {"a": e.a, "b": e.b, "change": e.change} for e in effects(a.estimate, b.estimate)},
         "resume": dataclasses.asdict(found.resume),
     }

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright.cli.arguments import add_json
-from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.diagnostics import Refusal
+from shardwright.diagnostics.render import visible
 from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def _checks(plan: Plan, folder: Path, hostfile: Path | None) -> Sequence[HostChe
 
 def read_hosts(plan: Plan, folder: Path, hostfile: Path | None) -> list[str]:
     """Raises Refusal where the hostfile is missing, cannot be read, or is not the plan's cluster."""
+    from shardwright.launch.preconditions import no_hostfile
     from shardwright.plan.hosts import read_hosts as hosts_of
     from shardwright.safe_read import read_regular_text
 
@@ -79,13 +81,7 @@ def read_hosts(plan: Plan, folder: Path, hostfile: Path | None) -> list[str]:
     try:
         text = read_regular_text(path)
     except (OSError, UnicodeDecodeError):
-        raise Refusal(
-            Diagnostic(
-                code="SW6003",
-                message=f"the plan is for {plan.nodes} nodes and no hostfile says which",
-                help="Give `--hostfile FILE` with a line `name slots=N` for each node.",
-            )
-        ) from None
+        raise Refusal(no_hostfile(plan)) from None
     return [host.name for host in hosts_of(str(path), text, plan.nodes, plan.gpus_per_node)]
 
 
@@ -95,8 +91,6 @@ def is_red(check: HostCheck) -> bool:
 
 
 def as_text(checks: Sequence[HostCheck]) -> str:
-    from shardwright.diagnostics.render import visible
-
     lines = []
     for check in checks:
         if not is_red(check):

@@ -8,16 +8,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright.cli.arguments import add_json, add_overrides
+from shardwright.cli.console import print_diagnostics, print_refusal
+from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.figures import device, device_hours, duration, rate
 from shardwright.ir.recipe import AssumeSection
 from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardwright.diagnostics import Diagnostic
+    from shardwright.cost.goodput import Goodput
     from shardwright.ir.json_value import JsonValue
     from shardwright.ir.recipe import Recipe
     from shardwright.layout.estimate import Estimate, Training
+
+
+_PARTS = ("strategy", "memory", "time", "training", "error")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,26 +34,61 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit 1 if any recipe is infeasible, after all of them."""
-    code = 0
-    for path in args.recipes:
-        feasible = _json_line(path, args.overrides) if args.json else _page(path, args.overrides)
-        code = code if feasible else 1
-    return code
+    feasible = [_estimate(path, args.overrides, as_json=args.json) for path in args.recipes]
+    return 0 if all(feasible) else 1
+
+
+def _estimate(path: str, overrides: Sequence[str], *, as_json: bool) -> bool:
+    """Prints what there is to say of one recipe; whether it is feasible."""
+    from shardwright.cli.measured import measured_object, plan_lines
+    from shardwright.compile import estimate_recipe
+    from shardwright.cost.goodput import goodput
+    from shardwright.recipe.load import load_recipe
+
+    try:
+        problem, estimate = estimate_recipe(load_recipe(Path(path), overrides))
+    except Refusal as refusal:
+        if as_json:  # no "memory" and no "time": there was nothing to count
+            found = diagnostic_objects(refusal.diagnostics)
+            print(strict_json({"recipe": path, "feasible": False, "diagnostics": found}), flush=True)
+        else:
+            print_refusal(refusal)
+        return False
+    recipe, expected = problem.recipe, goodput(problem, estimate)
+    if as_json:
+        measured = measured_object(recipe, problem.graph, estimate.strategy)
+        more = {"goodput": goodput_object(expected), "assume": dataclasses.asdict(recipe.assume)}
+        more |= {} if measured is None else {"measured": measured}
+        print(strict_json({**estimate_object(path, estimate), **more}), flush=True)
+    else:
+        told = [f"  {line}" for line in plan_lines(recipe, problem.graph, problem.cluster)]
+        print("\n".join([path, *_lines(estimate, recipe, expected), *told, ""]), flush=True)
+        print_diagnostics(estimate.diagnostics, recipe.source)
+    return estimate.feasible
 
 
 def estimate_object(path: str, estimate: Estimate) -> dict[str, JsonValue]:
-    """The object of each plan of `plan --json`; `estimate --json` adds what the recipe assumes."""
+    """The object of each plan of `plan --json`; `estimate --json` adds the goodput and what the recipe assumes."""
     return {
         "recipe": path,
         "feasible": estimate.feasible,
         "diagnostics": diagnostic_objects(estimate.diagnostics),
-        "strategy": dataclasses.asdict(estimate.strategy),
-        "memory": dataclasses.asdict(estimate.memory),
-        "time": dataclasses.asdict(estimate.time),
-        "training": dataclasses.asdict(estimate.training),
-        "error": dataclasses.asdict(estimate.error),
+        **{part: dataclasses.asdict(getattr(estimate, part)) for part in _PARTS},
         "flops_source": estimate.flops_source,
     }
+
+
+def goodput_object(expected: Goodput | None) -> JsonValue:
+    """null where nothing says how much is trained between saves."""
+    return None if expected is None else dataclasses.asdict(expected)
+
+
+def goodput_rows(expected: Goodput | None) -> list[tuple[str, str]]:
+    """(name, words), the name on the first alone."""
+    from shardwright.cost.goodput import goodput_words
+
+    words = [] if expected is None else goodput_words(expected)
+    return [("" if line else "goodput", text) for line, text in enumerate(words)]
 
 
 def diagnostic_objects(diagnostics: Sequence[Diagnostic]) -> list[JsonValue]:
@@ -57,52 +98,8 @@ def diagnostic_objects(diagnostics: Sequence[Diagnostic]) -> list[JsonValue]:
     ]
 
 
-def _json_line(path: str, overrides: Sequence[str]) -> bool:
-    from shardwright.compile import estimate_recipe
-    from shardwright.diagnostics import Refusal
-    from shardwright.recipe.load import load_recipe
-
-    try:
-        problem, estimate = estimate_recipe(load_recipe(Path(path), overrides))
-        line = {**estimate_object(path, estimate), "assume": dataclasses.asdict(problem.recipe.assume)}
-        feasible = estimate.feasible
-    except Refusal as refusal:
-        # No "memory" and no "time": there was nothing to count.
-        line, feasible = (
-            {"recipe": path, "feasible": False, "diagnostics": diagnostic_objects(refusal.diagnostics)},
-            False,
-        )
-    print(strict_json(line), flush=True)
-    return feasible
-
-
-def _page(path: str, overrides: Sequence[str]) -> bool:
-    from shardwright.cli.console import print_diagnostics, print_refusal
-    from shardwright.compile import estimate_recipe
-    from shardwright.diagnostics import Refusal
-    from shardwright.recipe.load import load_recipe
-
-    try:
-        problem, estimate = estimate_recipe(load_recipe(Path(path), overrides))
-    except Refusal as refusal:
-        print_refusal(refusal)
-        return False
-    recipe = problem.recipe
-    print("\n".join([path, *_lines(estimate, recipe), ""]), flush=True)
-    print_diagnostics(estimate.diagnostics, recipe.source)
-    return estimate.feasible
-
-
-def layout_text(estimate: Estimate) -> str:
-    s = estimate.strategy
-    micro_batch = f"micro_batch_size={s.micro_batch_size}"
-    return s.describe().replace(micro_batch, f"{micro_batch} accumulation={s.gradient_accumulation_steps}")
-
-
 def training_words(recipe: Recipe, training: Training) -> str:
     """Steps, time, GPU hours and cost."""
-    from shardwright.figures import device_hours, duration
-
     if not training.steps:
         return f"{recipe.training.epochs:g} epochs: the steps are known once the data is prepared"
     cost = "" if training.cost is None else f", cost {training.cost:,.0f}"
@@ -110,18 +107,18 @@ def training_words(recipe: Recipe, training: Training) -> str:
     return f"{training.steps:,} steps, {duration(training.days)}, {hours}{cost}"
 
 
-def _lines(estimate: Estimate, recipe: Recipe) -> list[str]:
+def _lines(estimate: Estimate, recipe: Recipe, expected: Goodput | None) -> list[str]:
     from shardwright.cost.measured import error_words, flops_words
-    from shardwright.figures import device, rate
-
-    time, memory, assume = estimate.time, estimate.memory, recipe.assume
-    is_cpu = recipe.cluster.gpu == "cpu"
-    gib = 2**30
     from shardwright.search.compare import hpz_words
 
-    hpz, flops = hpz_words(estimate.strategy), flops_words(estimate.flops_source)
+    s, time, memory, assume = estimate.strategy, estimate.time, estimate.memory, recipe.assume
+    is_cpu = recipe.cluster.gpu == "cpu"
+    gib = 2**30
+    hpz, flops = hpz_words(s), flops_words(estimate.flops_source)
+    micro_batch = f"micro_batch_size={s.micro_batch_size}"
+    layout = s.describe().replace(micro_batch, f"{micro_batch} accumulation={s.gradient_accumulation_steps}")
     lines = [
-        f"  layout   {layout_text(estimate)}",
+        f"  layout   {layout}",
         *([f"  weights  {hpz}"] if hpz else []),
         f"  memory   {memory.peak_bytes / gib:.1f} of {memory.capacity_bytes / gib:.1f} GiB, "
         f"{'fits' if memory.fits else 'does not fit'}",
@@ -131,10 +128,11 @@ def _lines(estimate: Estimate, recipe: Recipe) -> list[str]:
         f"pipeline {time.pipeline_comm_seconds:.4g} s, data {time.data_comm_seconds:.4g} s, "
         f"optimizer {time.optimizer_seconds:.4g} s, bubble {time.bubble_seconds:.4g} s "
         f"({time.bubble_fraction:.1%} idle)",
+        f"  error    {error_words(estimate.error)}",
+        *([f"  FLOPs    {flops}"] if flops else []),
+        f"  training {training_words(recipe, estimate.training)}",
+        *(f"  {name:<8} {words}" for name, words in goodput_rows(expected)),
     ]
-    lines.append(f"  error    {error_words(estimate.error)}")
-    lines += [f"  FLOPs    {flops}"] if flops else []
-    lines.append(f"  training {training_words(recipe, estimate.training)}")
     if assume != AssumeSection(kernels="auto", mfu=None, ignore_memory=False):
         given = (f"{name}={value}" for name, value in dataclasses.asdict(assume).items())
         lines.append(f"  assumed  {' '.join(given)}")

@@ -12,6 +12,8 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from shardwright.cli.arguments import add_json, add_overrides
+from shardwright.cli.console import error, print_diagnostics
+from shardwright.diagnostics import Refusal
 from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
@@ -39,8 +41,6 @@ def run(args: argparse.Namespace) -> int:
     """Exit 1 where the plan that is explained does not run; --why-not has answered in any case."""
     if _is_code(args.subject):
         return _explain_code(args)
-    from shardwright.cli.console import error
-    from shardwright.diagnostics import Refusal
 
     if args.overrides and os.path.isdir(args.subject):
         error("--set changes a recipe; a compiled folder is what it is")
@@ -58,8 +58,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _explain_plan(args: argparse.Namespace) -> int:
-    from shardwright.cli.console import print_diagnostics
-
     if args.why_not is not None:
         from shardwright.cli import why_not
 
@@ -84,7 +82,6 @@ def _is_code(word: str) -> bool:
 
 
 def _explain_code(args: argparse.Namespace) -> int:
-    from shardwright.cli.console import error
     from shardwright.diagnostics.explain import explanation
 
     if args.why_not is not None or args.overrides:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from shardwright.cli.estimate import training_words
+from shardwright.cli.estimate import goodput_object, goodput_rows, training_words
+from shardwright.cli.measured import explain_lines, measured_object
 from shardwright.cli.plan_table import GIB
 from shardwright.cli.tables import table_lines, title
 from shardwright.cost.breakdown import RankBreakdown, StepParts
+from shardwright.cost.goodput import Goodput, goodput
 from shardwright.cost.measured import error_words
 from shardwright.figures import rate
 from shardwright.ir.weights import weights_words
 from shardwright.layout.problem import Problem
+from shardwright.records import carried
 from shardwright.search.compare import hpz_words
 from shardwright.search.explain import Alternative, KeyReason, PlanExplanation, SecondCopy, explain
 from shardwright.search.plainer import plainer_words
@@ -20,9 +23,9 @@ from shardwright.search.sensitivity import MORE, Sensitivity
 
 if TYPE_CHECKING:
     from shardwright.cli.subject import PricedRecipe
-    from shardwright.ir.json_value import JsonObject, JsonValue
+    from shardwright.ir.json_value import JsonObject
     from shardwright.ir.recipe import Recipe, TrainingSection
-    from shardwright.layout.estimate import Estimate
+    from shardwright.layout.estimate import Estimate, Time
 
 # `StepParts`' fields in words.
 STEP_WORDS = {
@@ -49,15 +52,7 @@ RANK_COLUMNS = (
     ("optimizer", ("optimizer_seconds",)),
     ("idle", ("idle_seconds",)),
 )
-MEMORY_COLUMNS = {
-    "parameters": "parameters_bytes",
-    "gradients": "gradients_bytes",
-    "optimizer": "optimizer_bytes",
-    "activations": "activations_bytes",
-    "working": "working_bytes",
-    "framework": "framework_bytes",
-    "allocator": "allocator_bytes",
-}
+MEMORY_COLUMNS = ("parameters", "gradients", "optimizer", "activations", "working", "framework", "allocator")
 RESOURCE_WORDS = {
     "inter_node_bandwidth": "bandwidth between nodes",
     "intra_node_bandwidth": "bandwidth inside a node",
@@ -65,23 +60,26 @@ RESOURCE_WORDS = {
     "memory_bandwidth": "memory bandwidth",
     "peak_flops": "peak FLOP/s",
 }
-LAST_STEP = "the last step's learning rate is 0 (scheduler.min_lr), so it trains nothing"
 MOST_RANKS = 16
 """Pipeline ranks in a table; of more, the first, the last, and those that matter."""
 
 
 def explained(subject: PricedRecipe) -> PlanExplanation:
-    return explain(Problem(recipe=subject.recipe, graph=subject.graph, cluster=subject.cluster), subject.estimate)
+    return explain(carried(Problem, subject), subject.estimate)
+
+
+def expected_goodput(subject: PricedRecipe) -> Goodput | None:
+    """Of a compiled folder with what its run measured of its saves."""
+    measured = None if subject.saves is None else subject.saves.gbytes_per_second
+    return goodput(carried(Problem, subject), subject.estimate, measured=measured)
 
 
 def page(subject: PricedRecipe, found: PlanExplanation) -> str:
     sections = [
         _head(subject, found),
         _memory(subject, found),
-        _step(found),
-        _reasons(found),
-        _sensitivity(found),
-        _next(found),
+        *(part(found) for part in (_step, _reasons, _sensitivity, _next)),
+        explain_lines(subject.recipe, subject.cluster),
     ]
     return "\n\n".join("\n".join(section) for section in sections if section)
 
@@ -109,23 +107,18 @@ def _head(subject: PricedRecipe, found: PlanExplanation) -> list[str]:
         ),
         ("error", error_words(e.error)),
         ("training", training_words(subject.recipe, e.training)),
-        *(
-            [("", "the last step's learning rate is 0 (scheduler.min_lr)")]
-            if ends_at_zero(subject.recipe.training)
-            else []
-        ),
-        ("bound by", found.binding),
+        *goodput_rows(expected_goodput(subject)),
     ]
-    rows += [] if found.plainer is None else [("plainer", plainer_words(found.plainer))]
+    if ends_at_zero(subject.recipe.training):
+        rows.append(("", "the last step's learning rate is 0 (scheduler.min_lr)"))
+    rows.append(("bound by", found.binding))
+    if found.plainer is not None:
+        rows.append(("plainer", plainer_words(found.plainer)))
     if subject.plan is not None and subject.is_predicted_anew:
         then = subject.plan.predicted
-        rows.append(
-            (
-                "note",
-                f"shardwright {subject.plan.versions['shardwright']} predicted {then.time.step_seconds:.4g} s and "
-                f"{then.memory.peak_bytes / GIB:.1f} GiB when it compiled this; all figures here are this version's",
-            )
-        )
+        told = f"{then.time.step_seconds:.4g} s and {then.memory.peak_bytes / GIB:.1f} GiB when it compiled this"
+        version = f"shardwright {subject.plan.versions['shardwright']}"
+        rows.append(("note", f"{version} predicted {told}; all figures here are this version's"))
     return [f"{name:<9} {text}" for name, text in rows]
 
 
@@ -168,7 +161,7 @@ def _memory(subject: PricedRecipe, found: PlanExplanation) -> list[str]:
     rows: list[tuple[str, ...]] = []
     bold: list[int] = []
     for rank in _shown(found):
-        parts = [getattr(rank.memory, field) for field in MEMORY_COLUMNS.values()]
+        parts = [getattr(rank.memory, f"{column}_bytes") for column in MEMORY_COLUMNS]
         total = rank.memory.peak_bytes
         bold += [len(rows)] * (rank.pipeline_rank == found.breakdown.fullest)
         cells = [f"{value / GIB:.2f}" for value in (*parts, total, capacity - total)]
@@ -260,19 +253,16 @@ def _sensitivity(found: PlanExplanation) -> list[str]:
     if not found.sensitivity:
         return []
     step = found.chosen.time.step_seconds
-    rows = [_more(each, found, step) for each in found.sensitivity]
+    rows = []
+    for each in found.sensitivity:
+        best, other = "-", "no layout runs"
+        if each.best is not None:
+            is_same = each.best.strategy == found.chosen.strategy
+            other = "the same layout" if is_same else each.best.strategy.describe()
+            best = _change(each.best.time.step_seconds / step - 1)
+        rows.append((RESOURCE_WORDS[each.resource], _change(each.same.time.step_seconds / step - 1), best, other))
     header = (f"{MORE - 1:.0%} more", "this layout", "the best layout", "")
     return [title("What more would change"), *table_lines(header, rows, text=(0, 3), indent="  ")]
-
-
-def _more(each: Sensitivity, found: PlanExplanation, step: float) -> tuple[str, ...]:
-    words = RESOURCE_WORDS[each.resource]
-    same = _change(each.same.time.step_seconds / step - 1)
-    if each.best is None:
-        return words, same, "-", "no layout runs"
-    is_same = each.best.strategy == found.chosen.strategy
-    other = "the same layout" if is_same else each.best.strategy.describe()
-    return words, same, _change(each.best.time.step_seconds / step - 1), other
 
 
 def _change(share: float) -> str:
@@ -285,13 +275,7 @@ def _next(found: PlanExplanation) -> list[str]:
     where = " without the pins" if found.beyond_pins else ""
     header = ("layout", "GiB", "s/step", "Δ", "")
     rows = [
-        (
-            e.strategy.describe(),
-            f"{e.peak_bytes / GIB:.1f}",
-            f"{e.step_seconds:.4g}",
-            f"{e.slower:+.1%}",
-            _loses(e),
-        )
+        (e.strategy.describe(), f"{e.peak_bytes / GIB:.1f}", f"{e.step_seconds:.4g}", f"{e.slower:+.1%}", _loses(e))
         for e in found.next_best
     ]
     return [title(f"The next best{where}"), *table_lines(header, rows, text=(0, 4), indent="  ")]
@@ -301,34 +285,12 @@ def as_object(subject: PricedRecipe, found: PlanExplanation) -> JsonObject:
     """The object of `estimate --json`, with its parts taken apart."""
     from shardwright.cli.estimate import estimate_object
 
-    e, step = found.chosen, found.chosen.time.step_seconds
-    breakdown = found.breakdown
-
-    def change(seconds: float) -> float:
-        return seconds / step - 1
-
-    sensitivity: list[JsonValue] = [
-        {
-            "resource": each.resource,
-            "factor": MORE,
-            "same_layout": {
-                "step_seconds": each.same.time.step_seconds,
-                "change": change(each.same.time.step_seconds),
-                "fits": each.same.memory.fits,
-            },
-            "best_layout": None
-            if each.best is None
-            else {
-                "strategy": dataclasses.asdict(each.best.strategy),
-                "step_seconds": each.best.time.step_seconds,
-                "change": change(each.best.time.step_seconds),
-                "is_the_same": each.best.strategy == e.strategy,
-            },
-        }
-        for each in found.sensitivity
-    ]
+    e, breakdown = found.chosen, found.breakdown
+    measured = measured_object(subject.recipe, subject.graph, e.strategy)
     return {
+        **({} if measured is None else {"measured": measured}),
         **estimate_object(subject.name, e),
+        "goodput": goodput_object(expected_goodput(subject)),
         "name": subject.recipe.name,
         "model": {"architecture": subject.graph.architecture, "parameters": subject.graph.total_parameters},
         "cluster": {
@@ -348,12 +310,24 @@ def as_object(subject: PricedRecipe, found: PlanExplanation) -> JsonObject:
         "plainer": None if found.plainer is None else dataclasses.asdict(found.plainer),
         "second_copy": None if found.second_copy is None else dataclasses.asdict(found.second_copy),
         "keys": [dataclasses.asdict(reason) for reason in found.keys],
-        "sensitivity": sensitivity,
+        "sensitivity": [_sensitivity_object(each, e) for each in found.sensitivity],
         "next_best": [dataclasses.asdict(other) for other in found.next_best],
         "next_best_beyond_pins": found.beyond_pins,
         "rejected": [dataclasses.asdict(region) for region in found.rejected],
         "predicted_by_this_version": subject.plan is None or not subject.is_predicted_anew,
     }
+
+
+def _sensitivity_object(each: Sensitivity, chosen: Estimate) -> JsonObject:
+    def step(time: Time) -> JsonObject:
+        return {"step_seconds": time.step_seconds, "change": time.step_seconds / chosen.time.step_seconds - 1}
+
+    best: JsonObject | None = None
+    if each.best is not None:
+        is_same = each.best.strategy == chosen.strategy
+        best = {"strategy": dataclasses.asdict(each.best.strategy), **step(each.best.time), "is_the_same": is_same}
+    same: JsonObject = {**step(each.same.time), "fits": each.same.memory.fits}
+    return {"resource": each.resource, "factor": MORE, "same_layout": same, "best_layout": best}
 
 
 def _rank_object(rank: RankBreakdown, subject: PricedRecipe) -> JsonObject:

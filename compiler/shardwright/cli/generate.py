@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 from shardwright.cli.arguments import add_json, add_trust_code
+from shardwright.cli.console import error
+from shardwright.diagnostics.render import visible
 from shardwright.strict_json import strict_json
 
 
@@ -30,8 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the prompt and what follows it. Raises Refusal: SW2014, SW6201, SW6402."""
-    from shardwright.cli.console import error
-
     try:
         prompt = sys.stdin.buffer.read().decode("utf-8") if args.prompt == "-" else args.prompt
         prompt.encode("utf-8")
@@ -51,8 +51,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _shown(text: str) -> str:
     """On a terminal what a model writes moves no cursor and changes no title."""
-    from shardwright.diagnostics.render import visible
-
     if not sys.stdout.isatty():
         return text
     return "\n".join("\t".join(visible(part) for part in line.split("\t")) for line in text.split("\n"))

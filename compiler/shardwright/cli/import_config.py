@@ -9,8 +9,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwright.cli.arguments import add_new_recipe
+from shardwright.cli.console import error, shell_word
+from shardwright.diagnostics import Diagnostic, Refusal, refusal
+from shardwright.diagnostics.render import visible
+
 if TYPE_CHECKING:
-    from shardwright.diagnostics import Diagnostic
     from shardwright.migrate.convert import Imported
 
 
@@ -28,19 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the script's arguments",
     )
     parser.add_argument("--model", metavar="M", help="a hub id or model folder, if the command does not name one")
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="where to write the recipe; an existing file is never replaced",
-    )
+    add_new_recipe(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the recipe, or writes it with -o. Raises Refusal: SW1451 to SW1453, and lint's of a file."""
-    from shardwright.cli.console import error
-    from shardwright.diagnostics import Refusal
     from shardwright.migrate.convert import convert
     from shardwright.migrate.text import recipe_text
 
@@ -49,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         error("give a ds_config.json, or the --launch that names one")
         return 1
     if output is not None and os.path.lexists(output):
-        raise Refusal(_unwritten(output, "it is there already, and import replaces nothing"))
+        raise _unwritten(output, "it is there already, and import replaces nothing")
     folder = os.path.abspath(output.parent if output is not None else ".")
     imported = convert(args.file, args.launch, args.model, folder)
     text = recipe_text(imported.draft, imported.name, _heading(args, imported))
@@ -60,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
             with output.open("x", encoding="utf-8") as file:
                 file.write(text)
         except OSError as problem:
-            raise Refusal(_unwritten(output, problem.strerror or str(problem))) from None
+            raise _unwritten(output, problem.strerror or str(problem)) from None
     _report(imported, text, output)
     return 0
 
@@ -75,9 +71,6 @@ def _heading(args: argparse.Namespace, imported: Imported) -> list[str]:
 
 def _report(imported: Imported, text: str, output: Path | None) -> None:
     """What was done, on standard error: the recipe may be on standard output."""
-    from shardwright.cli.console import shell_word
-    from shardwright.diagnostics.render import visible
-
     draft = imported.draft
     name = "the recipe" if output is None else shell_word(str(output))
     print(f"{len(draft.carried)} settings carried, {len(draft.left)} not: a comment each says why", file=sys.stderr)
@@ -92,7 +85,6 @@ def _report(imported: Imported, text: str, output: Path | None) -> None:
 
 def _other_errors(text: str, output: Path | None) -> tuple[Diagnostic, ...]:
     """What `check` will say beside the values to fill in: a batch that does not divide, say."""
-    from shardwright.diagnostics import Refusal
     from shardwright.recipe.load import load_recipe
 
     try:
@@ -102,11 +94,5 @@ def _other_errors(text: str, output: Path | None) -> tuple[Diagnostic, ...]:
     return ()
 
 
-def _unwritten(output: Path, why: str) -> Diagnostic:
-    from shardwright.diagnostics import Diagnostic
-
-    return Diagnostic(
-        code="SW1453",
-        message=f"{str(output)!r} cannot be written: {why}",
-        help="Give -o another name.",
-    )
+def _unwritten(output: Path, why: str) -> Refusal:
+    return refusal("SW1453", f"{str(output)!r} cannot be written: {why}", "Give -o another name.")

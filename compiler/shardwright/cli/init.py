@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwright.cli.arguments import add_new_recipe
+from shardwright.cli.console import error
 from shardwright.cli.init_text import GPUS_PER_NODE, Choice, recipe_text
+from shardwright.diagnostics import KeyPath, Refusal, found, refusal
 
 if TYPE_CHECKING:
-    from shardwright.diagnostics import Diagnostic, KeyPath
     from shardwright.ir.recipe import Recipe
 
 MOST_NODES = 1024
@@ -27,25 +30,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpus-per-node", type=int, default=GPUS_PER_NODE, metavar="N", help="GPUs on each node (default %(default)s)"
     )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="where to write the recipe; an existing file is never replaced",
-    )
+    add_new_recipe(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the recipe, or writes it with -o. Raises Refusal: SW1442 to SW1444, and for an unknown model or GPU."""
-    from shardwright.cli.console import error
     from shardwright.cli.plan_model import words_of
-    from shardwright.diagnostics import Refusal
     from shardwright.model.popular.shipped import shipped_name
 
     output: Path | None = args.output
     if output is not None and os.path.lexists(output):
-        raise Refusal(_exists(output))
+        raise _exists(output)
     gpu = args.gpu or _ask_gpu()
     if gpu is None:
         error("--gpu is missing; `--gpu cpu` is this machine, and `shardwright completion` completes the others")
@@ -70,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         with output.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise Refusal(_exists(output)) from None
+        raise _exists(output) from None
     except OSError as problem:
         error(f"cannot write {output}: {problem.strerror}")
         return 1
@@ -106,21 +101,15 @@ def _relative(folder: str, output: Path | None) -> str:
     return path if path.startswith("..") else f"./{path}"
 
 
-def _exists(output: Path) -> Diagnostic:
-    from shardwright.diagnostics import Diagnostic
-
-    return Diagnostic(
-        code="SW1442",
-        message=f"{str(output)!r} is there already, and init replaces nothing",
-        help="Give -o another name, or remove the file first.",
-    )
+def _exists(output: Path) -> Refusal:
+    why = f"{str(output)!r} is there already, and init replaces nothing"
+    return refusal("SW1442", why, "Give -o another name, or remove the file first.")
 
 
 def _check(text: str, words: dict[KeyPath, str], directory: Path | None) -> None:
     """Refuses what `check` or `plan` would: an unknown name, or a model that fits on no layout of the cluster."""
     from shardwright.cli.plan_model import load_text
     from shardwright.compile import read_problem
-    from shardwright.diagnostics import Diagnostic, Refusal
     from shardwright.search.search import choose
 
     recipe = _at(load_text(text, (), words), text, directory)
@@ -131,21 +120,14 @@ def _check(text: str, words: dict[KeyPath, str], directory: Path | None) -> None
     except Refusal as refusal:
         enough = _enough_nodes(recipe)
         fewest = f"{enough} nodes of {cluster.gpus_per_node} would have one." if enough else "No number of nodes helps."
-        raise Refusal(
-            *refusal.diagnostics,
-            Diagnostic(
-                code="SW1443",
-                message=f"no layout runs on {cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}, so no recipe "
-                "is written",
-                help=f"{fewest} A GPU with more memory or a smaller model would do, too.",
-            ),
-        ) from None
+        there = f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"
+        help = f"{fewest} A GPU with more memory or a smaller model would do, too."
+        unplanned = found("SW1443", None, f"no layout runs on {there}, so no recipe is written", help)
+        raise Refusal(*refusal.diagnostics, unplanned) from None
 
 
 def _at(recipe: Recipe, text: str, directory: Path | None) -> Recipe:
     """A relative model folder is relative to where the recipe will stand."""
-    import dataclasses
-
     source = recipe.model.source
     if directory is None or source is None or not os.path.isabs(source):
         return recipe
@@ -155,8 +137,6 @@ def _at(recipe: Recipe, text: str, directory: Path | None) -> Recipe:
 
 
 def _enough_nodes(recipe: Recipe) -> int | None:
-    import dataclasses
-
     from shardwright.compile import read_problem
     from shardwright.search.search import search
 

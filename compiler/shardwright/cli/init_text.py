@@ -118,6 +118,6 @@ data:
 
 checkpoint:
   directory: checkpoints # in the compiled folder
-  every_steps: 500
+  every_steps: 500 # or auto: by how long a save takes and how often the cluster fails
   keep: 3
 """

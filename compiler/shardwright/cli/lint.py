@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwright.cli.arguments import positive
+from shardwright.cli.console import error, print_diagnostics
+from shardwright.diagnostics import Diagnostic, Location, Refusal, Source
+from shardwright.diagnostics.render import locate, to_json, visible
 from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
-    from shardwright.diagnostics import Diagnostic, Source
     from shardwright.ir.json_value import JsonValue
     from shardwright.lint.document import Document
     from shardwright.lint.subject import Found
@@ -36,7 +39,7 @@ class _Result:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", metavar="FILE", help="a ds_config.json; - is standard input")
     parser.add_argument(
-        "--world-size", type=_positive, metavar="N", help="the number of ranks, to check the batch sizes against"
+        "--world-size", type=positive, metavar="N", help="the number of ranks, to check the batch sizes against"
     )
     parser.add_argument(
         "--for",
@@ -52,20 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("memory")
     model.add_argument("--model", metavar="M", help="a hub id or model folder: also check that it fits in memory")
     model.add_argument("--gpu", metavar="NAME", help="a GPU from the catalogue, such as h100-sxm-80gb")
-    model.add_argument("--sequence-length", type=_positive, metavar="S", help="tokens per sample (default: 4096)")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
+    model.add_argument("--sequence-length", type=positive, metavar="S", help="tokens per sample (default: 4096)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit 1 if any file has an error, after all of them."""
-    from shardwright.cli.console import error
-
     if args.fix and "-" in args.files:
         error("--fix needs a file to write to, not standard input")
         return 1
@@ -83,7 +77,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lint(path: str, args: argparse.Namespace) -> _Result:
-    from shardwright.diagnostics import Refusal
     from shardwright.lint.document import STDIN, read_document, read_file
     from shardwright.lint.lint import diagnostic, lint, subject_of
 
@@ -120,7 +113,6 @@ def _lint(path: str, args: argparse.Namespace) -> _Result:
 
 def _fix(document: Document, args: argparse.Namespace) -> tuple[Document, tuple[Found, ...]]:
     from shardwright.atomic import write_atomically
-    from shardwright.diagnostics import Diagnostic, Location, Refusal
     from shardwright.lint.fix import fixed
 
     changed, mended = fixed(document, args.audience, args.world_size)
@@ -136,8 +128,6 @@ def _fix(document: Document, args: argparse.Namespace) -> tuple[Document, tuple[
 
 
 def _text(result: _Result, printed: int) -> None:
-    from shardwright.cli.console import print_diagnostics
-    from shardwright.diagnostics.render import visible
     from shardwright.lint.subject import dotted
 
     for found in result.mended:
@@ -155,7 +145,6 @@ def _text(result: _Result, printed: int) -> None:
 
 
 def _json(result: _Result, printed: int) -> None:
-    from shardwright.diagnostics.render import to_json
     from shardwright.lint.subject import dotted
 
     rows: list[JsonValue] = []
@@ -173,8 +162,6 @@ def _json(result: _Result, printed: int) -> None:
 
 def _github(result: _Result, printed: int) -> None:
     """https://docs.github.com/actions/reference/workflow-commands-for-github-actions, setting an error message."""
-    from shardwright.diagnostics.render import locate
-
     for found in result.diagnostics:
         place = locate(found, result.source)
         where = f"file={_property(result.name)}"

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.diagnostics import Refusal, refusal
 
 if TYPE_CHECKING:
     from shardwright.plan.plan import Plan
@@ -37,9 +37,7 @@ def log_path(plan: Plan, folder: Path, rank: int | None) -> Path:
     """Rank 0's output is the launcher's. Raises Refusal for a rank that the plan does not have."""
     last = len(plan.ranks) - 1
     if rank is not None and not 0 <= rank <= last:
-        raise Refusal(
-            Diagnostic(code="SW6305", message=f"there is no rank {rank}", help=f"The plan has ranks 0 to {last}.")
-        )
+        raise refusal("SW6305", f"there is no rank {rank}", f"The plan has ranks 0 to {last}.")
     return folder / "run" / "logs" / f"rank-{rank:05d}.log" if rank else folder / "run" / "launcher.log"
 
 
@@ -48,13 +46,7 @@ def _no_log(plan: Plan, path: Path, rank: int | None) -> Refusal:
     if rank:
         line = plan.ranks[rank].node + 1
         where = f" Without a shared file system it lies on the rank's own host, line {line} of the hostfile."
-    return Refusal(
-        Diagnostic(
-            code="SW6305",
-            message=f"there is no {str(path)!r}",
-            help=f"It is written once the run has started.{where}",
-        )
-    )
+    return refusal("SW6305", f"there is no {str(path)!r}", f"It is written once the run has started.{where}")
 
 
 def _show(plan: Plan, path: Path, folder: Path, *, follow: bool) -> None:
@@ -67,9 +59,8 @@ def _show(plan: Plan, path: Path, folder: Path, *, follow: bool) -> None:
         return
     with path.open(errors="replace") as file:
         while True:
-            alive = (
-                follow and is_alive(folder) and not read_state(plan, folder).ended
-            )  # asked before the last read: nothing that comes after it is missed
+            # Asked before the last read: nothing that comes after it is missed.
+            alive = follow and is_alive(folder) and not read_state(plan, folder).ended
             for text in file:
                 print(text, end="", flush=True)
             if not alive:

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from typing import NoReturn, Protocol, cast
 
 from shardwright import __version__
+from shardwright.cli.console import error as say
+from shardwright.cli.console import print_refusal
 
 DONE, REFUSED, OUR_FAULT, INTERRUPTED = 0, 1, 2, 130
 
@@ -32,6 +34,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "compile": ("shardwright.cli.compile", "compile a recipe into a folder that can run"),
     "prepare": ("shardwright.cli.prepare", "tokenize a compiled folder's data before the run"),
     "verify": ("shardwright.cli.verify", "test the layout on a tiny copy of the model against one process"),
+    "calibrate": ("shardwright.cli.calibrate", "measure this machine for a recipe's plans"),
+    "tune": ("shardwright.cli.tune", "run the best layouts of a recipe, and today's, for a few steps"),
     "report": ("shardwright.cli.report", "write a one-page HTML report of a compiled folder and its run"),
     "run": ("shardwright.cli.run", "train a compiled folder"),
     "doctor": ("shardwright.cli.doctor", "check a compiled folder's hosts before anything starts"),
@@ -56,10 +60,8 @@ class _Parser(argparse.ArgumentParser):
     """argparse exits with 2 on a usage error; 2 is ours, so it is 1 here."""
 
     def error(self, message: str) -> NoReturn:
-        from shardwright.cli.console import error
-
         self.print_usage(sys.stderr)
-        error(message)
+        say(message)
         raise SystemExit(REFUSED)
 
 
@@ -89,8 +91,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _failed(error)
         # Often the file that standard output goes to. Nothing more shall be flushed into it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        from shardwright.cli.console import error as say
-
         say(f"{error.filename or 'standard output'}: no space left on the device")
         return REFUSED
     except Exception as error:
@@ -141,11 +141,9 @@ def _help() -> str:
 def _no_command(name: str) -> int:
     import difflib
 
-    from shardwright.cli.console import error
-
     close = difflib.get_close_matches(name, COMMANDS, n=1)
     what = f"unknown option {name}" if name.startswith("-") else f"there is no command `{name}`"
-    error(f"{what}; did you mean `{close[0]}`?" if close else f"{what}; `shardwright --help` lists the commands")
+    say(f"{what}; did you mean `{close[0]}`?" if close else f"{what}; `shardwright --help` lists the commands")
     return REFUSED
 
 
@@ -153,8 +151,6 @@ def _failed(error: Exception) -> int:
     from shardwright.diagnostics import Refusal
 
     if isinstance(error, Refusal):
-        from shardwright.cli.console import print_refusal
-
         print_refusal(error)
         return REFUSED
     import tempfile
@@ -164,8 +160,6 @@ def _failed(error: Exception) -> int:
     text += "".join(traceback.format_exception(error))
     with tempfile.NamedTemporaryFile("wb", prefix="shardwright-", suffix=".txt", delete=False) as file:
         file.write(text.encode("utf-8", "backslashreplace"))
-    from shardwright.cli.console import error as say
-
     say(
         f"this is our fault, not yours: {type(error).__name__} inside shardwright. The details are in {file.name}; "
         "please report them together with the recipe. Nothing of your input needs to change."

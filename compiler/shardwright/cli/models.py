@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from shardwright.cli.arguments import add_json
+from shardwright.cli.console import use_color
+from shardwright.diagnostics import Refusal
 from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
-    from shardwright.diagnostics import Refusal
     from shardwright.model.support import Cell, Support
 
 _COLORS = {"proved": "\x1b[32m", "refused": "\x1b[31m", "untested": "\x1b[2m"}
@@ -32,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwright.cli.console import use_color
     from shardwright.model.support import support, support_text
 
     table = support()
@@ -58,7 +59,6 @@ def type_of(text: str, table: Support) -> str:
 
 
 def _not_here(text: str, table: Support) -> Refusal:
-    from shardwright.diagnostics import Refusal
     from shardwright.model.refusals import encoder_decoder, no_causal_lm, unknown_type
 
     if text not in table.others:
@@ -122,14 +122,10 @@ def recipe_keys(cells: dict[str, Cell]) -> list[str]:
     proved = {name for name, cell in cells.items() if cell.verdict == "proved"}
     if not proved:
         return ["no layout of this type is proved"]
-    lines = []
-    lines.append(
-        "zero_stage: 0 to 3 with pipeline: 1" if "zero" in proved else "zero_stage: not proved over data ranks"
-    )
-    if "pipeline" in proved:
-        lines.append("pipeline: up to one stage a layer, with zero_stage: 1")
-    else:
-        lines.append("pipeline: 1")
+    lines = [
+        "zero_stage: 0 to 3 with pipeline: 1" if "zero" in proved else "zero_stage: not proved over data ranks",
+        "pipeline: up to one stage a layer, with zero_stage: 1" if "pipeline" in proved else "pipeline: 1",
+    ]
     if "tensor_sharded" in proved:
         lines.append("tensor: a degree that divides its heads and its feed-forward size")
     elif "tensor_fallback" in proved:
@@ -142,8 +138,6 @@ def recipe_keys(cells: dict[str, Cell]) -> list[str]:
 
 
 def as_json(model_type: str, table: Support) -> str:
-    from dataclasses import asdict
-
     cells = {
         name: {key: value for key, value in asdict(cell).items() if value not in (None, "")}
         for name, cell in table.types[model_type].items()

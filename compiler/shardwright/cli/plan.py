@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwright.cli.arguments import add_json, add_overrides
-from shardwright.cli.plan_model import (
-    GPUS_PER_NODE,
-    LONGEST_ASSUMED_SEQUENCE,
-    PRECISION,
-    assumed_keys,
-    heading,
-    load_text,
-    model_of,
-    planned_as,
-    recipe_text,
-    usage_error,
-    words_of,
-)
+from shardwright.cli import plan_model
+from shardwright.cli.arguments import add_json, add_overrides, positive
+from shardwright.cli.console import error, print_diagnostics, print_refusal
+from shardwright.diagnostics import Refusal
+from shardwright.ir.weights import weights_words
 from shardwright.layout.problem import Problem
 from shardwright.strict_json import strict_json
 
@@ -41,9 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "recipe", metavar="RECIPE|MODEL", help="a recipe file; or a hub id or model folder, with --gpu and --nodes"
     )
     add_overrides(parser)
-    parser.add_argument("--top", type=_positive, default=10, metavar="N", help="how many layouts to show (default 10)")
+    parser.add_argument("--top", type=positive, default=10, metavar="N", help="how many layouts to show (default 10)")
     parser.add_argument(
-        "--pin", type=_positive, metavar="ROW", help="pin the layout of this row of the table in the recipe"
+        "--pin", type=positive, metavar="ROW", help="pin the layout of this row of the table in the recipe"
     )
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="with --pin: write the pinned recipe here instead of in place"
@@ -51,43 +43,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
     model = parser.add_argument_group("for a MODEL instead of a recipe")
     model.add_argument("--gpu", metavar="NAME", help="a GPU from the catalogue, such as h100-sxm-80gb")
-    model.add_argument("--nodes", type=_positive, metavar="N", help="number of nodes")
+    model.add_argument("--nodes", type=positive, metavar="N", help="number of nodes")
     model.add_argument(
-        "--gpus-per-node", type=_positive, metavar="N", help=f"GPUs on each node (default {GPUS_PER_NODE})"
+        "--gpus-per-node", type=positive, metavar="N", help=f"GPUs on each node (default {plan_model.GPUS_PER_NODE})"
     )
     model.add_argument(
         "--sequence-length",
-        type=_positive,
+        type=positive,
         metavar="S",
-        help=f"tokens per sequence (default: the model's longest, at most {LONGEST_ASSUMED_SEQUENCE})",
+        help=f"tokens per sequence (default: the model's longest, at most {plan_model.LONGEST_ASSUMED_SEQUENCE})",
     )
     model.add_argument(
         "--global-batch-size",
-        type=_positive,
+        type=positive,
         metavar="B",
         help="sequences per step (default: about 4 M tokens, a multiple of the number of GPUs)",
     )
-    model.add_argument("--precision", metavar="P", help=f"bf16, fp16 or fp32 (default {PRECISION})")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
+    model.add_argument("--precision", metavar="P", help=f"bf16, fp16 or fp32 (default {plan_model.PRECISION})")
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit 1 where no layout is feasible; the rejected regions are printed all the same."""
-    from shardwright.cli.console import error, print_diagnostics, print_refusal
+    from shardwright.cli.measured import plan_lines
     from shardwright.compile import size_recipe
-    from shardwright.diagnostics import Refusal
     from shardwright.recipe.load import load_recipe
     from shardwright.search.deadline import other_batch
     from shardwright.search.search import choose, search
 
-    model = model_of(args)
-    wrong = usage_error(args, model)
+    model = plan_model.model_of(args)
+    wrong = plan_model.usage_error(args, model)
     if wrong:
         error(wrong)
         return 1
@@ -95,8 +79,8 @@ def run(args: argparse.Namespace) -> int:
     if model is None:
         recipe = load_recipe(Path(args.recipe), args.overrides)
     else:
-        text = recipe_text(args, model)
-        recipe = load_text(text, args.overrides, words_of(args, model))
+        text = plan_model.recipe_text(args, model)
+        recipe = plan_model.load_text(text, args.overrides, plan_model.words_of(args, model))
     problem, sizing = size_recipe(recipe)
     recipe = problem.recipe
     batch = None if sizing is None else other_batch(problem, sizing)
@@ -106,10 +90,13 @@ def run(args: argparse.Namespace) -> int:
         error(wrong)
         return 1
     if args.json:
-        planned = {} if model is None else {"planned_as": planned_as(recipe), "assumed": list(assumed_keys(args))}
-        print(strict_json({**_object(args.recipe, recipe, rows, result, sizing, batch), **planned}))
+        found = _object(args.recipe, recipe, rows, result, sizing, batch)
+        if model is not None:
+            found["planned_as"], found["assumed"] = plan_model.planned_as(recipe), list(plan_model.assumed_keys(args))
+        print(strict_json({**found, **_measured(problem)}))
     else:
-        print("\n".join([*heading(args, text), *page_lines(recipe, rows, result, sizing, batch)]), flush=True)
+        lines = [*plan_model.heading(args, text), *page_lines(recipe, rows, result, sizing, batch)]
+        print("\n".join([*lines, *plan_lines(recipe, problem.graph, problem.cluster)]), flush=True)
         print_diagnostics(result.ranked[0].diagnostics if result.ranked else (), recipe.source)
     if args.pin is not None:
         _pin(args, recipe, text, rows[args.pin - 1])
@@ -120,6 +107,14 @@ def run(args: argparse.Namespace) -> int:
     except Refusal as refusal:
         print_refusal(refusal, recipe.source)
     return 1
+
+
+def _measured(problem: Problem) -> JsonObject:
+    """Where the recipe names a file."""
+    from shardwright.cli.measured import measured_object
+
+    found = measured_object(problem.recipe, problem.graph, None)
+    return {} if found is None else {"measured": found}
 
 
 def ranked_rows(problem: Problem, result: SearchResult, top: int) -> list[PlanRow]:
@@ -134,17 +129,19 @@ def ranked_rows(problem: Problem, result: SearchResult, top: int) -> list[PlanRo
     shown = sorted(chosen.values(), key=lambda e: place[e.strategy])
     of_today = {e.strategy for e in today}
     return [
-        *(_row(e, today=e.strategy in of_today, ranked=True) for e in shown),
-        *(_row(e, today=True, ranked=False) for e in today if e.strategy not in place),
+        *(_row(problem, e, today=e.strategy in of_today, ranked=True) for e in shown),
+        *(_row(problem, e, today=True, ranked=False) for e in today if e.strategy not in place),
     ]
 
 
-def _row(estimate: Estimate, *, today: bool, ranked: bool) -> PlanRow:
+def _row(problem: Problem, estimate: Estimate, *, today: bool, ranked: bool) -> PlanRow:
+    from shardwright.cli.measured import run_note
     from shardwright.cli.plan_table import PlanRow
 
     s = estimate.strategy
     notes = [axis.note.format(value) for axis, value in s.beyond_plain() if axis.note]
     notes += [f"today's ZeRO-{s.zero_stage}"] if today else []
+    notes += [ran] if (ran := run_note(problem.recipe, problem.graph, s)) else []
     broken = [d.code for d in estimate.diagnostics if d.severity == "error"]
     notes += broken or ([] if ranked else ["not as pinned"])
     return PlanRow(estimate=estimate, note=", ".join(notes), broken=bool(broken))
@@ -158,11 +155,11 @@ def _object(
     sizing: Sizing | None,
     batch: OtherBatch | None,
 ) -> dict[str, JsonValue]:
-    import dataclasses
-
     from shardwright.cli.estimate import estimate_object
     from shardwright.search.compare import binding_constraint, lost_regions, pareto_front
+    from shardwright.search.plainer import plainer
 
+    plain = plainer(recipe, result.ranked)
     found: dict[str, JsonValue] = {
         "recipe": path,
         "plans": [estimate_object(path, row.estimate) for row in rows],
@@ -171,7 +168,7 @@ def _object(
         "pareto": [estimate_object(path, estimate) for estimate in pareto_front(result.ranked)],
         "binding": binding_constraint(result.ranked[0], result.beyond_memory) if result.ranked else None,
         "measured_error": _measured_error(result),
-        "plainer": _plainer_object(recipe, result),
+        "plainer": None if plain is None else dataclasses.asdict(plain),
         "search_seconds": result.seconds,
     }
     if sizing is not None:
@@ -181,8 +178,6 @@ def _object(
 
 
 def _lost_object(region: LostRegion) -> JsonObject:
-    import dataclasses
-
     fields = dataclasses.asdict(region)
     del fields["where"]
     return {**dict(region.where), **fields}
@@ -201,15 +196,6 @@ def _measured_error(result: SearchResult) -> dict[str, JsonValue]:
     }
 
 
-def _plainer_object(recipe: Recipe, result: SearchResult) -> JsonValue:
-    import dataclasses
-
-    from shardwright.search.plainer import plainer
-
-    found = plainer(recipe, result.ranked)
-    return None if found is None else dataclasses.asdict(found)
-
-
 def _bound(recipe: Recipe, sizing: Sizing, batch: OtherBatch | None) -> str:
     return sizing.bound() if batch is None else batch.words(recipe.training.global_batch_size, sizing.nodes)
 
@@ -223,7 +209,6 @@ def page_lines(
 ) -> list[str]:
     """What `plan` prints, without a line end. rows: of ranked_rows; batch: of other_batch."""
     from shardwright.cli.plan_table import error_notes, table
-    from shardwright.ir.weights import weights_words
     from shardwright.search.compare import binding_constraint, lost_regions, pareto_front
     from shardwright.search.plainer import plainer, plainer_words
 
@@ -273,7 +258,7 @@ def _pinned_file(args: argparse.Namespace) -> Path:
     """The recipe itself; for a model's name a new file, called as the model."""
     if args.output is not None:
         return Path(args.output)
-    return Path(args.recipe) if model_of(args) is None else Path(f"{Path(args.recipe).name}.yaml")
+    return Path(args.recipe) if plan_model.model_of(args) is None else Path(f"{Path(args.recipe).name}.yaml")
 
 
 def _pin(args: argparse.Namespace, recipe: Recipe, text: str, row: PlanRow) -> None:

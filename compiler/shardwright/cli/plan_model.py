@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwright.diagnostics import KeyPath, Location, Refusal, Source
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from shardwright.diagnostics import KeyPath, Location
     from shardwright.ir.json_value import JsonObject
     from shardwright.ir.recipe import Recipe
 
@@ -77,7 +79,6 @@ def recipe_text(args: argparse.Namespace, model: str) -> str:
 
 def longest_sequence(model: str) -> int:
     """The longest sequence that the model's configuration names; where it names none, there is no limit."""
-    from shardwright.diagnostics import Refusal
     from shardwright.model.popular.hub import hub_config, read_config_file
 
     try:
@@ -104,9 +105,6 @@ def words_of(args: argparse.Namespace, model: str) -> dict[KeyPath, str]:
 
 def load_text(text: str, overrides: Sequence[str], words: Mapping[KeyPath, str]) -> Recipe:
     """The recipe of `text`. There is no file of it, so diagnostics point at the words of the command line."""
-    import dataclasses
-
-    from shardwright.diagnostics import Location, Refusal, Source
     from shardwright.recipe.layers import STDIN
     from shardwright.recipe.load import load_recipe
 

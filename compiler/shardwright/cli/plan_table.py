@@ -57,7 +57,7 @@ def _cells(place: int, row: PlanRow, first: Estimate, axes: Sequence[Axis], *, i
         " x ".join(str(s.values()[axis]) for axis in axes),
         str(s.zero_stage),
         f"{s.micro_batch_size} x {s.gradient_accumulation_steps}",
-        s.activation_checkpointing,
+        str(s.activation_checkpointing),
         f"{peak / GIB:.1f} / {capacity / GIB:.1f} ({1 - peak / capacity:.0%})",
         f"{step:.3g}" + ("" if e.error.step_time is None else f" ± {step * e.error.step_time:.2g}"),
         f"{e.time.tokens_per_second_per_gpu:,.0f}",

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright.cli.arguments import add_json
+from shardwright.cli.console import shell_word, use_color
+from shardwright.diagnostics.render import visible
 from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
@@ -38,8 +42,6 @@ def run(args: argparse.Namespace) -> int:
 def as_json(
     plan: Plan, folder: Path, data: Dataset, parts: tuple[PartSummary, ...], shown: list[list[TextSpan]]
 ) -> str:
-    from dataclasses import asdict
-
     t = plan.training
     return strict_json(
         {
@@ -62,11 +64,7 @@ def summary(
     plan: Plan, folder: Path, data: Dataset, parts: tuple[PartSummary, ...], shown: list[list[TextSpan]]
 ) -> str:
     """What the run will read, in a few lines, and three samples of it."""
-    import sys
-
-    from shardwright.cli.console import shell_word, use_color
     from shardwright.data.summary import marked
-    from shardwright.diagnostics.render import visible
 
     t = plan.training
     rows = [("data", _part(p, t.sequence_length)) for p in parts]

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 
 from shardwright.cli.arguments import add_json
+from shardwright.diagnostics.render import visible
+from shardwright.figures import file_size
 from shardwright.strict_json import strict_json
 
 
@@ -25,8 +27,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(strict_json({"files": [{"path": str(path), "bytes": size} for path, size in written]}))
         return 0
-    from shardwright.diagnostics.render import visible
-    from shardwright.figures import file_size
 
     for path, size in written:
         print(f"written   {visible(str(path))} ({file_size(size)})")

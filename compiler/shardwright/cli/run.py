@@ -1,4 +1,4 @@
-"""`shardwright run DIR`: train a compiled folder under the deepspeed launcher."""
+"""`shardwright run DIR`: train a compiled folder with its engine's launcher."""
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from shardwright.cli.console import error
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -23,8 +25,6 @@ def run(args: argparse.Namespace) -> int:
     try:
         output.write_text(schema_text(), encoding="utf-8")
     except OSError as problem:
-        from shardwright.cli.console import error
-
         error(f"cannot write {output}: {problem.strerror}")
         return 1
     return 0

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright.cli.arguments import add_json
+from shardwright.cli.console import shell_word
+from shardwright.diagnostics.render import visible
+from shardwright.figures import number
 from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
     from shardwright.launch.state import RunState
+    from shardwright.watch.journal import MeasuredSaves
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,20 +24,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from dataclasses import asdict
-
     from shardwright.launch.state import read_state
     from shardwright.plan.serialize import load_plan
 
     state = read_state(load_plan(args.folder), args.folder)
-    print(strict_json(asdict(state)) if args.json else as_text(state, args.folder))
+    predicted = None if state.saves is None else _predicted_save_seconds(args.folder)
+    if args.json:
+        print(strict_json({**asdict(state), "predicted_save_seconds": predicted}))
+    else:
+        print(as_text(state, args.folder, predicted))
     return 0
 
 
-def as_text(state: RunState, folder: Path) -> str:
+def _predicted_save_seconds(folder: Path) -> float | None:
+    """None where the recipe or the model of an earlier version's folder cannot be read."""
+    from shardwright.cost.goodput import goodput
+    from shardwright.diagnostics import Refusal
+    from shardwright.folder import read_folder
+    from shardwright.layout.problem import Problem
+    from shardwright.records import carried
+
+    try:
+        subject = read_folder(folder)
+    except Refusal:
+        return None
+    expected = goodput(carried(Problem, subject), subject.estimate)
+    return None if expected is None else expected.save_seconds
+
+
+def as_text(state: RunState, folder: Path, predicted_save_seconds: float | None = None) -> str:
     from shardwright.checkpoint.step_folders import step_name
-    from shardwright.cli.console import shell_word
-    from shardwright.diagnostics.render import visible
 
     rows = [("status", state.status if state.attempt is None else f"{state.status}, attempt {state.attempt}")]
     if state.step:
@@ -40,6 +61,8 @@ def as_text(state: RunState, folder: Path) -> str:
     if state.loss is not None and state.tokens_per_second is not None:
         rows.append(("loss", f"{state.loss:.4f}"))
         rows.append(("speed", f"{state.tokens_per_second:,.0f} tokens/s"))
+    if state.saves is not None:
+        rows.append(("saves", _saves(state.saves, predicted_save_seconds)))
     if state.eta_seconds is not None:
         rows.append(("left", duration(state.eta_seconds)))
     if state.stalled:
@@ -62,6 +85,11 @@ def as_text(state: RunState, folder: Path) -> str:
     }
     rows.append(("next", after.get(state.status, f"shardwright logs {place} -f")))
     return "\n".join(f"{name:<9}{text}" for name, text in rows)
+
+
+def _saves(saves: MeasuredSaves, predicted_seconds: float | None) -> str:
+    plan = "" if predicted_seconds is None else f" (predicted {number(predicted_seconds)})"
+    return f"{saves.count}, {number(saves.seconds)} s each{plan}, {number(saves.gbytes_per_second)} GB/s a node"
 
 
 def duration(seconds: float) -> str:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.diagnostics import refusal
 
 if TYPE_CHECKING:
     from shardwright.launch.state import RunState
@@ -29,13 +29,11 @@ def run(args: argparse.Namespace) -> int:
 
     plan, folder = load_plan(args.folder), args.folder
     if not is_alive(folder):
-        raise Refusal(
-            Diagnostic(
-                code="SW6304",
-                message=f"no run of {str(folder)!r} is alive: its status is {read_state(plan, folder).status}",
-                help="`shardwright status` says more. A run on hosts that do not share this folder is stopped by "
-                "`touch run/stop` in the folder on the first host.",
-            )
+        raise refusal(
+            "SW6304",
+            f"no run of {str(folder)!r} is alive: its status is {read_state(plan, folder).status}",
+            "`shardwright status` says more. A run on hosts that do not share this folder is stopped by "
+            "`touch run/stop` in the folder on the first host.",
         )
     (folder / "run" / "stop").touch()
     print("asked to stop: the run ends after its current step, with a checkpoint")
@@ -56,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _wait(plan: Plan, folder: Path) -> RunState:
-    from shardwright.launch.state import holds_lock, read_state
+    from shardwright.launch.state import read_state
+    from shardwright.lease import holds_lock
 
     said = 0.0
     while True:

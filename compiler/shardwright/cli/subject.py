@@ -8,18 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwright.records import carried
+
 if TYPE_CHECKING:
     from shardwright.ir.cluster import Cluster
     from shardwright.ir.model_graph import ModelGraph
     from shardwright.ir.recipe import Recipe
     from shardwright.layout.estimate import Estimate
     from shardwright.plan.plan import Plan
+    from shardwright.watch.journal import MeasuredSaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedRecipe:
     """estimate: of the chosen layout, by this version's cost model. plan: where it is a compiled folder.
-    is_predicted_anew: the plan's own prediction is another one."""
+    is_predicted_anew: the plan's own prediction is another one. saves: of the folder's run."""
 
     name: str
     recipe: Recipe
@@ -28,39 +31,18 @@ class PricedRecipe:
     estimate: Estimate
     plan: Plan | None
     is_predicted_anew: bool
+    saves: MeasuredSaves | None = None
 
 
 def read_subject(name: str, overrides: Sequence[str] = ()) -> PricedRecipe:
     """Raises Refusal: read_folder's, and all that a recipe can be refused for."""
-    return _folder(name) if os.path.isdir(name) else read_recipe(name, overrides)
+    if os.path.isdir(name):
+        from shardwright.folder import read_folder
+        from shardwright.watch.journal import read_saves
 
-
-def read_recipe(name: str, overrides: Sequence[str] = ()) -> PricedRecipe:
+        return carried(PricedRecipe, read_folder(Path(name)), name=name, saves=read_saves(Path(name)))
     from shardwright.compile import estimate_recipe
     from shardwright.recipe.load import load_recipe
 
     problem, estimate = estimate_recipe(load_recipe(Path(name), overrides))
-    return PricedRecipe(
-        name=name,
-        recipe=problem.recipe,
-        graph=problem.graph,
-        cluster=problem.cluster,
-        estimate=estimate,
-        plan=None,
-        is_predicted_anew=False,
-    )
-
-
-def _folder(name: str) -> PricedRecipe:
-    from shardwright.folder import read_folder
-
-    read = read_folder(Path(name))
-    return PricedRecipe(
-        name=name,
-        recipe=read.recipe,
-        graph=read.graph,
-        cluster=read.cluster,
-        estimate=read.estimate,
-        plan=read.plan,
-        is_predicted_anew=read.is_predicted_anew,
-    )
+    return carried(PricedRecipe, problem, name=name, estimate=estimate, plan=None, is_predicted_anew=False, saves=None)

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright.cli.arguments import add_json, add_overrides
+from shardwright.cli.console import print_diagnostics
+from shardwright.diagnostics import Diagnostic, Refusal, found
 
 if TYPE_CHECKING:
-    from shardwright.diagnostics import Diagnostic
     from shardwright.verify.verdict import Comparison, Verdict
 
 
@@ -25,8 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit 1 where the tiny copy computes something else."""
-    from shardwright.cli.console import print_diagnostics
-    from shardwright.diagnostics import Refusal
     from shardwright.recipe.load import load_recipe
     from shardwright.verify.verify import verify_recipe
 
@@ -48,15 +47,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _mismatch(verdict: Verdict) -> Diagnostic:
-    from shardwright.diagnostics import Diagnostic
-
     wrong = [check for check in verdict.checks if not check.passed]
-    return Diagnostic(
-        code="SW5401",
-        message=f"{verdict.verified} does not train as one process does: "
-        + ", ".join(f"{check.name} off by {check.worst:.2g} (limit {check.limit:g})" for check in wrong),
-        help="Do not pay for this run. Please report it with the recipe; another layout of `plan` may be right.",
-    )
+    off = ", ".join(f"{check.name} off by {check.worst:.2g} (limit {check.limit:g})" for check in wrong)
+    help = "Do not pay for this run. Please report it with the recipe; another layout of `plan` may be right."
+    return found("SW5401", None, f"{verdict.verified} does not train as one process does: {off}", help)
 
 
 def _as_json(path: str, verdict: Verdict) -> str:

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 
 from shardwright.cli.plan_table import GIB
 from shardwright.cli.tables import table_lines
+from shardwright.diagnostics import Diagnostic, Refusal, found
 from shardwright.layout.problem import Problem
+from shardwright.records import carried
 from shardwright.search.compare import PARTS
 from shardwright.search.why_not import CHOSEN, LOSES, TOO_LARGE, WINS, WhyNotAnswer
 from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
     from shardwright.cli.subject import PricedRecipe
-    from shardwright.diagnostics import Diagnostic
     from shardwright.ir.json_value import JsonObject
     from shardwright.ir.recipe import Recipe
     from shardwright.layout.estimate import Estimate
@@ -42,39 +43,31 @@ def run(name: str, overrides: Sequence[str], words: str, *, as_json: bool) -> in
 
 def asked_keys(words: str) -> dict[str, str]:
     """`tensor=8,pipeline=2` -> key -> value, as written. Raises Refusal: SW3303."""
-    from shardwright.diagnostics import Refusal
     from shardwright.ir.recipe import ParallelismSection
 
     known = [field.name for field in dataclasses.fields(ParallelismSection)]
-    found: list[Diagnostic] = []
+    wrong: list[Diagnostic] = []
     asked: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in words.split(","))):
         key, equals, value = (text.strip() for text in part.partition("="))
         key = key.removeprefix("parallelism.")
         if not equals or not value:
-            found.append(_mistake(f"`{part}` is not key=value", ()))
+            wrong.append(_mistake(f"`{part}` is not key=value", ()))
         elif key not in known:
-            found.append(_mistake(f"`{key}` is no key of `parallelism`", _nearest(key, known)))
+            wrong.append(_mistake(f"`{key}` is no key of `parallelism`", _nearest(key, known)))
         elif key in asked:
-            found.append(_mistake(f"`{key}` is given twice", ()))
+            wrong.append(_mistake(f"`{key}` is given twice", ()))
         asked[key] = value
     if not asked:
-        found.append(_mistake("--why-not names no layout", ()))
-    if found:
-        raise Refusal(*found)
+        wrong.append(_mistake("--why-not names no layout", ()))
+    if wrong:
+        raise Refusal(*wrong)
     return asked
 
 
 def _mistake(message: str, valid: tuple[str, ...]) -> Diagnostic:
-    from shardwright.diagnostics import Diagnostic
-
-    return Diagnostic(
-        code="SW3303",
-        message=message,
-        help="Write keys of the recipe's `parallelism` section, such as --why-not tensor=8,pipeline=2."
-        + (f" Did you mean `{valid[0]}`?" if valid else ""),
-        valid=valid,
-    )
+    help = "Write keys of the recipe's `parallelism` section, such as --why-not tensor=8,pipeline=2."
+    return found("SW3303", None, message, help + (f" Did you mean `{valid[0]}`?" if valid else ""), valid)
 
 
 def _nearest(key: str, known: Sequence[str]) -> tuple[str, ...]:
@@ -93,7 +86,6 @@ def ask(
 ) -> tuple[WhyNotAnswer, tuple[str, ...]]:
     """The answer, and the keys that the recipe pins and the question sets aside: all of the layout that it does not
     name is free."""
-    from shardwright.diagnostics import Refusal
     from shardwright.recipe.load import load_recipe
     from shardwright.search.explain import pinned_keys
     from shardwright.search.why_not import refused, why_not
@@ -109,7 +101,7 @@ def ask(
             return refused(refusal), freed
         raise
     recipe = dataclasses.replace(subject.recipe, parallelism=loaded.parallelism)
-    return why_not(Problem(recipe=recipe, graph=subject.graph, cluster=subject.cluster), subject.estimate), freed
+    return why_not(carried(Problem, subject, recipe=recipe), subject.estimate), freed
 
 
 def page(subject: PricedRecipe, asked: Mapping[str, str], freed: Sequence[str], answer: WhyNotAnswer) -> str:
@@ -134,18 +126,14 @@ def sentence(subject: PricedRecipe, answer: WhyNotAnswer) -> str:
         return f"it cannot be: {answer.because}"
     change = found.time.step_seconds / subject.estimate.time.step_seconds - 1
     peak, capacity = found.memory.peak_bytes / GIB, found.memory.capacity_bytes / GIB
-    match answer.verdict:
-        case verdict if verdict == CHOSEN:
-            return "it is: the plan's layout is the best one of that region"
-        case verdict if verdict == TOO_LARGE:
-            return f"it does not fit: the least that it takes is {peak:.1f} of {capacity:.1f} GiB"
-        case verdict if verdict == LOSES:
-            return f"it runs, and loses: {_change(change)}; {answer.because}"
-        case verdict if verdict == WINS:
-            return f"it runs, and is better ({_change(change)}; the plan's {answer.because}): pins keep it out"
-        case _:
-            codes = ", ".join(d.code for d in answer.diagnostics if d.severity == "error")
-            return f"it does not run: {codes}. Were it to run, its step would be {_change(change)}"
+    codes = ", ".join(d.code for d in answer.diagnostics if d.severity == "error")
+    said = {
+        CHOSEN: "it is: the plan's layout is the best one of that region",
+        TOO_LARGE: f"it does not fit: the least that it takes is {peak:.1f} of {capacity:.1f} GiB",
+        LOSES: f"it runs, and loses: {_change(change)}; {answer.because}",
+        WINS: f"it runs, and is better ({_change(change)}; the plan's {answer.because}): pins keep it out",
+    }
+    return said.get(answer.verdict, f"it does not run: {codes}. Were it to run, its step would be {_change(change)}")
 
 
 def _change(share: float) -> str:

@@ -11,32 +11,26 @@ import json
 from importlib import resources
 from typing import TypedDict
 
-from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.diagnostics import Diagnostic, Refusal, found
 from shardwright.ir.cluster import Cluster, Gpu
 from shardwright.ir.recipe import ClusterSection
 
 
-class CatalogueEntry(TypedDict):
-    memory_gib: float
+class InlineDefaults(TypedDict):
+    """What an inline GPU does not say. sources: of each number."""
+
     cache_mib: float
     compute_units: int
     watts: float | None
-    hbm_gbytes_per_second: float
-    peak_tflops: dict[str, float]
-    intra_node_gbytes_per_second: float
-    inter_node_gbits_per_second: float
-    sources: dict[str, str]  # of each number
-
-
-class InlineDefaults(TypedDict):
-    """What an inline GPU does not say."""
-
-    cache_mib: float
-    compute_units: int
-    watts: float
     intra_node_gbytes_per_second: float
     inter_node_gbits_per_second: float
     sources: dict[str, str]
+
+
+class CatalogueEntry(InlineDefaults):
+    memory_gib: float
+    hbm_gbytes_per_second: float
+    peak_tflops: dict[str, float]
 
 
 class Catalogue(TypedDict):
@@ -55,37 +49,31 @@ def resolve_cluster(section: ClusterSection) -> Cluster:
 
     Raises Refusal: SW3001 unknown GPU, SW3002 an inline GPU without peaks.
     """
-    diagnostics = list(gpu_errors(section))
-    gpus = catalogue()["gpus"]
-    links: CatalogueEntry | InlineDefaults = catalogue()["inline_gpu"]
-    gpu: Gpu | None = None
-    if not isinstance(section.gpu, str):
-        gpu = Gpu(
-            name="inline",
-            memory_gib=section.gpu.memory_gib,
-            hbm_bytes_per_second=section.gpu.hbm_gbytes_per_second * 1e9,
-            peak_flops={name: value * 1e12 for name, value in section.gpu.peak_tflops.items()},
-            cache_bytes=links["cache_mib"] * 2**20,
-            compute_units=links["compute_units"],
-            watts=catalogue()["inline_gpu"]["watts"],
-        )
-    elif section.gpu in gpus:
-        entry = gpus[section.gpu]
-        links = entry
-        gpu = Gpu(
-            name=section.gpu,
-            memory_gib=entry["memory_gib"],
-            hbm_bytes_per_second=entry["hbm_gbytes_per_second"] * 1e9,
-            peak_flops={name: value * 1e12 for name, value in entry["peak_tflops"].items()},
-            cache_bytes=entry["cache_mib"] * 2**20,
-            compute_units=entry["compute_units"],
-            watts=entry["watts"],
-            is_cpu=section.gpu == "cpu",
-        )
-    if diagnostics or gpu is None:
-        raise Refusal(*diagnostics)
-    intra = section.intra_node_gbytes_per_second or links["intra_node_gbytes_per_second"]
-    inter = section.inter_node_gbits_per_second or links["inter_node_gbits_per_second"]
+    if errors := gpu_errors(section):
+        raise Refusal(*errors)
+    chip: CatalogueEntry
+    if isinstance(section.gpu, str):
+        name, chip = section.gpu, catalogue()["gpus"][section.gpu]
+    else:
+        name, inline = "inline", section.gpu
+        chip = {
+            **catalogue()["inline_gpu"],
+            "memory_gib": inline.memory_gib,
+            "hbm_gbytes_per_second": inline.hbm_gbytes_per_second,
+            "peak_tflops": dict(inline.peak_tflops),
+        }
+    gpu = Gpu(
+        name=name,
+        memory_gib=chip["memory_gib"],
+        hbm_bytes_per_second=chip["hbm_gbytes_per_second"] * 1e9,
+        peak_flops={precision: tflops * 1e12 for precision, tflops in chip["peak_tflops"].items()},
+        cache_bytes=chip["cache_mib"] * 2**20,
+        compute_units=chip["compute_units"],
+        watts=chip["watts"],
+        is_cpu=name == "cpu",
+    )
+    intra = section.intra_node_gbytes_per_second or chip["intra_node_gbytes_per_second"]
+    inter = section.inter_node_gbits_per_second or chip["inter_node_gbits_per_second"]
     cluster = Cluster(
         nodes=section.nodes or 1,
         gpus_per_node=section.gpus_per_node,
@@ -107,27 +95,14 @@ def gpu_errors(section: ClusterSection) -> tuple[Diagnostic, ...]:
         if section.gpu in gpus:
             return ()
         near = _nearest(section.gpu, tuple(gpus))
-        return (
-            Diagnostic(
-                code="SW3001",
-                message=f"gpu {section.gpu!r} is not in the catalogue",
-                help=(f"Did you mean `{near[0]}`? " if near else "")
-                + f"Known: {', '.join(gpus)}. Any other one can be given inline: "
-                "{memory_gib, hbm_gbytes_per_second, peak_tflops: {bf16: ...}}.",
-                key=("cluster", "gpu"),
-                valid=near,
-            ),
-        )
+        help = f"Did you mean `{near[0]}`? " if near else ""
+        help += f"Known: {', '.join(gpus)}. Any other one can be given inline: "
+        help += "{memory_gib, hbm_gbytes_per_second, peak_tflops: {bf16: ...}}."
+        return (found("SW3001", "cluster.gpu", f"gpu {section.gpu!r} is not in the catalogue", help, near),)
     if section.gpu.peak_tflops:
         return ()
-    return (
-        Diagnostic(
-            code="SW3002",
-            message="peak_tflops of the inline GPU is empty",
-            help="Give the dense peak of each precision, for example peak_tflops: {bf16: 989, fp32: 67}.",
-            key=("cluster", "gpu", "peak_tflops"),
-        ),
-    )
+    help = "Give the dense peak of each precision, for example peak_tflops: {bf16: 989, fp32: 67}."
+    return (found("SW3002", "cluster.gpu.peak_tflops", "peak_tflops of the inline GPU is empty", help),)
 
 
 def _nearest(name: str, names: tuple[str, ...]) -> tuple[str, ...]:

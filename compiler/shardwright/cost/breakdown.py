@@ -10,7 +10,8 @@ from shardwright.cost.data_parallel import data_comm_seconds
 from shardwright.cost.layout import Layout
 from shardwright.cost.memory import RankBytes, framework_bytes
 from shardwright.cost.offload import host_transfer_seconds
-from shardwright.cost.passes import passes
+from shardwright.cost.passes import again_seconds, passes
+from shardwright.cost.replaced import run_factor, scaled
 from shardwright.cost.timing import StageSeconds, optimizer_seconds, schedule_seconds, stage_seconds
 from shardwright.layout.estimate import Estimate, StageMemory
 
@@ -88,7 +89,8 @@ class Breakdown:
 
 def break_down(layout: Layout, estimate: Estimate) -> Breakdown:
     """estimate: of this layout."""
-    s, time = layout.strategy, estimate.time
+    s, factor = layout.strategy, run_factor(layout.recipe, layout.graph, layout.strategy)
+    time = scaled(estimate.time, 1 / factor)
     found = passes(layout)
     stages = [stage_seconds(layout, rank, found) for rank in range(s.pipeline)]
     schedule = schedule_seconds(layout, found, stages)
@@ -99,7 +101,7 @@ def break_down(layout: Layout, estimate: Estimate) -> Breakdown:
             layers=tuple((block.start, block.stop) for block in layout.ranks[rank]),
             in_flight=tuple(block.in_flight for block in layout.ranks[rank]),
             memory=_memory(held.of(rank, layout.ranks[rank], 0), estimate.memory.stages[rank], framework),
-            time=_rank_parts(layout, estimate, rank, schedule, stages[rank]),
+            time=_scaled(_rank_parts(layout, time.step_seconds, rank, schedule, stages[rank]), factor),
         )
         for rank in range(s.pipeline)
     )
@@ -113,7 +115,7 @@ def break_down(layout: Layout, estimate: Estimate) -> Breakdown:
         total=time.step_seconds,
     )
     fullest = max(estimate.memory.stages, key=lambda stage: stage.peak_bytes).stage
-    return Breakdown(step=step, fullest=fullest, slowest=slowest, ranks=ranks)
+    return Breakdown(step=_scaled(step, factor), fullest=fullest, slowest=slowest, ranks=ranks)
 
 
 def _memory(live: StageMemory, held: StageMemory, framework: int) -> RankMemory:
@@ -129,7 +131,12 @@ def _memory(live: StageMemory, held: StageMemory, framework: int) -> RankMemory:
     )
 
 
-def _rank_parts(layout: Layout, estimate: Estimate, rank: int, schedule: float, stage: StageSeconds) -> StepParts:
+def _scaled(parts: StepParts, factor: float) -> StepParts:
+    """By what runs of this recipe took longer than predicted."""
+    return parts if factor == 1 else StepParts(**{f.name: getattr(parts, f.name) * factor for f in fields(parts)})
+
+
+def _rank_parts(layout: Layout, step_seconds: float, rank: int, schedule: float, stage: StageSeconds) -> StepParts:
     m = layout.strategy.gradient_accumulation_steps
     data_comm = data_comm_seconds(layout, rank, stage.compute)
     if layout.strategy.offload != "none":  # another link, at the same time
@@ -140,7 +147,7 @@ def _rank_parts(layout: Layout, estimate: Estimate, rank: int, schedule: float, 
         pipeline_comm=min(m * stage.pipeline_comm, schedule - m * (stage.compute + stage.tensor_comm)),
         data_comm=data_comm,
         optimizer=optimizer_seconds(layout, rank),
-        total=estimate.time.step_seconds,
+        total=step_seconds,
     )
 
 
@@ -155,15 +162,17 @@ def _parts(
     def over(sums: tuple[float, ...]) -> float:
         return m * sum(sums[block.stop] - sums[block.start] for block in blocks)
 
-    backward, again = over(layers.backward), over(layers.again)
+    # What a backward pass runs again on all layers alike, and on those that partial checkpointing picks.
+    backward, again = over(layers.backward), over(layers.again) - over(found.again_compute)
+    partly, partly_comm = again_seconds(layout, found, blocks)
     parts = StepParts(
         forward_seconds=over(layers.forward),
         backward_seconds=backward,
-        recompute_seconds=again,
+        recompute_seconds=again + m * partly,
         accumulate_seconds=_no_noise(over(found.backward_compute) - backward - again, backward),
         host_seconds=m * found.per_rank_seconds,
         tensor_forward_seconds=over(found.forward_comm),
-        tensor_backward_seconds=over(found.backward_comm),
+        tensor_backward_seconds=over(found.backward_comm) + m * partly_comm,
         pipeline_comm_seconds=pipeline_comm,
         data_comm_seconds=data_comm,
         optimizer_seconds=optimizer,

@@ -17,6 +17,7 @@ from shardwright.cost.kernels import (
     sustained_share,
     traffic_seconds,
 )
+from shardwright.cost.replaced import first_of_kind, measured_seconds
 from shardwright.cost.shapes import LayerShape, dropped_products, model_shapes
 from shardwright.engines.kernels import KERNELS
 from shardwright.engines.table import traits_of
@@ -36,7 +37,7 @@ FUSED_BACKWARD_OVER_FORWARD = 2.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSeconds:
-    """Prefix sums over graph.layers (length layers + 1). again: recomputed, under each checkpointing."""
+    """Prefix sums over graph.layers (length layers + 1). again: recomputed, of a layer that is checkpointed."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -66,7 +67,8 @@ def _depends_on(recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Strategy, c: Con
             traits_of(recipe.target, recipe.assume.kernels, s),
             recipe.lora is not None,
         ),
-        (s.tensor, s.micro_batch_size, s.sequence_parallel, s.activation_checkpointing, s.loss),
+        (s.tensor, s.context, s.micro_batch_size, s.sequence_parallel, s.checkpointing, s.loss),
+        (recipe.cluster.measured and recipe.cluster.measured.sha256, recipe.target),
         c,
     )
 
@@ -82,6 +84,8 @@ def layer_seconds(recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Strategy, c: C
         ends[layer.kind] if index < 0 else per_kind[index]
         for layer, index in zip(graph.layers, shapes.kind_of, strict=True)
     ]
+    places = first_of_kind(shapes.kind_of)
+    per_layer = [measured_seconds(recipe, graph, s, at, each) for at, each in zip(places, per_layer, strict=True)]
 
     def prefix(part: Callable[[tuple[float, float, float]], float]) -> tuple[float, ...]:
         return (0.0, *itertools.accumulate(part(seconds) for seconds in per_layer))
@@ -99,7 +103,7 @@ class _Micro:
         self.traits = traits_of(recipe.target, self.kernels, s)
         self.frozen = recipe.lora is not None  # no gradient of a weight; the adapters' own products are a few percent
         self.length = recipe.training.sequence_length
-        self.tokens = s.micro_batch_size * self.length
+        self.tokens = s.micro_batch_size * self.length // s.context
         self.is_cpu = gpu.is_cpu
         self.shapes = model_shapes(graph, s.tensor)
         self.device = Device(
@@ -112,7 +116,7 @@ class _Micro:
         )
 
     def decoder(self, kind: LayerShape) -> tuple[float, float, float]:
-        mode = self.s.activation_checkpointing
+        mode = self.s.checkpointing
         if self.mfu is not None:
             scores = self._at_mfu(kind.attention_flops * self.length, self.shapes.attention_degree)
             forward = self._at_mfu(kind.matmul_flops, self.s.tensor) + scores
@@ -219,7 +223,7 @@ class _Micro:
         if not kind.attention_flops:
             return 0.0, 0.0
         degree = self.shapes.attention_degree
-        heads = s.micro_batch_size * graph.attention_heads / degree
+        heads = s.micro_batch_size * graph.attention_heads / (degree * s.context)
         if graph.attention == "eager":
             passes = self.c.score_passes(self.kernels)
             forward = eager_attention_seconds(

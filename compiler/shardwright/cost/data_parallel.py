@@ -19,11 +19,11 @@ def data_comm_seconds(layout: Layout, rank: int, compute_seconds: float) -> floa
     drains there. ZeRO-2 reduces at every micro-batch, ZeRO-3 gathers too."""
     s, c, cluster = layout.strategy, layout.constants, layout.cluster
     tied = _tied_seconds(layout)
-    if s.data == 1:
+    if s.shards == 1:
         return tied
     if s.zero_stage == 3:
         return tied + _zero_3_seconds(layout, rank, compute_seconds)
-    numel, group = layout.trained_of(layout.ranks[rank]), group_of(cluster, s.data, s.tensor)
+    numel, group = layout.trained_of(layout.ranks[rank]), group_of(cluster, s.shards, s.tensor)
     gradient = ELEMENT_BYTES[layout.accumulation_dtype] if s.zero_stage <= 1 else layout.element_bytes
     buckets = _buckets(numel)
     reduce = gather_seconds(cluster, c, group, numel * gradient, buckets)
@@ -44,7 +44,7 @@ def _zero_3_seconds(layout: Layout, rank: int, compute_seconds: float) -> float:
     s, c, cluster = layout.strategy, layout.constants, layout.cluster
     m, element = s.gradient_accumulation_steps, layout.element_bytes
     held, numel = layout.numel(rank), layout.trained_of(layout.ranks[rank])
-    group = group_of(cluster, s.data, s.tensor)
+    group = group_of(cluster, s.shards, s.tensor)
     layers = sum(block.stop - block.start for block in layout.ranks[rank])
     efficiency, gathers_a_pass, reductions = 1.0, float(layers), float(layers)
     assume = layout.recipe.assume
@@ -87,5 +87,5 @@ def _tied_seconds(layout: Layout) -> float:
     if s.pipeline == 1 or s.schedule == "dualpipev" or not layout.shapes.shared_numel:
         return 0.0
     size = layout.shapes.shared_numel * ELEMENT_BYTES[layout.accumulation_dtype]
-    distance = s.tensor * s.data * (s.pipeline - 1)
+    distance = s.tensor * s.shards * (s.pipeline - 1)
     return send_seconds(layout.cluster, layout.constants, distance, size)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from shardwright.cost.layout import Layout
 from shardwright.cost.measured import prediction_error
+from shardwright.cost.replaced import run_factor, scaled
 from shardwright.cost.timing import estimate_time
 from shardwright.diagnostics import Diagnostic
 from shardwright.ir.cluster import Cluster
+from shardwright.layout.axes import AXES
 from shardwright.layout.estimate import Estimate, Memory, Time, Training
 from shardwright.layout.strategy import Strategy
 
@@ -15,7 +17,7 @@ SECONDS_PER_DAY = 86_400
 
 def price(layout: Layout, memory: Memory, diagnostics: tuple[Diagnostic, ...]) -> Estimate:
     """memory: of this layout. diagnostics: what the rules say of it; that it does not fit is added."""
-    time = estimate_time(layout)
+    time = scaled(estimate_time(layout), run_factor(layout.recipe, layout.graph, layout.strategy))
     if not memory.fits:
         diagnostics = (*diagnostics, does_not_fit(memory, layout.strategy))
     return Estimate(
@@ -41,11 +43,12 @@ def does_not_fit(memory: Memory, strategy: Strategy) -> Diagnostic:
         "workspace": fullest.workspace_bytes,
     }
     listed = ", ".join(f"{name} {value / 2**30:.1f}" for name, value in parts.items())
+    cuts = ", ".join(axis.name for axis in AXES if axis.cuts and axis.is_free)
     return Diagnostic(
         code="SW3201",
         message=f"predicted peak {memory.peak_bytes / 2**30:.1f} GiB does not fit in "
         f"{memory.capacity_bytes / 2**30:.1f} GiB (pipeline rank {fullest.stage})",
-        help=f"In GiB: {listed}. A higher tensor, pipeline or zero_stage, a smaller micro_batch_size or "
+        help=f"In GiB: {listed}. A higher {cuts} or zero_stage, a smaller micro_batch_size or "
         "activation_checkpointing: full would lower it.",
         key=("parallelism", "micro_batch_size" if strategy.micro_batch_size > 1 else "tensor"),
     )

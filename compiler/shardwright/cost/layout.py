@@ -7,8 +7,9 @@ import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardwright.cost.activations import Activations, activations
+from shardwright.cost.activations import Activations, Share, activations
 from shardwright.cost.constants import Constants
+from shardwright.cost.replaced import figures_of, first_of_kind, measured_kept_bytes
 from shardwright.cost.shapes import ModelShapes, model_shapes
 from shardwright.engines.engine import Traits
 from shardwright.engines.table import traits_of
@@ -16,6 +17,7 @@ from shardwright.ir.cluster import Cluster
 from shardwright.ir.lora import adapters, target_modules
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import ELEMENT_BYTES, Recipe
+from shardwright.ir.words import Checkpointing, PartialCheckpointing
 from shardwright.layout.loss_chunk import chunk_length
 from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
@@ -39,6 +41,7 @@ class Layout:
     activations: Activations
     element_bytes: int
     accumulation_dtype: str
+    checkpointed: Activations | None = None  # of the first layers of each stage, where those are checkpointed alone
     boundaries: tuple[int, ...] = ()  # of the stages, over graph.layers; () until the layers are placed
     ranks: tuple[tuple[Block, ...], ...] = ()  # per pipeline rank
     adapters: tuple[int, ...] = ()  # LoRA's elements, prefix sums over graph.layers; () where all is trained
@@ -61,8 +64,13 @@ class Layout:
 
     @property
     def tokens(self) -> int:
-        """b x S: tokens of one micro-batch."""
-        return self.strategy.micro_batch_size * self.recipe.training.sequence_length
+        """Tokens of one micro-batch on one rank."""
+        return self.strategy.micro_batch_size * self.length
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row on one rank."""
+        return self.recipe.training.sequence_length // self.strategy.context
 
     @property
     def logit_tokens(self) -> int:
@@ -70,7 +78,7 @@ class Layout:
         if self.strategy.loss == "full":
             return self.tokens
         micro_batch = self.strategy.micro_batch_size
-        return micro_batch * chunk_length(micro_batch, self.recipe.training.sequence_length)
+        return micro_batch * chunk_length(micro_batch, self.length)
 
     def has_head(self, blocks: tuple[Block, ...]) -> bool:
         layers = len(self.graph.layers)
@@ -80,6 +88,21 @@ class Layout:
         """Of the block: all its layers but the embedding and the head."""
         ends = (block.start == 0) + (block.stop == len(self.graph.layers))
         return max(0, block.stop - block.start - ends)
+
+    def checkpointed_stop(self, start: int, stop: int) -> int:
+        """Of a stage with these layers, where those end that partial checkpointing recomputes; `start` without it."""
+        choice = self.strategy.activation_checkpointing
+        if not isinstance(choice, PartialCheckpointing):
+            return start
+        return max(start, min(start + (start == 0) + choice.full, stop - (stop == len(self.graph.layers))))
+
+    def kept(self, start: int, stop: int) -> Share:
+        """What these layers of a stage keep of one sequence."""
+        if self.checkpointed is None:
+            return self.activations.between(start, stop)
+        until = self.checkpointed_stop(start, stop)
+        before, after = self.checkpointed.between(start, until), self.activations.between(until, stop)
+        return Share(whole=before.whole + after.whole, divided=before.divided + after.divided)
 
     def numel(self, rank: int) -> int:
         """Parameters of one rank of this pipeline rank."""
@@ -103,17 +126,46 @@ def lay_out(problem: Problem, strategy: Strategy, constants: Constants) -> Layou
     """Its layers are on no stage yet; see `placed`."""
     recipe, graph = problem.recipe, problem.graph
     element_bytes = ELEMENT_BYTES[recipe.training.precision]
-    sequence_length, checkpointing = recipe.training.sequence_length, strategy.activation_checkpointing
+    is_partial = isinstance(strategy.activation_checkpointing, PartialCheckpointing)
+
+    def kept(checkpointing: Checkpointing) -> Activations:
+        length = recipe.training.sequence_length
+        traced = activations(graph, length, element_bytes, checkpointing, recipe.assume.kernels)
+        return _as_measured(problem, strategy, checkpointing, traced)
+
     return Layout(
         problem=problem,
         strategy=strategy,
         constants=constants,
         shapes=model_shapes(graph, strategy.tensor),
-        activations=activations(graph, sequence_length, element_bytes, checkpointing, recipe.assume.kernels),
+        activations=kept("none" if is_partial else strategy.checkpointing),
+        checkpointed=kept("full") if is_partial else None,
         element_bytes=element_bytes,
         accumulation_dtype=accumulation_dtype(recipe.training),
         adapters=_adapters(recipe, graph),
     )
+
+
+def _as_measured(problem: Problem, s: Strategy, checkpointing: Checkpointing, traced: Activations) -> Activations:
+    """With the bytes that the decoder layers were measured to keep. Bytes beyond what was traced, or short of it, are
+    on every tensor rank in the same shares."""
+    recipe, graph = problem.recipe, problem.graph
+    if figures_of(recipe, graph) is None:
+        return traced
+    shapes = model_shapes(graph, s.tensor)
+    factors = []
+    for at, place in enumerate(first_of_kind(shapes.kind_of)):
+        share = traced.between(at, at + 1).on_rank(shapes.attention_degree, sequence_parallel=s.sequence_parallel)
+        measured = measured_kept_bytes(recipe, graph, s, place, checkpointing) if shapes.kind_of[at] >= 0 else None
+        factors.append(measured / (share * s.micro_batch_size) if measured and share else 1.0)
+
+    def prefix(sums: tuple[float, ...]) -> tuple[float, ...]:
+        return (
+            0,
+            *itertools.accumulate((b - a) * f for (a, b), f in zip(itertools.pairwise(sums), factors, strict=True)),
+        )
+
+    return dataclasses.replace(traced, whole=prefix(traced.whole), divided=prefix(traced.divided))
 
 
 def placed(layout: Layout, boundaries: tuple[int, ...]) -> Layout:

@@ -78,7 +78,7 @@ def prediction_error(problem: Problem, strategy: Strategy) -> PredictionError:
     )
 
 
-def engine_of(target: str, kernels: str, zero_stage: int) -> str:
+def collectives_of(target: str, kernels: str, zero_stage: int) -> str:
     """Whose collectives are predicted (decision 020). kernels: as `assume` says."""
     return (KERNELS[kernels].zero_3 if zero_stage == 3 else None) or target
 
@@ -105,7 +105,7 @@ def _unmeasured(problem: Problem, s: Strategy, runs: Measured) -> str:
 
 def _unmeasured_zero(recipe: Recipe, cluster: Cluster, s: Strategy, runs: Measured) -> str:
     """Inside a node every engine's runs count; between nodes they differ in how they use the links."""
-    engine, several = engine_of(recipe.target, recipe.assume.kernels, s.zero_stage), cluster.nodes > 1
+    engine, several = collectives_of(recipe.target, recipe.assume.kernels, s.zero_stage), cluster.nodes > 1
     most = max(
         (
             zero.most_nodes

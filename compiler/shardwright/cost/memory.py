@@ -1,7 +1,7 @@
 """Peak memory per pipeline rank. First-order.
 
-States: ZeRO (arXiv 1910.02054) - parameters, gradients and Adam's float32 master and moments, cut by the data degree
-d from stage 1 (optimizer), 2 (gradients), 3 (parameters). Activations: arXiv 2205.05198.
+States: ZeRO (arXiv 1910.02054) - parameters, gradients and Adam's float32 master and moments, cut by the data (times
+context) degree d from stage 1 (optimizer), 2 (gradients), 3 (parameters). Activations: arXiv 2205.05198.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def states_bytes(layout: Layout, held: float, trained: float | None = None) -> t
     numel = held if trained is None else trained
     if trained is not None:
         held += trained
-    parameters = held * element / (s.data if s.zero_stage >= 3 else 1)
+    parameters = held * element / (s.shards if s.zero_stage >= 3 else 1)
     if s.hpz_partition_size > 1:
         # The second copy, in the type of the weights (DeepSpeed partition_parameters.py, _partition_param_sec).
         parameters += held * element / s.hpz_partition_size
-    gradients = numel * _gradient_bytes(layout) / (s.data if s.zero_stage >= 2 else 1)
+    gradients = numel * _gradient_bytes(layout) / (s.shards if s.zero_stage >= 2 else 1)
     # Two float32 moments, and a float32 master copy (which ZeRO keeps for float32 parameters too).
     master = 0 if layout.recipe.training.precision == "fp32" and s.zero_stage == 0 else 4
-    optimizer = numel * (8 + master) / (s.data if s.zero_stage >= 1 else 1)
+    optimizer = numel * (8 + master) / (s.shards if s.zero_stage >= 1 else 1)
     if s.offload != "none":
         optimizer = 0.0  # in host memory (arXiv 2101.06840), as are the accumulated gradients
         gradients = numel * element if s.zero_stage == 1 else 0.0
@@ -65,7 +65,7 @@ def logits_are_peak(layout: Layout) -> bool:
     """Whether the loss is the largest working set of the fullest rank: what chunks of it can lower."""
     ranks = RankBytes(layout)
     fullest = max(layout.ranks, key=lambda blocks: ranks.peak_bytes(blocks, 0))
-    return layout.has_head(fullest) and ranks.loss_is_largest
+    return layout.has_head(fullest) and ranks.loss_is_largest(fullest)
 
 
 class RankBytes:
@@ -75,8 +75,11 @@ class RankBytes:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._framework = framework_bytes(layout)
-        self._working = {head: _working_bytes(layout, head) for head in (False, True)}
-        self.loss_is_largest = self._working[True] > self._working[False] + _kept_output_bytes(layout)
+        self._working = {
+            (head, again): _working_bytes(layout, head, again)
+            for head in (False, True)
+            for again in ((True,) if layout.checkpointed is None else (False, True))
+        }
 
     def of(self, rank: int, blocks: tuple[Block, ...], usable: int) -> StageMemory:
         """usable: bytes that the allocator may fill with freed blocks."""
@@ -94,6 +97,11 @@ class RankBytes:
     def peak_bytes(self, blocks: tuple[Block, ...], usable: int) -> int:
         return sum(self._parts(blocks, usable))
 
+    def loss_is_largest(self, blocks: tuple[Block, ...]) -> bool:
+        """Of a rank with the head."""
+        again = _is_made_again(self._layout, blocks)
+        return self._working[True, again] > self._working[False, again] + _kept_output_bytes(self._layout)
+
     def _parts(self, blocks: tuple[Block, ...], usable: int) -> tuple[int, int, int, int, int]:
         """Parameters, gradients, optimizer states, activations, workspace."""
         layout = self._layout
@@ -103,7 +111,7 @@ class RankBytes:
         activations = sum(_kept_bytes(layout, block) * block.in_flight for block in blocks)
         bucket = _bucket_bytes(layout, numel)
         # Two phases that never meet: the last backward pass, and the optimizer's step, when no activation is left.
-        backward = activations + self._working[layout.has_head(blocks)]
+        backward = activations + self._working[layout.has_head(blocks), _is_made_again(layout, blocks)]
         if layout.strategy.pipeline == 1:
             backward += bucket
         step = bucket + _copied_bytes(layout, numel)
@@ -125,7 +133,8 @@ def framework_bytes(layout: Layout) -> float:
     s, c = layout.strategy, layout.constants
     if layout.cluster.gpu.is_cpu:
         return c.cpu_framework_bytes
-    groups = (s.world_size > 1) + (s.data > 1) + (s.tensor > 1) + 2 * (s.pipeline > 1) + (s.hpz_partition_size > 1)
+    groups = (s.world_size > 1) + (s.shards > 1) + (s.context > 1) + (s.tensor > 1) + 2 * (s.pipeline > 1)
+    groups += s.hpz_partition_size > 1
     channels = min(1.0, layout.cluster.intra_node_bytes_per_second / ALL_CHANNELS_BYTES_PER_SECOND)
     return c.context_bytes + groups * channels * c.communicator_bytes
 
@@ -142,8 +151,10 @@ def _gradient_bytes(layout: Layout) -> int:
 def _kept_bytes(layout: Layout, block: Block) -> float:
     """What one micro-batch keeps for its backward pass on one rank, on this block's layers."""
     s = layout.strategy
-    kept = layout.activations.between(block.start, block.stop)
-    total = s.micro_batch_size * kept.on_rank(layout.shapes.attention_degree, sequence_parallel=s.sequence_parallel)
+    kept = layout.kept(block.start, block.stop)
+    total = kept.on_rank(layout.shapes.attention_degree, sequence_parallel=s.sequence_parallel)
+    # A context rank has its piece of each row and, in attention, its heads of the whole one: the same share of both.
+    total *= s.micro_batch_size / s.context
     if s.pipeline > 1:
         # Its output, held until the gradient comes back; DeepSpeed's pipe_partitioned keeps a share a tensor rank.
         share = 1 if s.schedule == "dualpipev" else s.tensor
@@ -151,15 +162,29 @@ def _kept_bytes(layout: Layout, block: Block) -> float:
     return total
 
 
-def _working_bytes(layout: Layout, with_head: bool) -> float:
+def _is_made_again(layout: Layout, blocks: tuple[Block, ...]) -> bool:
+    """Whether a layer is recomputed beside all that is kept. Not under partial checkpointing where a stage keeps some
+    layers: they go backward before those that it recomputes, and leave their room."""
+    if layout.checkpointed is None:
+        return True
+    ends = ((block, layout.checkpointed_stop(block.start, block.stop)) for block in blocks)
+    return any(until - block.start - (block.start == 0) == layout.decoder_layers(block) > 0 for block, until in ends)
+
+
+def _working_bytes(layout: Layout, with_head: bool, again: bool) -> float:
     """Short-lived: the layer in its backward pass, or the loss over the vocabulary, whichever is more (they never
-    meet), beside masks and gathered layers. What a rank's number of parameters decides is not in it."""
+    meet), beside masks and gathered layers. What a rank's number of parameters decides is not in it. again: see
+    _is_made_again."""
     s, c, found = layout.strategy, layout.constants, layout.activations
 
-    def held(share: Share) -> float:
+    def made(share: Share) -> float:
         return s.micro_batch_size * share.on_rank(layout.shapes.attention_degree, sequence_parallel=s.sequence_parallel)
 
-    layer = held(found.recomputed) + c.backward_share * held(found.largest)
+    def held(share: Share) -> float:
+        return made(share) / s.context
+
+    recomputed = (layout.checkpointed or found).recomputed
+    layer = again * held(recomputed) + c.backward_share * held(found.largest)
     loss = 0.0
     if with_head:
         kernels = layout.recipe.assume.kernels
@@ -170,8 +195,8 @@ def _working_bytes(layout: Layout, with_head: bool) -> float:
         if s.loss == "chunked" and not layout.adapters:
             # The chunks' gradients of the head's weight are summed before they reach the parameter.
             loss += layout.shapes.head_width * layout.graph.hidden_size * layout.element_bytes
-    total = max(layer, loss) + held(found.context)
-    if s.zero_stage >= 3 and s.data > 1:
+    total = max(layer, loss) + made(found.context)  # masks are of the whole row on each rank
+    if s.zero_stage >= 3 and s.shards > 1:
         # The layer in use and the one fetched ahead, as far as DeepSpeed lets them live together.
         layers, widest = 2 * layout.shapes.largest_layer, layout.shapes.largest_product
         total += min(layers, LIVE_NUMEL + widest) * layout.element_bytes
@@ -197,7 +222,7 @@ def _bucket_bytes(layout: Layout, numel: int) -> float:
     """ZeRO's communication bucket, in the backward pass and in the step. A pipeline makes it when the last backward
     pass is done (DeepSpeed stage_1_and_2.py, reduce_gradients)."""
     s = layout.strategy
-    if s.zero_stage == 0 or s.data == 1:
+    if s.zero_stage == 0 or s.shards == 1:
         return 0.0
     return min(BUCKET_NUMEL, numel) * layout.element_bytes
 
@@ -207,4 +232,4 @@ def _copied_bytes(layout: Layout, numel: int) -> float:
     (DeepSpeed stage_1_and_2.py, step)."""
     s = layout.strategy
     copied = ELEMENT_BYTES[layout.accumulation_dtype] < 4 and 1 <= s.zero_stage <= 2 and s.offload == "none"
-    return 4 * numel / s.data if copied else 0.0
+    return 4 * numel / s.shards if copied else 0.0

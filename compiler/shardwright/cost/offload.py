@@ -14,7 +14,7 @@ def host_update_seconds(layout: Layout, numel: float) -> float:
     """The update of a rank's share of so many parameters on the CPU (the node's GPUs share its memory), and the way
     back to the GPU. In a pipeline and at ZeRO-1 gradients go to the host once a step, after the last backward pass."""
     s, c = layout.strategy, layout.constants
-    updated = numel / s.data
+    updated = numel / s.shards
     adam = HOST_ADAM_BYTES * updated * layout.cluster.gpus_per_node / c.host_bytes_per_second
     copies = 0 if s.offload == "parameters" else 1
     if _once_a_step(layout):
@@ -32,6 +32,6 @@ def host_transfer_seconds(layout: Layout, rank: int, compute_seconds: float) -> 
     s, c = layout.strategy, layout.constants
     if _once_a_step(layout):
         return 0.0
-    moved = (1 + (FETCHES if s.offload == "parameters" else 0)) * layout.numel(rank) / s.data * layout.element_bytes
+    moved = (1 + (FETCHES if s.offload == "parameters" else 0)) * layout.numel(rank) / s.shards * layout.element_bytes
     each = moved / c.host_link_bytes_per_second
     return s.gradient_accumulation_steps * (each - c.overlap * min(each, compute_seconds))

@@ -6,12 +6,14 @@ All of it adds up over the layers, so a stage of any partition is a difference o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable
+import math
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from shardwright.cost.collectives import all_reduce_seconds, gather_seconds, group_of, send_seconds
 from shardwright.cost.compute import layer_seconds, stops_early
-from shardwright.cost.layout import Layout
+from shardwright.cost.layout import Block, Layout
+from shardwright.cost.replaced import host_seconds
 from shardwright.ir.recipe import ELEMENT_BYTES
 from shardwright.remembered import remembered
 
@@ -21,7 +23,8 @@ FORWARD_SHARE = 1 / 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """Prefix sums over graph.layers (length layers + 1), seconds; backward includes what is run again.
+    """Prefix sums over graph.layers (length layers + 1), seconds; backward includes what is run again, but for partial
+    checkpointing: there again_* are what each decoder layer adds where it is among the recomputed (see again_seconds).
 
     per_rank_seconds: compute beyond the layers, once a pipeline rank. send_seconds: one message over one boundary.
     """
@@ -30,6 +33,8 @@ class Passes:
     backward_compute: tuple[float, ...]
     forward_comm: tuple[float, ...]
     backward_comm: tuple[float, ...]
+    again_compute: tuple[float, ...]
+    again_comm: tuple[float, ...]
     per_rank_seconds: float
     send_seconds: float
 
@@ -42,31 +47,51 @@ def _depends_on(layout: Layout) -> Hashable:
         (cluster.gpu.hbm_bytes_per_second, cluster.gpu.is_cpu, layout.graph.identity, r.training.sequence_length),
         (layout.element_bytes, layout.accumulation_dtype, layout.adapters),
         (layout.traits, r.assume.kernels, r.assume.mfu is None),
-        (s.schedule, s.pipeline, s.data, s.tensor, s.micro_batch_size),
-        (s.activation_checkpointing, s.sequence_parallel, s.virtual_stages),
+        (s.schedule, s.pipeline, s.data, s.context, s.tensor, s.micro_batch_size),
+        (s.checkpointing, layout.checkpointed is None, s.sequence_parallel, s.virtual_stages),
+        _host_seconds(layout),
         layout.constants,
     )
 
 
 @remembered(_depends_on)
 def passes(layout: Layout) -> Passes:
-    """Of the layout's model and strategy, wherever its layers are placed. The same for each ZeRO stage."""
+    """Of the layout's model and strategy, wherever its layers are placed. The same for each ZeRO stage,
+    unless what the engine adds was measured."""
     s, c, gpu = layout.strategy, layout.constants, layout.cluster.gpu
     seconds = layer_seconds(layout.recipe, layout.graph, gpu, s, c)
-    backward = [b + again for b, again in zip(_each(seconds.backward), _each(seconds.again), strict=True)]
+    partly = [0.0] * len(layout.graph.layers)
+    if layout.checkpointed is not None:
+        partly = [0.0, *_each(seconds.again)[1:-1], 0.0]  # the ends are never checkpointed; a chunked loss stays
+    again = [a - part for a, part in zip(_each(seconds.again), partly, strict=True)]
+    backward = [b + a for b, a in zip(_each(seconds.backward), again, strict=True)]
     per_rank = 0.0
     if layout.recipe.assume.mfu is None:
         backward = [b + added for b, added in zip(backward, _accumulation_seconds(layout), strict=True)]
-        per_rank = 0.0 if gpu.is_cpu else c.micro_batch_seconds
-    forward_comm, backward_comm = _tensor_comm_seconds(layout)
+        per_rank = _host_seconds(layout)
+    forward_comm, backward_comm, again_comm = _tensor_comm_seconds(layout)
+    exchange = _exchange_seconds(layout)
+    repeated = layout.checkpointed is None and s.checkpointing != "none"
+    for at, layer in enumerate(layout.graph.layers):
+        if layer.kind == "decoder":
+            forward_comm[at] += exchange
+            backward_comm[at] += (1 + repeated) * exchange
+            again_comm[at] += exchange * (layout.checkpointed is not None)
     return Passes(
         forward_compute=seconds.forward,
         backward_compute=_sums(backward),
         forward_comm=_sums(forward_comm),
         backward_comm=_sums(backward_comm),
+        again_compute=_sums(partly),
+        again_comm=_sums(again_comm),
         per_rank_seconds=per_rank,
         send_seconds=_message_seconds(layout),
     )
+
+
+def _host_seconds(layout: Layout) -> float:
+    otherwise = 0.0 if layout.cluster.gpu.is_cpu else layout.constants.micro_batch_seconds
+    return host_seconds(layout.recipe, layout.graph, layout.strategy, otherwise)
 
 
 def _each(sums: tuple[float, ...] | tuple[int, ...]) -> list[float]:
@@ -89,31 +114,30 @@ def _accumulation_seconds(layout: Layout) -> list[float]:
     return [moved * n / rate for n in numel]
 
 
-def _tensor_comm_seconds(layout: Layout) -> tuple[list[float], list[float]]:
-    """Per decoder layer, forward and backward: an all-reduce for each half whose features are cut (arXiv 1909.08053),
-    those that recomputation repeats (the attention module has one, Megatron's "selective" none), and the gathers of
-    the linears whose output is whole. The embedding reduces its rows forward, the head its input's gradient backward.
+def _tensor_comm_seconds(layout: Layout) -> tuple[list[float], list[float], list[float]]:
+    """Per decoder layer, forward, backward, and backward where partial checkpointing recomputes it: an all-reduce for
+    each half whose features are cut (arXiv 1909.08053), those that recomputation repeats (the attention module has one,
+    Megatron's "selective" none), and the gathers of the linears whose output is whole. The embedding reduces its rows
+    forward, the head its input's gradient backward.
     """
     s, c, cluster, shapes = layout.strategy, layout.constants, layout.cluster, layout.shapes
     layers = len(layout.graph.layers)
     if s.tensor == 1:
-        return [0.0] * layers, [0.0] * layers
+        return [0.0] * layers, [0.0] * layers, [0.0] * layers
     group, message = group_of(cluster, s.tensor, 1), layout.tokens * layout.element_bytes
     shown = layout.traits.drains_launches and not cluster.gpu.is_cpu
     host = c.collective_host_seconds if shown else 0.0
     reduce = all_reduce_seconds(cluster, c, group, message * layout.graph.hidden_size) + host
     attention, feed_forward = shapes.attention_degree > 1, shapes.feed_forward_degree > 1
-    again_attention, again_feed_forward = {"none": (0, 0), "selective": (1, 0), "full": (1, 1)}[
-        s.activation_checkpointing
-    ]
-    if s.activation_checkpointing == "selective" and not layout.traits.selective_repeats_projections:
+    again_attention, again_feed_forward = {"none": (0, 0), "selective": (1, 0), "full": (1, 1)}[s.checkpointing]
+    if s.checkpointing == "selective" and not layout.traits.selective_repeats_projections:
         again_attention = 0
     elif stops_early(layout.graph, layout.recipe.assume.kernels):  # the last product's reduction is left out with it
-        again_attention, again_feed_forward = {"none": (0, 0), "selective": (0, 0), "full": (1, 0)}[
-            s.activation_checkpointing
-        ]
+        again_attention, again_feed_forward = {"none": (0, 0), "selective": (0, 0), "full": (1, 0)}[s.checkpointing]
     ahead = (attention + feed_forward) * reduce
-    back = ahead + (again_attention * attention + again_feed_forward * feed_forward) * reduce
+    again = (again_attention * attention + again_feed_forward * feed_forward) * reduce
+    partly = 0.0 if layout.checkpointed is None else again
+    back = ahead + again - partly
     # The output gathered forward, the input's gradient reduced backward: half of both each.
     gathered = list(zip(_each(shapes.gathered_features), _each(shapes.gathered_products), strict=True))
     seconds_of = {
@@ -123,19 +147,43 @@ def _tensor_comm_seconds(layout: Layout) -> tuple[list[float], list[float]]:
     gathers = [seconds_of[pair] for pair in gathered]
     forward = [reduce, *(ahead + g for g in gathers[1:-1]), 0.0]
     backward = [0.0, *(back + g for g in gathers[1:-1]), reduce]
-    return forward, backward
+    return forward, backward, [0.0, *(partly for _ in gathers[1:-1]), 0.0]
+
+
+def again_seconds(layout: Layout, found: Passes, blocks: Iterable[Block]) -> tuple[float, float]:
+    """Compute and collectives of a micro-batch's backward pass that partial checkpointing adds on these stages."""
+    ends = [(block.start, layout.checkpointed_stop(block.start, block.stop)) for block in blocks]
+
+    def over(sums: tuple[float, ...]) -> float:
+        return sum(sums[stop] - sums[start] for start, stop in ends)
+
+    return over(found.again_compute), over(found.again_comm)
+
+
+def _exchange_seconds(layout: Layout) -> float:
+    """Context ranks trade tokens for heads around each layer's attention (arXiv 2309.14509): queries and output, keys
+    and values, each of which leaves (s - 1) / s of itself. Keys' heads that s does not divide are repeated. The same
+    backward, and again where attention is recomputed."""
+    s, graph, cluster = layout.strategy, layout.graph, layout.cluster
+    if s.context == 1:
+        return 0.0
+    degree = layout.shapes.attention_degree
+    key_value_heads = math.lcm(max(1, graph.key_value_heads // degree), s.context)
+    heads = 2 * graph.attention_heads / degree + 2 * key_value_heads
+    moved = layout.tokens * heads * graph.head_dim * layout.element_bytes
+    return gather_seconds(cluster, layout.constants, group_of(cluster, s.context, s.tensor), moved, 4)
 
 
 def _message_seconds(layout: Layout) -> float:
-    """An activation or a gradient to the neighbour, which is data x tensor ranks away. DeepSpeed (pipe_partitioned) and
-    Megatron (scatter-gather, arXiv 2104.04473) send a share from each tensor rank and gather it there; DualPipeV sends
-    the whole. Megatron sends both ways at once, DeepSpeed one after the other."""
+    """An activation or a gradient to the neighbour, which is data x context x tensor ranks away. DeepSpeed
+    (pipe_partitioned) and Megatron (scatter-gather, arXiv 2104.04473) send a share from each tensor rank and gather it
+    there; DualPipeV sends the whole. Megatron sends both ways at once, DeepSpeed one after the other."""
     s, c, cluster = layout.strategy, layout.constants, layout.cluster
     if s.pipeline == 1:
         return 0.0
     message = layout.tokens * layout.graph.hidden_size * layout.element_bytes
     share = 1 if s.schedule == "dualpipev" else s.tensor
-    seconds = send_seconds(cluster, c, s.tensor * s.data, message / share)
+    seconds = send_seconds(cluster, c, s.tensor * s.shards, message / share)
     if share > 1 and not s.sequence_parallel:
         seconds += gather_seconds(cluster, c, group_of(cluster, s.tensor, 1), message)
     return seconds / 2 if layout.traits.duplex_sends and s.virtual_stages == 1 else seconds

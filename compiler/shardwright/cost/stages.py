@@ -9,6 +9,7 @@ from shardwright.cost.layout import Block, Layout, in_flight
 from shardwright.cost.memory import RankBytes, cautious_bytes, states_bytes, usable_bytes
 from shardwright.cost.passes import FORWARD_SHARE, Passes, passes
 from shardwright.cost.timing import once_a_step_seconds
+from shardwright.ir.words import PartialCheckpointing
 
 
 class PricedStages:
@@ -38,7 +39,16 @@ class PricedStages:
     def per_stage_seconds(self) -> tuple[float, float]:
         s, seconds = self._layout.strategy, self._passes.per_rank_seconds
         stages_a_rank = s.stages // s.pipeline
-        return seconds * FORWARD_SHARE / stages_a_rank, seconds * (1 - FORWARD_SHARE) / stages_a_rank
+        backward = seconds * (1 - FORWARD_SHARE) / stages_a_rank
+        return seconds * FORWARD_SHARE / stages_a_rank, backward + self._again_seconds
+
+    @property
+    def _again_seconds(self) -> float:
+        """What partial checkpointing adds to a stage: as many layers on each, of the mean length."""
+        choice, found = self._layout.strategy.activation_checkpointing, self._passes
+        if not isinstance(choice, PartialCheckpointing):
+            return 0.0
+        return choice.full * (found.again_compute[-1] + found.again_comm[-1]) / self._layout.graph.decoder_layers
 
     @property
     def send_seconds(self) -> float:
@@ -61,12 +71,8 @@ class PricedStages:
 
     def held(self, start: int, stop: int) -> tuple[float, float, float]:
         """Parameters and kept bytes of these layers: whole, and divided over tensor ranks."""
-        numel, kept = self._layout.shapes.numel, self._layout.activations
-        return (
-            numel[stop] - numel[start],
-            kept.whole[stop] - kept.whole[start],
-            kept.divided[stop] - kept.divided[start],
-        )
+        numel, kept = self._layout.shapes.numel, self._layout.kept(start, stop)
+        return numel[stop] - numel[start], kept.whole, kept.divided
 
     def peak_bytes(self, rank: int, bounds: tuple[int, ...]) -> int:
         """Of a pipeline rank with these layers. bounds: start and stop of each of its stages."""

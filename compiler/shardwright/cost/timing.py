@@ -6,6 +6,8 @@ streams, simulated (schedule/), which is (m + p - 1) x stage where stages are ev
 
 from __future__ import annotations
 
+import itertools
+import operator
 from typing import NamedTuple
 
 from shardwright.cost.activations import keeps_products
@@ -14,7 +16,8 @@ from shardwright.cost.compute import peak_flops
 from shardwright.cost.data_parallel import data_comm_seconds
 from shardwright.cost.layout import Layout
 from shardwright.cost.offload import host_transfer_seconds, host_update_seconds
-from shardwright.cost.passes import FORWARD_SHARE, Passes, passes
+from shardwright.cost.passes import FORWARD_SHARE, Passes, again_seconds, passes
+from shardwright.cost.replaced import engine_figures, shared_step_seconds
 from shardwright.cost.shapes import ModelShapes, dropped_products, model_shapes
 from shardwright.ir.recipe import ELEMENT_BYTES
 from shardwright.layout.estimate import Time
@@ -63,6 +66,9 @@ def stage_passes(layout: Layout) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
     forward = over(found.forward_compute, found.forward_comm, extra * FORWARD_SHARE)
     backward = over(found.backward_compute, found.backward_comm, extra * (1 - FORWARD_SHARE))
+    if layout.checkpointed is not None:
+        again = [sum(again_seconds(layout, found, [block])) for block in blocks]
+        backward = tuple(map(operator.add, backward, again))
     return forward, backward
 
 
@@ -99,7 +105,10 @@ def estimate_time(layout: Layout) -> Time:
     if s.offload != "none":  # another link, at the same time
         data_comm = max(data_comm, host_transfer_seconds(layout, slowest, worst.compute))
     optimizer = max(optimizer_seconds(layout, rank) for rank in range(s.pipeline))
-    step = schedule + data_comm + optimizer
+    alone = schedule + data_comm + optimizer
+    work = [m * stage.total + data_comm + optimizer for stage in stages]
+    step = shared_step_seconds(layout.recipe, layout.cluster, alone, work)
+    bubble += step - alone  # it waits for a core
     mean_busy = m * sum(stage.total for stage in stages) / s.pipeline
     world = s.world_size
     length = layout.recipe.training.sequence_length
@@ -138,11 +147,13 @@ def recomputed_flops_per_token(layout: Layout) -> int:
 
 
 def _recomputed_in_layers(layout: Layout) -> int:
-    """full: every decoder layer; selective: the scores and the attention module's projections, Megatron's the scores
-    alone, torch's by operator every second product (see keeps_products)."""
+    """full: every decoder layer, or the first ones of each stage; selective: the scores and the attention module's
+    projections, Megatron's the scores alone, torch's by operator every second product (see keeps_products)."""
     products, projections, scores = layout.shapes.decoder_flops
     scores *= layout.recipe.training.sequence_length
-    match layout.strategy.activation_checkpointing:
+    if layout.checkpointed is not None:
+        return _recomputed_in_first_layers(layout)
+    match layout.strategy.checkpointing:
         case "full":
             return products + scores
         case "selective" if not layout.traits.selective_repeats_projections:
@@ -158,18 +169,30 @@ def _recomputed_in_layers(layout: Layout) -> int:
             return 0
 
 
+def _recomputed_in_first_layers(layout: Layout) -> int:
+    length, blocks = layout.recipe.training.sequence_length, itertools.chain.from_iterable(layout.ranks)
+    ends = [(block.start, layout.checkpointed_stop(block.start, block.stop)) for block in blocks]
+    layers = itertools.chain.from_iterable(layout.graph.layers[start:stop] for start, stop in ends)
+    return sum(
+        x.matmul_flops_per_token + x.attention_flops_per_token_per_position * length
+        for x in layers
+        if x.kind == "decoder"
+    )
+
+
 def stage_seconds(layout: Layout, rank: int, found: Passes) -> StageSeconds:
     s, blocks = layout.strategy, layout.ranks[rank]
 
     def over(sums: tuple[float, ...]) -> float:
         return sum(sums[block.stop] - sums[block.start] for block in blocks)
 
+    again = again_seconds(layout, found, blocks)
     # An activation and a gradient, in or out, over each boundary of the rank.
     boundaries = 0 if s.pipeline == 1 else (rank > 0) + (rank < s.pipeline - 1)
     messages = 2 * s.virtual_stages if s.virtual_stages > 1 and s.pipeline > 1 else 2 * boundaries
     return StageSeconds(
-        compute=over(found.forward_compute) + over(found.backward_compute) + found.per_rank_seconds,
-        tensor_comm=over(found.forward_comm) + over(found.backward_comm),
+        compute=over(found.forward_compute) + over(found.backward_compute) + again[0] + found.per_rank_seconds,
+        tensor_comm=over(found.forward_comm) + over(found.backward_comm) + again[1],
         pipeline_comm=messages * found.send_seconds,
     )
 
@@ -185,20 +208,24 @@ def once_a_step_seconds(layout: Layout) -> float:
     s, c, cluster = layout.strategy, layout.constants, layout.cluster
     gradient = ELEMENT_BYTES[layout.accumulation_dtype]
     moved = 2 * gradient if s.zero_stage == 0 else gradient + layout.element_bytes
-    seconds = gather_seconds(cluster, c, group_of(cluster, s.data, s.tensor), moved, 0)
+    seconds = gather_seconds(cluster, c, group_of(cluster, s.shards, s.tensor), moved, 0)
     if s.zero_stage > 0 and layout.traits.bucketed_zero and not cluster.gpu.is_cpu:
         seconds /= c.zero_reduction_efficiency
     return seconds + _update_seconds(layout, 1)
 
 
 def optimizer_seconds(layout: Layout, rank: int) -> float:
-    return _update_seconds(layout, layout.trained_of(layout.ranks[rank]))
+    own = engine_figures(layout.recipe, layout.graph, layout.strategy)
+    once = own.step_seconds.value if own else 0.0
+    return _update_seconds(layout, layout.trained_of(layout.ranks[rank])) + once
 
 
 def _update_seconds(layout: Layout, numel: float) -> float:
     if layout.strategy.offload != "none":
         return host_update_seconds(layout, numel)
-    updated = numel / (layout.strategy.data if layout.strategy.zero_stage >= 1 else 1)
+    updated = numel / (layout.strategy.shards if layout.strategy.zero_stage >= 1 else 1)
+    if own := engine_figures(layout.recipe, layout.graph, layout.strategy):
+        return updated * own.parameter_seconds.value
     return _traffic_seconds(layout, layout.constants.optimizer_traffic_bytes * updated)
 
 

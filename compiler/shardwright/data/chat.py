@@ -11,8 +11,8 @@ import numpy.typing as npt
 from shardwright.data.records import Record, missing_field
 from shardwright.data.templates import Overrun, Renderer
 from shardwright.data.tokenizers import Ids, Tokenizer
-from shardwright.data.trouble import refusal
 from shardwright.data.turns import HiddenTurn, Message, TemplateError
+from shardwright.diagnostics import refusal
 from shardwright.ir.json_value import JsonObject, JsonValue
 
 _RENDERER = Renderer()

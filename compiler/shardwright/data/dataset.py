@@ -13,12 +13,12 @@ import numpy.typing as npt
 from shardwright.atomic import write_atomically
 from shardwright.data.megatron import open_megatron
 from shardwright.data.order import EpochOrder, MixtureOrder, Order
-from shardwright.data.prepare import data_folder, prepared_folder
+from shardwright.data.prepare import data_folder, prepared_folder, writing
 from shardwright.data.rows import ArrayRows, Indices, JoinedRows, Rows, SomeRows, StreamRows
 from shardwright.data.sources import parts_of
 from shardwright.data.store import open_documents, read_manifest
-from shardwright.data.trouble import refusal, writing
 from shardwright.data.whole import whole_rows
+from shardwright.diagnostics import refusal
 from shardwright.ir.recipe import DataSection
 from shardwright.plan.plan import Plan
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwright.data.store import Documents
-from shardwright.data.trouble import refusal
+from shardwright.diagnostics import refusal
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}

@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
 from shardwright.data.rows import Indices
-
-
-class Order(Protocol):
-    steps_per_epoch: int
-
-    def indices(self, step: int) -> Indices:
-        """Rows of the global batch of `step` (from 1)."""
-        ...
 
 
 class Shuffle:
@@ -40,6 +31,7 @@ class EpochOrder:
         self.steps_per_epoch = count // batch
 
     def indices(self, step: int) -> Indices:
+        """Rows of the global batch of `step` (from 1)."""
         epoch, position = divmod(step - 1, self.steps_per_epoch)
         return self._shuffle.epoch(epoch)[position * self.batch : (position + 1) * self.batch]
 
@@ -63,6 +55,7 @@ class MixtureOrder:
         self.steps_per_epoch = sum(counts) // batch
 
     def indices(self, step: int) -> Indices:
+        """As EpochOrder's."""
         rest = np.arange((step - 1) * self.batch, step * self.batch, dtype=np.int64)
         out, places = np.empty(self.batch, dtype=np.int64), np.arange(self.batch)
         for part, share in enumerate(self.shares):
@@ -76,3 +69,6 @@ class MixtureOrder:
             out[places[mine]] = rows + self.firsts[part]
             rest, places = (rest - before)[~mine], places[~mine]
         return out
+
+
+Order = EpochOrder | MixtureOrder

@@ -7,6 +7,7 @@ tokenizer is another folder. run/data/current.json says which KEY each source ha
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -19,13 +20,13 @@ from pathlib import Path
 
 from shardwright.atomic import write_atomically
 from shardwright.data import chat
-from shardwright.data.progress import ReadingProgress, progress
+from shardwright.data.progress import ReadingProgress
 from shardwright.data.records import records, text_pieces, texts
 from shardwright.data.sources import DataSource, locate, prepared_parts
 from shardwright.data.store import TokenManifest, Writer, open_documents, read_manifest
 from shardwright.data.tokenizers import Tokenizer, load_tokenizer
-from shardwright.data.trouble import refusal, writing
 from shardwright.data.whole import store_table
+from shardwright.diagnostics import refusal
 from shardwright.ir.recipe import DataSection
 from shardwright.plan.plan import Plan
 
@@ -83,8 +84,8 @@ def prepare(plan: Plan, folder: Path, *, limit_bytes: int | None) -> None:
 
 def prepared_folder(part: DataSection, folder: Path) -> Path:
     """Where the tokens of `part` lie. Raises Refusal (SW6120) where they were never made here."""
-    at, settings = data_folder(folder), locate_settings(part, folder)
-    name = _remembered(at, settings)
+    at = data_folder(folder)
+    name = _remembered(at, locate(part, folder, look=False).settings)
     if name is None:
         raise refusal(
             "SW6120",
@@ -92,10 +93,6 @@ def prepared_folder(part: DataSection, folder: Path) -> Path:
             f"shardwright prepare {shlex.quote(str(folder))}",
         )
     return at / name
-
-
-def locate_settings(part: DataSection, folder: Path) -> str:
-    return locate(part, folder, look=False).settings
 
 
 def _found(at: Path, source: DataSource) -> TokenManifest | None:
@@ -122,6 +119,25 @@ def _remember(at: Path, sources: Iterable[DataSource]) -> None:
 
 
 @contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turns what the disk says into a diagnostic: SW6114 full, SW6115 not writable."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise refusal(
+                "SW6114",
+                f"the disk that holds {str(folder)!r} is full; nothing half-written is left",
+                "Free space, or make run/data in the compiled folder a link to a larger disk, and prepare again.",
+            ) from None
+        raise refusal(
+            "SW6115",
+            f"{str(error.filename or folder)!r} cannot be written: {error.strerror or error}",
+            "Give the compiled folder write permission (its run/data holds the tokens), or move it.",
+        ) from None
+
+
+@contextlib.contextmanager
 def _alone(at: Path) -> Iterator[None]:
     """One writer at a time; what a killed one left is cleared away."""
     with (at / ".lock").open("w") as file:
@@ -143,7 +159,7 @@ def _build(plan: Plan, folder: Path, at: Path, source: DataSource) -> None:
     writer = None
     try:
         writer = Writer(partial, tokenizer.dtype, masked=source.part.kind == "chat")
-        with progress(f"tokenizing {source.part.path}", source.size_bytes) as shown:
+        with contextlib.closing(ReadingProgress(f"tokenizing {source.part.path}", source.size_bytes)) as shown:
             for _ in _read(source.part, source.files, tokenizer, writer, shown):
                 _check_ids(plan, tokenizer, writer)
         if not writer.documents:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from tqdm import tqdm
 
@@ -43,12 +41,3 @@ class ReadingProgress:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-
-
-@contextmanager
-def progress(what: str, total: int) -> Iterator[ReadingProgress]:
-    shown = ReadingProgress(what, total)
-    try:
-        yield shown
-    finally:
-        shown.close()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from shardwright.data.trouble import refusal
+from shardwright.diagnostics import refusal
 from shardwright.ir.json_value import JsonObject
 
 LONGEST_LINE_BYTES = 64 * 2**20
@@ -120,7 +120,7 @@ def _parquet(name: str, column: str | None) -> Iterator[Record]:
         names = file.schema_arrow.names
         wanted = names if column is None else [column] if column in names else names[:0]
         if column is not None and not wanted:
-            raise missing_field(f"{name}", column, names)
+            raise missing_field(name, column, names)
         share = Path(name).stat().st_size / max(1, file.metadata.num_rows)
         row = 0
         for batch in file.iter_batches(batch_size=1024, columns=wanted):
@@ -161,8 +161,5 @@ def missing_field(where: str, field: str, there: object, key: str = "field") -> 
 
 
 def _kind_of(value: object) -> str:
-    if value is None:
-        return "null"
-    return {"int": "a number", "float": "a number", "bool": "true or false", "dict": "an object"}.get(
-        type(value).__name__, "a list"
-    )
+    kinds = {type(None): "null", int: "a number", float: "a number", bool: "true or false", dict: "an object"}
+    return kinds.get(type(value), "a list")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwright.data.trouble import refusal
+from shardwright.diagnostics import refusal
 from shardwright.ir.recipe import DOCUMENT_KINDS, TOKENIZED_KINDS, DataSection
 from shardwright.plan.plan import Plan
 

@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwright.data.sources import FORMAT
-from shardwright.data.trouble import refusal
+from shardwright.diagnostics import refusal
+from shardwright.records import carried
 
 MANIFEST = "manifest.json"
 BUFFER_BYTES = 8 * 2**20
@@ -107,17 +108,15 @@ class Writer:
     def finish(self, *, settings: str, kind: str, source_bytes: int) -> TokenManifest:
         """Everything on disk, the manifest last."""
         self.close(sync=True)
-        manifest = TokenManifest(
+        manifest = carried(
+            TokenManifest,
+            self,
             format=FORMAT,
             settings=settings,
             kind=kind,
             dtype=self.dtype.name,
-            tokens=self.tokens,
-            documents=self.documents,
             trained=None if self._trained is None else self.trained,
-            largest_id=self.largest_id,
             source_bytes=source_bytes,
-            empty=self.empty,
             digest=self._digest.hexdigest(),
         )
         with (self.folder / MANIFEST).open("w", encoding="utf-8") as file:

@@ -34,14 +34,14 @@ class PartSummary:
 
     kind: str
     path: str | None
-    documents: int
-    tokens: int
-    trained_tokens: int
-    left_out: int
-    cut: int
-    empty: int
-    padding_alone: float
-    padding: float
+    documents: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    left_out: int = 0
+    cut: int = 0
+    empty: int = 0
+    padding_alone: float = 0.0
+    padding: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,18 +59,7 @@ def summarize(plan: Plan, folder: Path) -> tuple[PartSummary, ...]:
 def _part(plan: Plan, part: DataSection, folder: Path) -> PartSummary:
     length = plan.training.sequence_length
     if part.kind not in DOCUMENT_KINDS:
-        return PartSummary(
-            kind=part.kind,
-            path=part.path,
-            documents=0,
-            tokens=0,
-            trained_tokens=0,
-            left_out=0,
-            cut=0,
-            empty=0,
-            padding_alone=0.0,
-            padding=0.0,
-        )
+        return PartSummary(kind=part.kind, path=part.path)
     here = None if part.kind == "megatron" else prepared_folder(part, folder)
     documents = open_megatron(str(part.path)) if here is None else open_documents(here)
     manifest = None if here is None else read_manifest(here)

@@ -1,16 +1,16 @@
-"""The two kinds of tokenizer, behind one interface. transformers is imported only where one of its own is asked for."""
+"""The two kinds of tokenizer. transformers is imported only where one of its own is asked for."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
-from shardwright.data.trouble import refusal
+from shardwright.diagnostics import refusal
 
 Ids = npt.NDArray[np.integer]
 
@@ -22,25 +22,6 @@ class Encoded:
     ids: Ids
     first: npt.NDArray[np.int64]
     last: npt.NDArray[np.int64]
-
-
-class Tokenizer(Protocol):
-    """end: the ids behind each document; dtype: the smallest that holds every id; template: Jinja2, None for none."""
-
-    size: int
-    end: list[int]
-    dtype: str
-    template: str | None
-
-    def encode(self, texts: list[str]) -> list[Ids]: ...
-
-    def encode_with_places(self, text: str) -> Encoded: ...
-
-    def decode(self, ids: Ids) -> str: ...
-
-    def special(self) -> dict[str, str]:
-        """What a chat template may name: bos_token and the like."""
-        ...
 
 
 class ByteTokenizer:
@@ -97,7 +78,12 @@ class HubTokenizer:
         return str(self._hf.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def special(self) -> dict[str, str]:
+        """What a chat template may name: bos_token and the like."""
         return {name: str(token) for name, token in self._hf.special_tokens_map.items() if isinstance(token, str)}
+
+
+Tokenizer = ByteTokenizer | HubTokenizer
+"""end: the ids behind each document; dtype: the smallest that holds every id; template: Jinja2, None for none."""
 
 
 @functools.lru_cache(maxsize=4)

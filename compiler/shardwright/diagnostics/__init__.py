@@ -1,5 +1,14 @@
 """Diagnostics: the codes, the type, the renderer (render.py, imported only where text is printed)."""
 
-from shardwright.diagnostics.diagnostic import Diagnostic, KeyPath, Location, Refusal, Severity, Source
+from shardwright.diagnostics.diagnostic import (
+    Diagnostic,
+    KeyPath,
+    Location,
+    Refusal,
+    Severity,
+    Source,
+    found,
+    refusal,
+)
 
-__all__ = ["Diagnostic", "KeyPath", "Location", "Refusal", "Severity", "Source"]
+__all__ = ["Diagnostic", "KeyPath", "Location", "Refusal", "Severity", "Source", "found", "refusal"]

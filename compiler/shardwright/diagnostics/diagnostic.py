@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -62,6 +62,21 @@ class Diagnostic:
             raise ValueError(f"{self.code} is not in the registry of diagnostic codes")
 
 
+def found(
+    code: str,
+    where: str | KeyPath | Location | None,
+    message: str,
+    help: str,
+    valid: Iterable[int | str] = (),
+    severity: Severity = "error",
+) -> Diagnostic:
+    """where: a recipe key, dotted or as a path, or a place in a text; None where it is about neither."""
+    place = where if isinstance(where, Location) else None
+    key = None if isinstance(where, Location) else tuple(where.split(".")) if isinstance(where, str) else where
+    named = tuple(map(str, valid))
+    return Diagnostic(code=code, message=message, severity=severity, help=help, key=key, location=place, valid=named)
+
+
 class Refusal(Exception):
     """Bad input: carries every independent error found, never just the first.
 
@@ -72,3 +87,8 @@ class Refusal(Exception):
         super().__init__("; ".join(f"{d.code}: {d.message}" for d in diagnostics))
         self.diagnostics: tuple[Diagnostic, ...] = diagnostics
         self.source = source
+
+
+def refusal(code: str, message: str, help: str, key: KeyPath | None = None, valid: Iterable[str] = ()) -> Refusal:
+    """Of one finding."""
+    return Refusal(found(code, key, message, help, valid))

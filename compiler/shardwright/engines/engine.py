@@ -3,7 +3,7 @@ here imports what it runs on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -44,11 +44,12 @@ class Engine:
     runtime: the module that its ranks call (engines.protocol.Runtime), by its path, for only they import it; None: its
         runs are estimated, not started, and the rest has its defaults.
     lowering: the module that the compile calls (Lowering), by its path.
-    program: the command that the launch scripts start the ranks with.
+    program: the command that the launch scripts start the ranks with. reads_hosts: it takes the hosts' names from a
+        hostfile.
     packages: those that it runs on -> the versions that are tested.
     artifacts: what it writes at the top of the compiled folder; a folder ends with a slash. inputs: those files that a
         run reads as data.
-    rules: code -> what it does not run.
+    rules: code -> what it does not run. check_extra: what it does not take of the recipe's `extra`.
     axes: keys of a layout, beyond those of every engine, that it has.
     """
 
@@ -58,19 +59,17 @@ class Engine:
     traits: Traits
     lowering: str = ""
     program: str = ""
+    reads_hosts: bool = True
     packages: Mapping[str, str] = field(default_factory=dict)
     artifacts: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
     rules: Mapping[str, Rule] = field(default_factory=dict)
+    check_extra: Callable[[Recipe], tuple[Diagnostic, ...]] = lambda recipe: ()
     axes: frozenset[str] = frozenset()
 
 
 class Lowering(Protocol):
     """From a plan to the engine's files."""
-
-    def check_extra(self, recipe: Recipe) -> tuple[Diagnostic, ...]:
-        """What of the recipe's `extra` the engine does not take."""
-        ...
 
     def plan_section(self, plan: Plan) -> JsonObject:
         """The plan's `zero`: how the engine shares out states. plan: whole but for it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import cast
 
+from shardwright.diagnostics import refusal
 from shardwright.engines.deepspeed.engine import DEEPSPEED
 from shardwright.engines.engine import Engine, Lowering, Traits
 from shardwright.engines.kernels import FSDP, KERNELS
@@ -20,7 +21,14 @@ _PUBLISHED = {FSDP: "PyTorch's FSDP"}
 
 
 def engine_of(plan: Plan) -> Engine:
-    return ENGINES[plan.target or DEFAULT]
+    """Raises Refusal: SW6001 for a plan.json that was edited, or that a version with other engines wrote."""
+    engine = ENGINES.get(plan.target or DEFAULT)
+    if engine is None or engine.runtime is None:
+        names = ", ".join(row.name for row in ENGINES.values() if row.runtime)
+        why = f"its plan.json says target: {plan.target}, and the engines that can run here are {names}"
+        help = "Compile the recipe again: `shardwright compile RECIPE -o DIR` keeps the folder's run and checkpoints."
+        raise refusal("SW6001", f"not a compiled folder of this version: {why}", help)
+    return engine
 
 
 def runner_of(target: str) -> Engine:
@@ -35,7 +43,7 @@ def lowering_of(target: str) -> Lowering:
 def traits_of(target: str, kernels: str, s: Strategy) -> Traits:
     """kernels: as `assume` says. An engine's own, without ZeRO on one data rank, are that engine whatever `target`
     says: nothing that another would be there for is left."""
-    alone = KERNELS[kernels].engine if s.zero_stage == 0 and s.data == 1 else None
+    alone = KERNELS[kernels].engine if s.zero_stage == 0 and s.shards == 1 else None
     return ENGINES[alone or target].traits
 
 

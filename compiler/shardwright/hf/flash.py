@@ -139,18 +139,9 @@ def _attend_apart(
     """flash_attn_varlen_func: (tokens, heads, head size), the sequences one behind the other."""
     sizes = cu_seqlens_q.diff().tolist()
     queries, keys, values = (torch.split(x, sizes) for x in (q, k, v))
+    options = (dropout_p, softmax_scale, causal, window_size, softcap)
     documents = [
-        _attend(
-            query[None],
-            key[None],
-            value[None],
-            dropout_p,
-            softmax_scale,
-            causal,
-            window_size,
-            softcap,
-            shapes_only=shapes_only,
-        )
+        _attend(query[None], key[None], value[None], *options, shapes_only=shapes_only)
         for query, key, value in zip(queries, keys, values, strict=True)
     ]
     return torch.cat(documents, dim=1)[0]

@@ -37,18 +37,14 @@ def needs_own_code(config: JsonObject) -> bool:
 
 
 def own_code_in(folder: Path, config: JsonObject) -> OwnCode:
-    """As `describe`, of the classes that config.json names. Raises NoClasses too."""
-    auto_map = config.get("auto_map")
+    """The classes that config.json names. Reads the files, runs nothing. Raises NoClasses, OSError where a file is
+    missing, ValueError where one lies elsewhere."""
+    auto_map, wanted = config.get("auto_map"), CAUSAL_LM.auto_class.__name__
     classes = auto_map if isinstance(auto_map, dict) else {}
-    references = [classes.get("AutoConfig"), classes.get(CAUSAL_LM.auto_class.__name__)]
+    references = [classes.get("AutoConfig"), classes.get(wanted)]
     if not all(isinstance(r, str) and r.count(".") == 1 and "--" not in r for r in references):
-        wanted = CAUSAL_LM.auto_class.__name__
         raise NoClasses(f"auto_map in its config.json names no AutoConfig and {wanted} in files beside it")
-    return describe(folder, str(references[0]), str(references[1]))
-
-
-def describe(folder: Path, config_class: str, model_class: str) -> OwnCode:
-    """Reads the files, runs nothing. Raises OSError where one is missing, ValueError where one lies elsewhere."""
+    config_class, model_class = map(str, references)
     modules = {folder / f"{reference.partition('.')[0]}.py" for reference in (config_class, model_class)}
     beside = {Path(path) for module in modules for path in get_relative_import_files(str(module))}
     files = sorted((modules | beside), key=str)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from shardwright.hf.flash import position_keywords
-from shardwright.hf.probe import isolated
-from shardwright.hf.skeleton import Skeleton
+from shardwright.hf.probe import in_pieces
 from shardwright.ir.apart import tensor_apart
 from shardwright.ir.cut import Cut
 
@@ -45,23 +43,6 @@ def why_not_packed(model: PreTrainedModel, cut: Cut, input_ids: torch.Tensor) ->
             if not off <= scale:
                 return f"a packed document's logits differ by {off:.1e} from its own"
             at += length
-    off = tensor_apart(_in_pieces(model, cut, input_ids, place), whole)
+    outside = {id(p) for p in model.parameters()} - {id(p) for p in model.get_submodule(cut.stack).parameters()}
+    off = tensor_apart(in_pieces(model, cut, outside, outside, input_ids, place), whole)
     return "" if off <= scale else f"packed logits of isolated layers differ by {off:.1e} from the model's"
-
-
-def _in_pieces(model: nn.Module, cut: Cut, input_ids: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """Every decoder layer in a copy of its own; layers that share state in one."""
-    layers = list(model.get_submodule(cut.stack).children())
-    outside = {id(p) for p in model.parameters()} - {id(p) for layer in layers for p in layer.parameters()}
-    state = isolated(model, cut, outside, input_ids).embed(input_ids, place)
-    together = dict(cut.together)
-    first = 0
-    while first < len(layers):
-        last = together.get(first, first)
-        own = {id(p) for layer in layers[first : last + 1] for p in layer.parameters()}
-        skeleton: Skeleton = isolated(model, cut, own, input_ids)
-        skeleton.begin()
-        for index in range(first, last + 1):
-            state = skeleton.decode(index, state)
-        first = last + 1
-    return isolated(model, cut, outside, input_ids).head(state)

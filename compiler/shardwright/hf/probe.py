@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,26 +71,15 @@ def probe(model: nn.Module, input_ids: torch.Tensor) -> Probed:
 def _edges(model: nn.Module, cut: Cut, input_ids: torch.Tensor) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """By gradient: what the state before the first layer, and the logits after the last one, depend on."""
     outside = {n: p for n, p in model.named_parameters() if not n.startswith(cut.stack + ".")}
-    frozen = [p for p in outside.values() if not p.requires_grad]
-    for p in outside.values():
-        p.requires_grad_(True)
     skeleton = Skeleton(model, cut, _tokens(input_ids))
-    state = skeleton.embed(input_ids, None)
-    reached = [t for t in (state.hidden, *state.payload) if t is not None and t.requires_grad]
-    total = torch.stack([t.square().sum() for t in reached]).sum()
-    before = torch.autograd.grad(total, list(outside.values()), allow_unused=True)
-    logits = skeleton.head(State(hidden=state.hidden.detach()))
-    behind = torch.autograd.grad(logits.square().sum(), list(outside.values()), allow_unused=True)
-    for p in frozen:
-        p.requires_grad_(False)
-    embedding = {n for n, g in zip(outside, before, strict=True) if g is not None}
-    head = {n for n, g in zip(outside, behind, strict=True) if g is not None}
+    with _none_frozen(outside):
+        state = skeleton.embed(input_ids, None)
+        embedding = _reached_from([t for t in (state.hidden, *state.payload) if t is not None], outside)
+        head = _reached_from([skeleton.head(State(hidden=state.hidden.detach()))], outside)
     # What neither shows by gradient goes with the head, where it is saved; a constant table (sinusoidal positions,
     # looked up without a gradient) shows by what comes of its absence.
-    for name in _seen_by_value(
-        skeleton, input_ids, state, {n: p for n, p in outside.items() if n not in embedding | head}
-    ):
-        embedding.add(name)
+    silent = {n: p for n, p in outside.items() if n not in embedding | head}
+    embedding.update(_seen_by_value(skeleton, input_ids, state, silent))
     return tuple(n for n in outside if n in embedding), tuple(n for n in outside if n in head or n not in embedding)
 
 
@@ -114,15 +105,27 @@ def _seen_by_value(
 def _untrained(model: nn.Module, input_ids: torch.Tensor) -> tuple[str, ...]:
     """By pattern: an expert that no token of the probe chose is not untrained while others like it are trained."""
     named = dict(model.named_parameters())
-    frozen = [p for p in named.values() if not p.requires_grad]  # a type may do so in one way of building it only
+    with _none_frozen(named):
+        trained = {pattern(n) for n in _reached_from([model(input_ids=input_ids, use_cache=False).logits], named)}
+    return tuple(dict.fromkeys(pattern(n) for n in named if pattern(n) not in trained))
+
+
+@contextmanager
+def _none_frozen(parameters: dict[str, nn.Parameter]) -> Iterator[None]:
+    """A type may freeze some in one way of building it only."""
+    frozen = [p for p in parameters.values() if not p.requires_grad]
     for p in frozen:
         p.requires_grad_(True)
-    logits = model(input_ids=input_ids, use_cache=False).logits
-    gradients = torch.autograd.grad(logits.square().sum(), list(named.values()), allow_unused=True)
+    yield
     for p in frozen:
         p.requires_grad_(False)
-    trained = {pattern(n) for n, g in zip(named, gradients, strict=True) if g is not None}
-    return tuple(dict.fromkeys(pattern(n) for n in named if pattern(n) not in trained))
+
+
+def _reached_from(tensors: list[torch.Tensor], parameters: dict[str, nn.Parameter]) -> set[str]:
+    """Names of the parameters that the tensors have a gradient for."""
+    total = torch.stack([t.square().sum() for t in tensors if t.requires_grad]).sum()
+    gradients = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
+    return {n for n, g in zip(parameters, gradients, strict=True) if g is not None}
 
 
 def _attention(model: nn.Module, cut: Cut) -> str:
@@ -173,10 +176,8 @@ def find_cut(model: nn.Module, input_ids: torch.Tensor) -> Cut:
         in_order = len(set(ran)) == len(ran) and ran == [id(c) for c in children if id(c) in ran]
         if in_order and 2 * len(ran) >= len(children):
             if hasattr(ours[0].output, "_fields"):
-                fields = ", ".join(ours[0].output._fields)
-                raise NotCuttable(
-                    f"its layers hand on several streams as one {type(ours[0].output).__name__}: {fields}"
-                )
+                kind, fields = type(ours[0].output).__name__, ", ".join(ours[0].output._fields)
+                raise NotCuttable(f"its layers hand on several streams as one {kind}: {fields}")
             cut = _slots(path, ours)
             if cut is not None:
                 return _with_payload(model, replace(cut, carried=_carried(ours)), ours, input_ids)
@@ -185,13 +186,11 @@ def find_cut(model: nn.Module, input_ids: torch.Tensor) -> Cut:
 
 def _no_stack(calls: list[_Call], stacks: list[tuple[str, list[nn.Module]]]) -> str:
     """Why no list of layers can be cut, from what ran."""
-    runs: dict[int, int] = {}
-    for call in calls:
-        runs[id(call.module)] = runs.get(id(call.module), 0) + 1
-    looped = [path for path, children in stacks if any(runs.get(id(c), 0) > 1 for c in children)]
+    runs = Counter(id(call.module) for call in calls)
+    looped = [path for path, children in stacks if any(runs[id(c)] > 1 for c in children)]
     if looped:
         return f"its layers run more than once, in a loop: {', '.join(looped)}"
-    once = [path for path, children in stacks if all(runs.get(id(c), 0) == 1 for c in children)]
+    once = [path for path, children in stacks if all(runs[id(c)] == 1 for c in children)]
     if len({path.rpartition(".")[0] for path in once}) == 1 < len(once):
         return f"its layers are no modules of their own: their parts lie in {', '.join(once)}"
     return "no list of layers runs once each, in order, on the hidden states"
@@ -214,12 +213,8 @@ def _slots(path: str, calls: list[_Call]) -> Cut | None:
     keyword = next((k for k, a in kwargs.items() if _same(a, hidden)), None)
     if position is None and keyword is None:
         return None
-    return Cut(
-        stack=path,
-        hidden_position=position,
-        hidden_keyword=keyword if position is None else None,
-        output_length=length,
-    )
+    keyword = keyword if position is None else None
+    return Cut(stack=path, hidden_position=position, hidden_keyword=keyword, output_length=length)
 
 
 def _same(a: Any, b: torch.Tensor) -> bool:
@@ -230,14 +225,9 @@ def _carried(calls: list[_Call]) -> tuple[int, ...]:
     """Places in a layer's output that a later layer is handed: the same tensor, not an equal one."""
     found: set[int] = set()
     for index, call in enumerate(calls):
-        if not isinstance(call.output, tuple | list):
-            continue
         later = {id(value) for after in calls[index + 1 :] for _, value in leaves(after.arguments)}
-        found |= {
-            place
-            for place, value in enumerate(call.output)
-            if place and isinstance(value, torch.Tensor) and id(value) in later
-        }
+        output = call.output if isinstance(call.output, tuple | list) else ()
+        found |= {at for at, value in enumerate(output) if at and torch.is_tensor(value) and id(value) in later}
     return tuple(sorted(found))
 
 
@@ -267,30 +257,41 @@ def check_cut(
 ) -> None:
     """Raises NotCuttable unless isolated pieces give the plain model's logits, bit for bit.
 
-    embedding, head: the parameters that these two own. Layers of `cut.together` are one piece. Each piece runs twice: a
-    second micro-batch must find nothing of the first.
+    embedding, head: the parameters that these two own.
     """
     plain = model(input_ids=input_ids, use_cache=False).logits
-    layers = list(model.get_submodule(cut.stack).children())
-    ranges = dict(cut.together)
-    pieces: list[Range] = []
-    while not pieces or pieces[-1][1] + 1 < len(layers):
-        first = pieces[-1][1] + 1 if pieces else 0
-        pieces.append((first, ranges.get(first, first)))
-    inside = [{id(p) for layer in layers[a : b + 1] for p in layer.parameters()} for a, b in pieces]
     before, behind = ({id(model.get_parameter(n)) for n in side} for side in (embedding, head))
-    state = isolated(model, cut, before, input_ids).embed(input_ids, None)
-    for (first, last), own in zip(pieces, inside, strict=True):
-        skeleton = isolated(model, cut, own, input_ids)
-        entering = state
+    got = in_pieces(model, cut, before, behind, input_ids)
+    if got.shape != plain.shape or not torch.equal(got, plain):
+        raise NotCuttable("more than the hidden states crosses between its layers")
+
+
+def in_pieces(
+    model: nn.Module,
+    cut: Cut,
+    before: set[int],
+    behind: set[int],
+    input_ids: torch.Tensor,
+    positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The logits of isolated pieces, as pipeline stages run. before, behind: the parameters, by id, that the pieces
+    around the decoder stack own.
+
+    Each decoder layer is a piece, layers of `cut.together` are one. Each piece runs twice: a second micro-batch must
+    find nothing of the first.
+    """
+    layers = list(model.get_submodule(cut.stack).children())
+    state = isolated(model, cut, before, input_ids).embed(input_ids, positions)
+    edges = itertools.accumulate(cut.blocks(len(layers))[1:-1], initial=0)
+    for first, stop in itertools.pairwise(edges):
+        own = {id(p) for layer in layers[first:stop] for p in layer.parameters()}
+        skeleton, entering = isolated(model, cut, own, input_ids), state
         for _ in range(2):
             skeleton.begin()
             state = entering
-            for index in range(first, last + 1):
+            for index in range(first, stop):
                 state = skeleton.decode(index, state)
-    got = isolated(model, cut, behind, input_ids).head(state)
-    if got.shape != plain.shape or not torch.equal(got, plain):
-        raise NotCuttable("more than the hidden states crosses between its layers")
+    return isolated(model, cut, behind, input_ids).head(state)
 
 
 def isolated(model: nn.Module, cut: Cut, owned: set[int], input_ids: torch.Tensor) -> Skeleton:

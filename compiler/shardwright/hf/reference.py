@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
+from shardwright.hf.objective import IGNORED
 from shardwright.hf.plain_optimizer import PlainOptimizer
 
 Rows = list[dict[str, torch.Tensor]]
@@ -70,7 +68,7 @@ def train(
 
 def mean_loss(model: nn.Module, rows: Rows, *, own_loss: bool) -> torch.Tensor:
     """Over the predicted tokens of all rows."""
-    items = sum(int((r["labels"][:, 1:] != -100).sum()) for r in rows)
+    items = sum(int((r["labels"][:, 1:] != IGNORED).sum()) for r in rows)
     loss = torch.zeros(())
     for r in rows:
         if own_loss:
@@ -83,16 +81,9 @@ def mean_loss(model: nn.Module, rows: Rows, *, own_loss: bool) -> torch.Tensor:
 def next_token_loss(model: nn.Module, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
     """Sum over the predicted tokens."""
     logits = model(**inputs, use_cache=False).logits[:, :-1].float()
-    return nn.functional.cross_entropy(
-        logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
-    )
+    target = labels[:, 1:].flatten()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), target, ignore_index=IGNORED, reduction="sum")
 
 
 def cosine(lr: float, step: int, warmup: int, steps: int) -> float:
     return lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
-
-
-def token_rows(tokens: NDArray[np.integer[Any]], step: int, batch: int) -> Rows:
-    """Step k (from 1) of an unshuffled `tokens` data set, as one block of rows."""
-    ids = torch.from_numpy(tokens[(step - 1) * batch : step * batch].astype(np.int64))
-    return [{"input_ids": ids, "labels": ids}]

@@ -52,6 +52,10 @@ A layer may stand in the list and not run: cross-attention to an image where the
 """
 
 
+Keywords = Callable[[str | None, torch.Tensor, torch.Tensor | None], dict[str, Any]]
+"""(attention, ids (B, S), position ids where documents are packed) -> arguments of the model's forward."""
+
+
 class _Reached(Exception):
     """A layer was reached at which the forward is to stop."""
 
@@ -74,6 +78,7 @@ class Skeleton:
     """The model of one stage. Not an nn.Module, so that nothing here is registered with an engine.
 
     lookup_is_collective: the input embedding here is cut over tensor ranks; runs with dummy ids skip its all-reduce.
+    keywords: what the model's forward takes beside the ids.
     tokens: (B, S) of a micro-batch, or None where the hidden states begin with them.
     """
 
@@ -81,6 +86,7 @@ class Skeleton:
         self.model, self.cut, self.tokens = model, cut, tokens
         self.layers: list[nn.Module] = list(model.get_submodule(cut.stack).children())
         self.lookup_is_collective = False
+        self.keywords: Keywords = lambda attention, input_ids, position_ids: position_keywords(attention, position_ids)
         self._attention: str | None = getattr(getattr(model, "config", None), "_attn_implementation", None)
         self._contexts: list[tuple[tuple[Any, ...], torch.Tensor | None, Context]] = []
         self._memo: dict[int, Any] = {}
@@ -117,16 +123,11 @@ class Skeleton:
 
     def head(self, state: State) -> torch.Tensor:
         """-> logits (B, S, V or this tensor rank's slice of V): final norm, head, scaling, soft caps."""
-        hidden = state.hidden
-
-        def finish(*args: Any, **kwargs: Any) -> Any:
-            return self._output(hidden)
-
         with ExitStack() as stack:
             self._skip_collective_lookup(stack)
             for layer in self.layers:
-                stack.enter_context(forward_replaced(layer, finish))
-            return self._run(self._dummy_ids(hidden), state.position_ids).logits  # type: ignore[no-any-return]
+                stack.enter_context(forward_replaced(layer, lambda *_, **__: self._output(state.hidden)))
+            return self._run(self._dummy_ids(state.hidden), state.position_ids).logits  # type: ignore[no-any-return]
 
     def release(self, owned: set[int], device: torch.device, dtype: torch.dtype) -> None:
         """Frees every parameter whose id is not in `owned`; moves the model-level buffers to `device`.
@@ -142,17 +143,16 @@ class Skeleton:
                 module._buffers[name] = buffer.to(device)
 
     def _run(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> Any:
-        positions = position_keywords(self._attention, position_ids)
-        return self.model(input_ids=input_ids, use_cache=False, **positions)
+        given = self.keywords(self._attention, input_ids, position_ids)
+        return self.model(input_ids=input_ids, use_cache=False, **given)
 
     @property
     def _hidden_path(self) -> str:
         return str(self.cut.hidden_keyword if self.cut.hidden_position is None else self.cut.hidden_position)
 
     def _hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        if self.cut.hidden_position is not None:
-            return args[self.cut.hidden_position]  # type: ignore[no-any-return]
-        return kwargs[str(self.cut.hidden_keyword)]  # type: ignore[no-any-return]
+        position = self.cut.hidden_position
+        return kwargs[self._hidden_path] if position is None else args[position]  # type: ignore[no-any-return]
 
     def _output(self, hidden: torch.Tensor, carried: dict[int, torch.Tensor] | None = None) -> Any:
         """`hidden` as a decoder layer would return it."""

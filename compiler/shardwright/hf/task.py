@@ -19,20 +19,17 @@ class Task:
     registered: configuration class -> model class, with those that came with a model (hf/own_code.py).
     example_shape: rows x tokens that a tiny copy is shown. peft_type: peft's name of the task."""
 
-    name: str
     auto_class: Any
     types: Mapping[str, str]
     registered: Mapping[type[PretrainedConfig], type]
     example_shape: tuple[int, int]
     peft_type: str
 
-    def has_type(self, model_type: str) -> bool:
-        """Whether transformers' own mapping has it."""
-        return model_type in self.types
-
-    def is_registered(self, model_type: str) -> bool:
-        """Whether a model's own code has registered its class for the task."""
-        return model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] in self.registered
+    def trains(self, model_type: str) -> bool:
+        """Whether transformers' own mapping has it, or a model's own code has registered its class for the task."""
+        return model_type in self.types or (
+            model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] in self.registered
+        )
 
     def build(self, config: PretrainedConfig, attention: str | None = None) -> PreTrainedModel:
         """The whole model in fp32, its weights drawn. attention: None takes what transformers picks for the type."""
@@ -47,7 +44,6 @@ class Task:
 
 
 CAUSAL_LM = Task(
-    name="causal-lm",
     auto_class=AutoModelForCausalLM,
     types=MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     registered=MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -61,7 +57,7 @@ TASKS = (CAUSAL_LM,)
 
 def task_of_type(model_type: str) -> Task | None:
     """None: nothing here trains it."""
-    return next((task for task in TASKS if task.has_type(model_type) or task.is_registered(model_type)), None)
+    return next((task for task in TASKS if task.trains(model_type)), None)
 
 
 def task_of(model: PretrainedConfig | str) -> Task:

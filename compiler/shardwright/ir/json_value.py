@@ -7,6 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing_extensions import TypeAliasType
 
 JsonScalar = str | int | float | bool | None
-# A named alias: its recursion is resolved by whoever reads JSON into dataclasses (records.py, pydantic).
+# A named alias: its recursion is resolved by whoever reads JSON into dataclasses (records.py).
 JsonValue = TypeAliasType("JsonValue", "JsonScalar | Sequence[JsonValue] | Mapping[str, JsonValue]")
 JsonObject = Mapping[str, JsonValue]

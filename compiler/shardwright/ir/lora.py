@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 
-from shardwright.diagnostics import Diagnostic
 from shardwright.ir.model_graph import Layer, ModelGraph, Parameter
 
 _NOT_LINEAR = ("router", "norm", "embed")
@@ -46,15 +44,3 @@ def _matrices(layer: Layer) -> list[Parameter]:
 
 def _module(parameter: Parameter) -> str:
     return parameter.name.split(".")[-2]
-
-
-def missing_peft() -> Diagnostic | None:
-    """The optional package that LoRA trains through."""
-    if importlib.util.find_spec("peft") is not None:
-        return None
-    return Diagnostic(
-        code="SW6251",
-        message="the run trains LoRA adapters, and peft is not installed here",
-        help="pip install 'shardwright[lora]', on every host of the run.",
-        key=("lora",),
-    )

@@ -9,7 +9,8 @@ from typing import Literal
 from shardwright.diagnostics import KeyPath, Source
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.lora import LoraSection
-from shardwright.ir.words import Checkpointing, Loss, Objective, Offload, Precision, Schedule
+from shardwright.ir.measured import MeasuredFile
+from shardwright.ir.words import Checkpointing, Loss, Objective, Offload, PartialCheckpointing, Precision, Schedule
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Of a precision or an accumulation type."""
@@ -37,6 +38,8 @@ class InlineGpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSection:
+    """node_mtbf_hours, checkpoint_gbytes_per_second: None is what cost/goodput.json has."""
+
     nodes: int | None
     gpus_per_node: int
     gpu: str | InlineGpu
@@ -45,6 +48,9 @@ class ClusterSection:
     host_memory_gib: float | None
     shared_filesystem: bool
     price_per_gpu_hour: float | None
+    node_mtbf_hours: float | None = None
+    checkpoint_gbytes_per_second: float | None = None
+    measured: MeasuredFile | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +172,7 @@ class ParallelismSection:
     data: int | None
     zero_stage: int | None
     micro_batch_size: int | None
-    activation_checkpointing: Checkpointing | None
+    activation_checkpointing: Checkpointing | PartialCheckpointing | None
     schedule: Schedule | None
     offload: Offload | None
     memory_headroom: float | None
@@ -262,7 +268,7 @@ class LaunchSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSection:
     directory: str
-    every_steps: int | None  # None = only after the last step
+    every_steps: int | Literal["auto"] | None  # None = only after the last step
     keep: int | None  # None = all
     upload_to: str | None = None  # URL that fsspec opens
 

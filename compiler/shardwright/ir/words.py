@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 Schedule = Literal["1f1b", "dualpipev"]
 Checkpointing = Literal["none", "selective", "full"]
-"""Activation checkpointing: what the backward pass computes again."""
+"""Activation checkpointing of a layer: what its backward pass computes again."""
 Offload = Literal["none", "optimizer", "parameters"]
 """What is kept in host memory."""
 Loss = Literal["full", "chunked"]
@@ -16,3 +17,16 @@ Objective = Literal["throughput", "memory", "cost"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
 OFFLOAD: tuple[Offload, ...] = get_args(Offload)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialCheckpointing:
+    """The first `full` decoder layers of each pipeline stage are checkpointed whole, the others not at all. The first
+    ones go backward last: what they make again has the room that the others left. A stage with no more layers than that
+    checkpoints all of them."""
+
+    full: int
+
+    def __str__(self) -> str:
+        """As a recipe has it."""
+        return f"{{full: {self.full}}}"

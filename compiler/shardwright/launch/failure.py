@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 from shardwright.checkpoint.step_folders import published_steps
+from shardwright.engines.table import engine_of
+from shardwright.ir.words import CHECKPOINTING
+from shardwright.layout.axes import ZERO_STAGES
 from shardwright.plan.plan import Plan
 from shardwright.watch.events import RankFailed, RankLost, first_cause, read_events
-from shardwright.watch.journal import write_status
+from shardwright.watch.journal import PROGRESS, write_status
 
 _LAUNCHER_CODE = re.compile(r"exits with return code = (-\d+)")
 # pdsh's own word, and that of DeepSpeed's launcher, which tries the first host by itself.
@@ -68,12 +71,13 @@ def _report_silence(plan: Plan, folder: Path, attempt: int, log: str, launcher_c
     if lost:
         cause = f"host {host}: no ssh to it, or the connection broke"
         help_text = f"Try `ssh {host} true`; `shardwright doctor` tries every host at once."
-    elif signal := _signal_of(log):
-        cause = f"a rank{f' on host {host}' if host else ''} was ended while the run came up: {signal}"
-        help_text = "Too little memory for the start shows like this: see `dmesg` on that host."
+    elif signal := _signal_of(log) or _SIGNALS.get(launcher_code):
+        when = "" if PROGRESS in log else " while the run came up"
+        cause = f"a rank{f' on host {host}' if host else ''} was ended{when}: {signal}"
+        help_text = "A host with too little memory shows like this: see `dmesg` there."
     else:
         on = f" on host {host}" if host else ""
-        cause = f"the deepspeed launcher{on} ended with code {launcher_code} and no rank said why"
+        cause = f"`{engine_of(plan).program}`{on} ended with code {launcher_code} and no rank said why"
         help_text = "`shardwright doctor` compares the hosts' Python, packages and folders."
     lines = [line for line in log.splitlines() if host is None or line.startswith((f"{host}:", "pdsh@"))]
     tail = "\n".join((lines or log.splitlines())[-15:])
@@ -91,7 +95,8 @@ def _signal_of(log: str) -> str | None:
 def _next_steps(plan: Plan, run: Path, rank: int, host: str) -> str:
     log = run / "launcher.log" if rank == 0 else run / "logs" / f"rank-{rank:05d}.log"
     there = "" if rank == 0 or log.exists() else f" (on host {host})"
-    resume = "continues from the newest checkpoint" if _any_checkpoint(plan, run.parent) else "starts again"
+    saved = published_steps(run.parent / plan.checkpoint.directory)
+    resume = "continues from the newest checkpoint" if saved else "starts again"
     return f"its output: {log}{there}\nwhen that is mended: `shardwright run {run.parent}` {resume}"
 
 
@@ -100,11 +105,11 @@ def _less_memory(plan: Plan, cause: str) -> str:
     if "out of memory" not in cause.lower() and "OutOfMemory" not in cause:
         return ""
     s, memory = plan.strategy, plan.predicted.memory
-    if s.activation_checkpointing != "full":
-        change = "parallelism.activation_checkpointing=full"
+    if s.activation_checkpointing != CHECKPOINTING[-1]:
+        change = f"parallelism.activation_checkpointing={CHECKPOINTING[-1]}"
     elif s.micro_batch_size > 1:
         change = f"parallelism.micro_batch_size={s.micro_batch_size // 2}"
-    elif s.pipeline == 1 and s.zero_stage < 3:
+    elif s.pipeline == 1 and s.zero_stage < ZERO_STAGES[-1]:
         change = f"parallelism.zero_stage={s.zero_stage + 1}"
     else:
         change = "objective=memory"
@@ -112,10 +117,6 @@ def _less_memory(plan: Plan, cause: str) -> str:
         f"predicted: {memory.peak_bytes / 2**30:.1f} of {memory.capacity_bytes / 2**30:.1f} GiB on the fullest rank\n"
         f"needs less: compile with --set {change}; `shardwright plan` ranks the others"
     )
-
-
-def _any_checkpoint(plan: Plan, folder: Path) -> bool:
-    return bool(published_steps(folder / plan.checkpoint.directory))
 
 
 def _last_frames(traceback: str) -> str:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from shardwright.launch.doctor.meeting import HostCheck, red
 from shardwright.launch.doctor.scheduler import SECONDS, ask, missing, unchecked
-from shardwright.launch.submit import handed_over, refusal
+from shardwright.launch.submit import handed_over, not_taken
 from shardwright.plan.plan import Plan
 
 
 def submit(plan: Plan, folder: Path, resume: str) -> None:
     if resume != "auto":
-        raise refusal("the pods always continue from the newest checkpoint", "Leave --resume out.")
+        raise not_taken("the pods always continue from the newest checkpoint", "Leave --resume out.")
     print(handed_over(["bash", "launch.sh"], folder).strip())
     print("watch        kubectl get pods -w")
 

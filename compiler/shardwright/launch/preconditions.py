@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import sys
@@ -10,11 +9,11 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.diagnostics import Diagnostic, Refusal, found
 from shardwright.engines.table import engine_of
-from shardwright.ir.lora import missing_peft
 from shardwright.ir.recipe import FLASH
 from shardwright.launchers.table import LAUNCHERS
+from shardwright.optional_packages import missing_flash_attention, missing_peft
 from shardwright.plan.hosts import SAFE_UNQUOTED, read_hosts
 from shardwright.plan.plan import Plan
 from shardwright.safe_read import read_regular_text
@@ -24,18 +23,6 @@ from shardwright.train.tracking import missing_trackers
 def tested_versions(plan: Plan) -> dict[str, str]:
     """Package -> the versions that are tested."""
     return {**engine_of(plan).packages, "transformers": ">=5.20,<6", "torch": ">=2.10,<3"}
-
-
-def missing_flash_attention() -> Diagnostic | None:
-    """The optional package whose kernels `attention: flash_attention_2` runs."""
-    if importlib.util.find_spec("flash_attn") is not None:
-        return None
-    return Diagnostic(
-        code="SW6009",
-        message="the plan's attention is flash_attention_2, and flash-attn is not installed here",
-        help="pip install flash-attn --no-build-isolation, on every host; or compile with `attention: sdpa`.",
-        key=("model", "attention"),
-    )
 
 
 def check_versions(plan: Plan) -> list[str]:
@@ -53,13 +40,9 @@ def check_versions(plan: Plan) -> list[str]:
                 f"warning[SW6002]: planned with {name} {planned}, running with {installed} (tested: {tested})"
             )
         else:
-            errors.append(
-                Diagnostic(
-                    code="SW6002",
-                    message=f"planned with {name} {planned}, but {installed} is installed (tested: {tested})",
-                    help=f"Install {name} {planned}, or compile the recipe again here.",
-                )
-            )
+            text = f"planned with {name} {planned}, but {installed} is installed (tested: {tested})"
+            help = f"Install {name} {planned}, or compile the recipe again here."
+            errors.append(Diagnostic(code="SW6002", message=text, help=help))
     if errors:
         raise Refusal(*errors)
     return warnings
@@ -78,9 +61,8 @@ def own_command(*arguments: str) -> list[str]:
 
 def check_machine(plan: Plan, folder: Path, hostfile: Path | None) -> None:
     """Raises Refusal with every obstacle at once."""
-    found = tuple(_obstacles(plan, folder, hostfile))
-    if found:
-        raise Refusal(*found)
+    if obstacles := tuple(_obstacles(plan, folder, hostfile)):
+        raise Refusal(*obstacles)
 
 
 def _obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[Diagnostic]:
@@ -89,34 +71,23 @@ def _obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[Diag
     if plan.model.attention == FLASH and (absent := missing_flash_attention()):
         yield absent
     if plan.is_cpu and plan.training.precision == "fp16":
-        yield Diagnostic(
-            code="SW6004",
-            message="fp16 does not run on a CPU: DeepSpeed refuses it",
-            help="Set training.precision to bf16 or fp32 and compile again; fp16 plans run on GPUs.",
-        )
+        help = "Set training.precision to bf16 or fp32 and compile again; fp16 plans run on GPUs."
+        yield found("SW6004", None, "fp16 does not run on a CPU: DeepSpeed refuses it", help)
     program = engine_of(plan).program
     if shutil.which(program, path=program_path()) is None:
-        yield Diagnostic(
-            code="SW6005",
-            message=f"there is no `{program}` command in this environment",
-            help="Install shardwright with its dependencies (pip install shardwright) and use its command.",
-        )
+        help = "Install shardwright with its dependencies (pip install shardwright) and use its command."
+        yield found("SW6005", None, f"there is no `{program}` command in this environment", help)
     yield from missing_trackers(plan)
     weights = plan.model.weights_path
     launcher = LAUNCHERS[plan.launch.launcher]
     # Pods have a volume of their own, which need not be mounted here.
     if weights is not None and not launcher.own_files and not Path(weights).is_dir():
-        yield Diagnostic(
-            code="SW6007",
-            message=f"the pretrained weights are gone: there is no folder {weights!r}",
-            help="Bring them back (the plan names their revision where they came from the hub), or compile again.",
-        )
+        help = "Bring them back (the plan names their revision where they came from the hub), or compile again."
+        yield found("SW6007", None, f"the pretrained weights are gone: there is no folder {weights!r}", help)
     if launcher.by_hand:
-        yield Diagnostic(
-            code="SW6005",
-            message=f"launch.launcher is {launcher.name}: nothing here can start the other nodes",
-            help=f"On each node: NODE_RANK=0...{plan.nodes - 1} MASTER_ADDR=<address of node 0> bash launch.sh",
-        )
+        message = f"launch.launcher is {launcher.name}: nothing here can start the other nodes"
+        help = f"On each node: NODE_RANK=0...{plan.nodes - 1} MASTER_ADDR=<address of node 0> bash launch.sh"
+        yield found("SW6005", None, message, help)
     yield from scheduler_obstacles(plan)
     yield from host_obstacles(plan, folder, hostfile)
 
@@ -125,18 +96,13 @@ def scheduler_obstacles(plan: Plan) -> Iterator[Diagnostic]:
     launcher = LAUNCHERS[plan.launch.launcher]
     name, program = launcher.name, launcher.program
     if program is not None and shutil.which(program, path=program_path()) is None:
-        yield Diagnostic(
-            code="SW6005",
-            message=f"launch.launcher is {name}, and there is no `{program}` command here",
-            help=f"Install it, start the run where there is one, or compile with another launcher than {name}.",
-        )
+        help = f"Install it, start the run where there is one, or compile with another launcher than {name}."
+        yield found("SW6005", None, f"launch.launcher is {name}, and there is no `{program}` command here", help)
     nodes = None if launcher.allocated_nodes is None else os.environ.get(launcher.allocated_nodes)
     if nodes is not None and nodes != str(plan.nodes):
-        yield Diagnostic(
-            code="SW6003",
-            message=f"the {name.capitalize()} allocation has {nodes} nodes, the plan is for {plan.nodes}",
-            help=f"Ask for --nodes={plan.nodes}, leave the allocation (`run` then submits a job), or compile again.",
-        )
+        message = f"the {name.capitalize()} allocation has {nodes} nodes, the plan is for {plan.nodes}"
+        help = f"Ask for --nodes={plan.nodes}, leave the allocation (`run` then submits a job), or compile again."
+        yield found("SW6003", None, message, help)
 
 
 def host_obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[Diagnostic]:
@@ -146,18 +112,11 @@ def host_obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[
         if hostfile is not None:
             reaching = "` or `".join(row.name for row in LAUNCHERS.values() if row.needs_hosts)
             where = f"given by {launcher.name}" if launcher.several_nodes else "the machine that `run` is started on"
-            yield Diagnostic(
-                code="SW6003",
-                message=f"a hostfile has no use: where the ranks run is {where}",
-                help=f"Leave --hostfile out, or compile with `launcher: {reaching}`.",
-            )
+            help = f"Leave --hostfile out, or compile with `launcher: {reaching}`."
+            yield found("SW6003", None, f"a hostfile has no use: where the ranks run is {where}", help)
         return
     if hostfile is None and not compiled.is_file():
-        yield Diagnostic(
-            code="SW6003",
-            message=f"the plan is for {plan.nodes} nodes and no hostfile says which",
-            help="Give `--hostfile FILE` with a line `name slots=N` for each node.",
-        )
+        yield no_hostfile(plan)
         return
     path = hostfile or compiled
     try:
@@ -166,14 +125,14 @@ def host_obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[
         yield from refusal.diagnostics
     except (OSError, UnicodeDecodeError) as error:
         cause = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        yield Diagnostic(
-            code="SW6003",
-            message=f"the hostfile {str(path)!r} cannot be read: {cause}",
-            help="Lines `name slots=N`, one a node.",
-        )
+        message = f"the hostfile {str(path)!r} cannot be read: {cause}"
+        yield found("SW6003", None, message, "Lines `name slots=N`, one a node.")
     if launcher.unquoted and not SAFE_UNQUOTED.fullmatch(str(folder.resolve())):
-        yield Diagnostic(
-            code="SW6005",
-            message=f"{launcher.name} cannot pass the folder's path {str(folder.resolve())!r}: it does not quote",
-            help="Move the folder to a path of letters, digits and @%+=:,./-_ only, the same on every host.",
-        )
+        message = f"{launcher.name} cannot pass the folder's path {str(folder.resolve())!r}: it does not quote"
+        help = "Move the folder to a path of letters, digits and @%+=:,./-_ only, the same on every host."
+        yield found("SW6005", None, message, help)
+
+
+def no_hostfile(plan: Plan) -> Diagnostic:
+    message = f"the plan is for {plan.nodes} nodes and no hostfile says which"
+    return found("SW6003", None, message, "Give `--hostfile FILE` with a line `name slots=N` for each node.")

@@ -24,7 +24,7 @@ from shardwright.checkpoint.index import choose_checkpoint, tell
 from shardwright.checkpoint.store import CheckpointStore
 from shardwright.data.dataset import resolve
 from shardwright.data.prepare import LARGEST_UNPREPARED_BYTES, prepare
-from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.diagnostics import Refusal, refusal
 from shardwright.ir.weights import weights_words
 from shardwright.launch.failure import report_failure
 from shardwright.launch.preconditions import check_machine, check_versions, program_path
@@ -128,12 +128,10 @@ def _lock(folder: Path) -> Iterator[int]:
 
 
 def another_is_alive(folder: Path) -> Refusal:
-    return Refusal(
-        Diagnostic(
-            code="SW6006",
-            message=f"another `shardwright run` of {str(folder)!r} is alive",
-            help="`shardwright status` says how it is doing; `shardwright stop` ends it with a checkpoint.",
-        )
+    return refusal(
+        "SW6006",
+        f"another `shardwright run` of {str(folder)!r} is alive",
+        "`shardwright status` says how it is doing; `shardwright stop` ends it with a checkpoint.",
     )
 
 

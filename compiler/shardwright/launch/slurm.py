@@ -12,7 +12,7 @@ import psutil
 from shardwright.diagnostics import Diagnostic
 from shardwright.launch.doctor.meeting import HostCheck, red
 from shardwright.launch.doctor.scheduler import ask, missing, unchecked
-from shardwright.launch.submit import handed_over, refusal
+from shardwright.launch.submit import handed_over, not_taken
 from shardwright.plan.plan import Plan
 
 SHARED = (
@@ -28,7 +28,7 @@ def submit(plan: Plan, folder: Path, resume: str) -> None:
     printed = handed_over(["sbatch", "--parsable", "launch/job.sh", chosen], folder)
     job = re.fullmatch(r"(\d+)(;\S+)?", printed.strip().splitlines()[-1] if printed.strip() else "")
     if job is None:
-        raise refusal(f"sbatch printed no job id: {printed.strip()[-200:]!r}", "Look for the job with squeue.")
+        raise not_taken(f"sbatch printed no job id: {printed.strip()[-200:]!r}", "Look for the job with squeue.")
     print(f"submitted    job {job[1]}")
     print(f"watch        squeue -j {job[1]}")
     print(f"log          {folder / 'run' / f'slurm-{job[1]}.log'}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import time
 from dataclasses import dataclass
@@ -11,8 +10,10 @@ from typing import Any
 
 from shardwright.checkpoint.step_folders import step_of
 from shardwright.data.dataset import noted_steps
+from shardwright.lease import holds_lock
 from shardwright.plan.plan import Plan
-from shardwright.watch.journal import AttemptRecord, number, read_attempt_record, read_status
+from shardwright.records import carried
+from shardwright.watch.journal import AttemptRecord, MeasuredSaves, number, read_attempt_record, read_saves, read_status
 
 HEARTBEAT_LOST_SECONDS = 60.0
 """Rank 0 touches run/heartbeat every 5 s; clocks of two hosts may differ by some."""
@@ -29,7 +30,7 @@ class RunState:
     step: the last one that this attempt goes on from or has trained; steps: of its training, which a later compile may
     have changed.
     stalled: what `run` said where no step came for long. rank, host, stage, cause: of a failure, or of a stall.
-    help: what to do about it, where that is known.
+    help: what to do about it, where that is known. saves: how long training waited for checkpoints.
     """
 
     status: str
@@ -45,22 +46,11 @@ class RunState:
     cause: str | None
     help: str | None
     stalled: str | None
+    saves: MeasuredSaves | None = None
 
     @property
     def ended(self) -> bool:
         return self.status in ENDED
-
-
-def holds_lock(folder: Path) -> bool:
-    """Whether `run` or its launcher lives, on this host."""
-    try:
-        with (folder / "run" / "lock").open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass  # never started by `run`
-    return False
 
 
 def is_alive(folder: Path) -> bool:
@@ -83,20 +73,21 @@ def read_state(plan: Plan, folder: Path) -> RunState:
     if name in ("starting", "running") and not is_alive(folder):
         name, cause = "failed", GONE
     step, loss, rate, pace = _last_steps(folder / "run" / "metrics.jsonl", begun)
-    return RunState(
+    steps = begun.steps or noted_steps(plan, folder)
+    return carried(
+        RunState,
+        status,
         status=name,
         attempt=begun.number,
         step=step,
-        steps=(steps := begun.steps or noted_steps(plan, folder)),
+        steps=steps,
         loss=loss,
         tokens_per_second=rate,
         eta_seconds=pace * (steps - step) if name == "running" and pace is not None else None,
-        rank=status.rank,
-        host=status.host,
-        stage=status.stage,
         cause=cause,
         help=status.help if name == "failed" else None,
         stalled=status.stalled if name == "running" else None,
+        saves=read_saves(folder),
     )
 
 

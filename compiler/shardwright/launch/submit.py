@@ -6,7 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.diagnostics import Refusal, refusal
 from shardwright.launch.doctor.scheduler import scheduler_of
 from shardwright.launch.preconditions import program_path
 from shardwright.plan.plan import Plan
@@ -32,14 +32,14 @@ def handed_over(command: list[str], folder: Path) -> str:
             timeout=SUBMIT_TIMEOUT_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        raise refusal(
+        raise not_taken(
             f"{command[0]} did not answer in {SUBMIT_TIMEOUT_SECONDS:.0f} s", "Is the scheduler up?"
         ) from None
     if done.returncode != 0:
         said = " ".join(done.stderr.split())[-300:] or f"exit code {done.returncode}"
-        raise refusal(f"the job was not submitted: {said}", "Change the recipe's `launch` section and compile again.")
+        raise not_taken(f"the job was not submitted: {said}", "Change the recipe's `launch` section and compile again.")
     return done.stdout
 
 
-def refusal(message: str, help: str) -> Refusal:
-    return Refusal(Diagnostic(code="SW5208", message=message, help=help))
+def not_taken(message: str, help: str) -> Refusal:
+    return refusal("SW5208", message, help)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shlex
 
-from shardwright.diagnostics import Diagnostic
-from shardwright.ir.recipe import POD_CONTAINER, LaunchSection, Recipe
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from shardwright.ir.recipe import POD_CONTAINER
 from shardwright.launchers.pod_patch import with_pod_patch
-from shardwright.launchers.table import LAUNCHERS, SEVERAL_NODES, launcher_of
-from shardwright.plan.hosts import SAFE_UNQUOTED
+from shardwright.launchers.table import LAUNCHERS
 from shardwright.plan.plan import Plan
 from shardwright.resources import templates_dir
 
@@ -31,84 +31,6 @@ def launch_files(plan: Plan) -> dict[str, bytes]:
     return {name: text.encode("utf-8") for name, text in files.items()}
 
 
-def check_launch(recipe: Recipe) -> tuple[Diagnostic, ...]:
-    """What the chosen launcher cannot do with these values."""
-    launch, nodes, found = recipe.launch, recipe.cluster.nodes or 1, list[Diagnostic]()
-    launcher = launcher_of(launch, nodes)
-    if not launcher.several_nodes and nodes > 1:
-        found.append(
-            Diagnostic(
-                code="SW5206",
-                message=f"launch.launcher: {launcher.name} starts one node, the cluster has {nodes}",
-                help=f"Write `launcher: auto`: {SEVERAL_NODES} for several nodes.",
-                key=("launch", "launcher"),
-                valid=("auto", *(row.name for row in LAUNCHERS.values() if row.several_nodes)),
-            )
-        )
-    if launcher.scheduler and launch.hostfile is not None:
-        found.append(
-            Diagnostic(
-                code="SW5207",
-                message=f"launch.hostfile: under {launcher.name} the hosts come from the scheduler",
-                help="Remove it.",
-                key=("launch", "hostfile"),
-            )
-        )
-    if launcher.needs_hosts:
-        found.extend(_unquoted(launch, launcher.name))
-    return tuple(found)
-
-
-def unseen_paths(plan: Plan) -> tuple[Diagnostic, ...]:
-    """Warnings for what the ranks read or write and their container or pod, by the recipe, does not mount. An image may
-    have it all the same."""
-    slurm, kubernetes = plan.launch.slurm, plan.launch.kubernetes
-    if slurm is not None and slurm.container is not None:
-        mounted = tuple(mount.split(":")[1] for mount in slurm.container.mounts)
-        where, help = "launch.slurm.container.mounts", "Add it there, or name the path as the container has it."
-    elif kubernetes is not None:
-        mounted = (kubernetes.mount_path,)
-        where, help = "launch.kubernetes.mount_path", "Bring it to the volume, and name it as the pods see it."
-    else:
-        return ()
-    parts = [
-        part for data in (plan.data, plan.validation and plan.validation.data) if data for part in (data, *data.mixture)
-    ]
-    named = [(("data", "path"), part.path) for part in parts if part.path != "python-stdlib"]
-    named += [(("model", "source"), plan.model.weights_path), (("checkpoint", "directory"), plan.checkpoint.directory)]
-    return tuple(
-        Diagnostic(
-            code="SW5209",
-            severity="warning",
-            message=f"{'.'.join(key)}: {path} is not below {' or '.join(mounted) or 'any of'} ({where})",
-            help=help,
-            key=key,
-        )
-        for key, path in dict.fromkeys(named)
-        if path is not None and path.startswith("/") and not any(_below(path, folder) for folder in mounted)
-    )
-
-
-def _below(path: str, folder: str) -> bool:
-    return f"{path}/".startswith(f"{folder.rstrip('/')}/")
-
-
-def _unquoted(launch: LaunchSection, launcher: str) -> list[Diagnostic]:
-    values: list[tuple[tuple[str, ...], str]] = [(("launch", "env", k), v) for k, v in sorted(launch.env)]
-    if launch.master_addr is not None:
-        values.append((("launch", "master_addr"), launch.master_addr))
-    return [
-        Diagnostic(
-            code="SW5205",
-            message=f"{'.'.join(key)}: {value!r} cannot pass through {launcher}, for which DeepSpeed does not quote",
-            help="Letters, digits and _ @ % + = : , . / - can. Set other values in launch.setup_script.",
-            key=key,
-        )
-        for key, value in values
-        if not SAFE_UNQUOTED.fullmatch(value)
-    ]
-
-
 def kubernetes_name(name: str) -> str:
     """The recipe's name as that of a Service, which its Job and pods share: lower-case letters, digits and hyphens, a
     letter first, short enough for a pod's number behind it."""
@@ -117,8 +39,6 @@ def kubernetes_name(name: str) -> str:
 
 
 def render(template: str, plan: Plan, path: str) -> str:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # `check` asks the engines, and renders nothing
-
     environment = Environment(
         loader=FileSystemLoader(templates_dir()),
         undefined=StrictUndefined,

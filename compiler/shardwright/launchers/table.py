@@ -120,10 +120,10 @@ def launcher_of(launch: LaunchSection, nodes: int) -> Launcher:
     return next(given, LAUNCHERS[ONE_NODE if nodes == 1 else SEVERAL_NODES])
 
 
-def plan_launch(launch: LaunchSection, nodes: int) -> LaunchSection:
-    """As the plan has it: auto settled, files by their place in the compiled folder."""
+def plan_launch(launch: LaunchSection, nodes: int, *, reads_hosts: bool) -> LaunchSection:
+    """As the plan has it: auto settled, files by their place in the compiled folder. reads_hosts: the engine's."""
     launcher = launcher_of(launch, nodes)
-    has_hostfile = nodes == 1 or launch.hostfile is not None or not launcher.needs_hosts
+    has_hostfile = reads_hosts and (nodes == 1 or launch.hostfile is not None or not launcher.needs_hosts)
     return dataclasses.replace(
         launch,
         launcher=launcher.name,

@@ -7,19 +7,21 @@ the micro-batch the last, so that memory only grows along it. Printed they come 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from shardwright.ir.recipe import Recipe
-from shardwright.ir.words import CHECKPOINTING, OFFLOAD, SCHEDULES
+from shardwright.ir.words import CHECKPOINTING, OFFLOAD, SCHEDULES, PartialCheckpointing
 from shardwright.layout.divisors import divisors
 from shardwright.layout.problem import Problem
 
 ZERO_STAGES = (0, 1, 2, 3)
 LARGEST_MICRO_BATCH = 64  # larger ones gain nothing: the matrices are full long before
 
-Value = int | str
+Word = int | str
+Value = Word | PartialCheckpointing
 Degrees = Mapping[str, int]
 
 
@@ -31,6 +33,8 @@ class Axis:
         the other rows). default: the recipe's; None is auto.
     plain: the value of a layout that does without it.
     ranks: the world is the product of these degrees. holds: decides which rank holds what of model and optimizer.
+    order: of those that tell ranks apart, the place from the slowest (1), as in DeepSpeed's
+        PipeModelDataParallelTopology, whose data ranks are data x context ranks here.
     cuts: beyond plain no rank has the whole model.
     values: what a search tries for a problem where the recipe says auto, the degrees being settled (none of them where
         a degree itself is asked for: then all that any cluster could have). None: nothing but plain.
@@ -45,10 +49,11 @@ class Axis:
     """
 
     name: str
-    plain: Value
+    plain: Word = 1
     section: str = "parallelism"
-    default: Value | None = None
+    default: Word | None = None
     ranks: bool = False
+    order: int = 0
     holds: bool = False
     cuts: bool = False
     values: Callable[[Problem, Degrees], Iterable[Value]] | None = None
@@ -73,45 +78,14 @@ class Axis:
         return None if value == "auto" else value
 
 
-def _tensors(problem: Problem, degrees: Degrees) -> Iterable[int]:
-    """A group stands inside a node."""
-    return divisors(problem.cluster.gpus_per_node)
-
-
-def _pipelines(problem: Problem, degrees: Degrees) -> Iterable[int]:
-    return range(1, len(problem.graph.layers) + 1)
-
-
-def _datas(problem: Problem, degrees: Degrees) -> Iterable[int]:
-    return divisors(problem.recipe.training.global_batch_size)
-
-
-def _offloads(problem: Problem, degrees: Degrees) -> Iterable[str]:
-    """`auto` never offloads into memory whose size it is not told."""
-    return OFFLOAD if problem.cluster.host_memory_bytes else OFFLOAD[:1]
-
-
-def _schedules(problem: Problem, degrees: Degrees) -> Iterable[str]:
-    return SCHEDULES if degrees["pipeline"] > 1 else SCHEDULES[:1]
-
-
-def _micro_batches(problem: Problem, degrees: Degrees) -> Iterable[int]:
-    per_rank = problem.recipe.training.global_batch_size // degrees["data"]
-    return (n for n in divisors(per_rank) if n <= LARGEST_MICRO_BATCH)
-
-
-def _divides_batch(problem: Problem, degrees: Degrees, micro_batch: Value) -> bool:
-    return problem.recipe.training.global_batch_size % (degrees["data"] * int(micro_batch)) == 0
-
-
 AXES: tuple[Axis, ...] = (
     Axis(
         name="tensor",
-        plain=1,
         ranks=True,
+        order=4,
         holds=True,
         cuts=True,
-        values=_tensors,
+        values=lambda problem, degrees: divisors(problem.cluster.gpus_per_node),  # a group stands inside a node
         region=True,
         short="TP",
         machinery="tensor parallelism",
@@ -119,11 +93,11 @@ AXES: tuple[Axis, ...] = (
     ),
     Axis(
         name="pipeline",
-        plain=1,
         ranks=True,
+        order=1,
         holds=True,
         cuts=True,
-        values=_pipelines,
+        values=lambda problem, degrees: range(1, len(problem.graph.layers) + 1),
         region=True,
         short="PP",
         machinery="a pipeline",
@@ -131,19 +105,27 @@ AXES: tuple[Axis, ...] = (
     ),
     Axis(
         name="context",
-        plain=1,
         default=1,
         ranks=True,
+        order=3,
+        holds=True,
         yields=True,
-        priced=False,
         runs=False,
         short="CP",
         machinery="context parallelism",
+        synonyms=("cp", "context_parallel_size", "ulysses", "sequence_parallel_size"),
     ),
-    Axis(name="data", plain=1, ranks=True, holds=True, values=_datas, short="DP", synonyms=("dp",)),
+    Axis(
+        name="data",
+        ranks=True,
+        order=2,
+        holds=True,
+        values=lambda problem, degrees: divisors(problem.recipe.training.global_batch_size),
+        short="DP",
+        synonyms=("dp",),
+    ),
     Axis(
         name="expert",
-        plain=1,
         default=1,
         holds=True,
         cuts=True,
@@ -155,7 +137,6 @@ AXES: tuple[Axis, ...] = (
     ),
     Axis(
         name="virtual_stages",
-        plain=1,
         default=1,
         holds=True,
         yields=True,
@@ -174,7 +155,6 @@ AXES: tuple[Axis, ...] = (
     ),
     Axis(
         name="zero_stage",
-        plain=1,
         holds=True,
         values=lambda problem, degrees: ZERO_STAGES,
         region=True,
@@ -185,28 +165,43 @@ AXES: tuple[Axis, ...] = (
         plain="none",
         default="none",
         holds=True,
-        values=_offloads,
+        # `auto` never offloads into memory whose size it is not told.
+        values=lambda problem, degrees: OFFLOAD if problem.cluster.host_memory_bytes else OFFLOAD[:1],
         note="offload {}",
         machinery="offload",
     ),
-    Axis(name="schedule", plain="1f1b", holds=True, values=_schedules, note="{}", machinery="{}"),
+    Axis(
+        name="schedule",
+        plain="1f1b",
+        holds=True,
+        values=lambda problem, degrees: SCHEDULES if degrees["pipeline"] > 1 else SCHEDULES[:1],
+        note="{}",
+        machinery="{}",
+    ),
     Axis(
         name="activation_checkpointing",
         plain="none",
-        values=lambda problem, degrees: CHECKPOINTING,
+        values=lambda problem, degrees: CHECKPOINTING,  # {full: N}: see search/partial.py
         synonyms=("gradient_checkpointing",),
     ),
     Axis(
         name="micro_batch_size",
-        plain=1,
-        values=_micro_batches,
-        admits=_divides_batch,
+        values=lambda problem, degrees: range(1, LARGEST_MICRO_BATCH + 1),
+        admits=lambda problem, degrees, micro_batch: (
+            problem.recipe.training.global_batch_size % (degrees["data"] * whole(micro_batch)) == 0
+        ),
         synonyms=("micro_batch", "per_device_train_batch_size", "train_micro_batch_size_per_gpu"),
     ),
-    Axis(name="gradient_accumulation_steps", plain=1, section=""),
+    Axis(name="gradient_accumulation_steps", section=""),
     Axis(name="loss", plain="full", section="model"),  # auto: settled once the layout is
-    Axis(name="hpz_partition_size", plain=1, section="", note="hpZ"),
+    Axis(name="hpz_partition_size", section="", note="hpZ"),
 )
+
+
+def whole(value: Value | None) -> int:
+    """A degree or a count, which the schema has checked."""
+    assert isinstance(value, int)
+    return value
 
 
 def axis_of(name: str) -> Axis:
@@ -218,9 +213,16 @@ def rank_axes() -> tuple[Axis, ...]:
     return tuple(axis for axis in AXES if axis.ranks)
 
 
-def setting_axes() -> tuple[Axis, ...]:
-    """All other keys of the recipe's `parallelism`."""
-    return tuple(axis for axis in AXES if axis.section == "parallelism" and not axis.ranks)
+def placed_axes() -> tuple[Axis, ...]:
+    """Those that tell ranks apart; neighbouring ranks differ in the last."""
+    return tuple(sorted((axis for axis in AXES if axis.order), key=lambda axis: axis.order))
+
+
+def coordinates(degrees: Degrees) -> Iterator[dict[str, int]]:
+    """Of every rank, in order, along each of placed_axes()."""
+    names = [axis.name for axis in placed_axes()]
+    for at in itertools.product(*(range(degrees[name]) for name in names)):
+        yield dict(zip(names, at, strict=True))
 
 
 def world_of(degrees: Degrees) -> int:
@@ -230,7 +232,7 @@ def world_of(degrees: Degrees) -> int:
 def pins_fill_the_world(problem: Problem) -> bool:
     """Whether the recipe itself says how tensor, pipeline and data share out all of the GPUs."""
     pins = [axis.pin(problem.recipe) for axis in AXES if axis.ranks and not axis.yields]
-    return None not in pins and math.prod(int(pin or 0) for pin in pins) == problem.cluster.world_size
+    return None not in pins and math.prod(map(whole, pins)) == problem.cluster.world_size
 
 
 def choices(axis: Axis, problem: Problem, degrees: Degrees) -> tuple[Value, ...]:
@@ -253,7 +255,7 @@ def degrees_that_fill(problem: Problem) -> Iterator[dict[str, int]]:
     """Every choice of the degrees whose product is the world, pins respected."""
 
     def below(place: int, left: int, settled: dict[str, int]) -> Iterator[dict[str, int]]:
-        axis, found = axes[place], [int(v) for v in choices(axes[place], problem, {})]
+        axis, found = axes[place], [whole(v) for v in choices(axes[place], problem, {})]
         if place == len(axes) - 1:
             found = [left] if left in found else []
         for degree in found:
@@ -272,5 +274,5 @@ def worlds(problem: Problem) -> set[int]:
     """Every number of GPUs that some degrees make up."""
     found = {1}
     for axis in rank_axes():
-        found = {world * int(degree) for world in found for degree in choices(axis, problem, {})}
+        found = {world * whole(degree) for world in found for degree in choices(axis, problem, {})}
     return found

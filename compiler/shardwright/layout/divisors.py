@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping
+
 
 def divisors(n: int) -> tuple[int, ...]:
     """All of them, ascending, in sqrt(n) steps: n may be the GPUs of a whole data centre."""
@@ -17,3 +20,21 @@ def nearest_divisors(n: int, wanted: int, count: int = 3) -> tuple[int, ...]:
 def nearest_multiples(n: int, wanted: int) -> tuple[int, ...]:
     """The multiples of n on both sides of `wanted`, above 0; `wanted` alone where it is one."""
     return tuple(m for m in dict.fromkeys((wanted // n * n, -(-wanted // n) * n)) if m > 0)
+
+
+def misfit(
+    degrees: Mapping[str, int], world: int, *, complete: bool, blamed: Iterable[str] = ()
+) -> tuple[str, tuple[int, ...]] | None:
+    """The degree to change, and what it could be with the others as they are; None where they make up the world.
+
+    complete: these are all degrees, so that their product is the world; else it divides it. blamed: those that were
+    asked for; any where there are none. The largest is the likeliest mistake.
+    """
+    product = math.prod(degrees.values())
+    if product == world or not (complete or world % product):
+        return None
+    culprit = max(tuple(blamed) or degrees, key=degrees.__getitem__)
+    room, rest = divmod(world, product // degrees[culprit])
+    if complete:
+        return culprit, () if rest else (room,)
+    return culprit, nearest_divisors(world if rest else room, degrees[culprit])

@@ -5,17 +5,15 @@ from __future__ import annotations
 import re
 
 from shardwright.ir.model_graph import Layer, ModelGraph
+from shardwright.remembered import remembered
 
 _NUMBERED = re.compile(r"experts\.(\d+)\.")
-_KNOWN: dict[str, int] = {}
-"""By the hash of the configuration: rules ask for each layout."""
 
 
+@remembered(lambda graph: graph.config_hash)  # rules ask for each layout
 def experts_of(graph: ModelGraph) -> int:
     """Of the decoder layer that has the most; 0 where the model is dense."""
-    if graph.config_hash not in _KNOWN:
-        _KNOWN[graph.config_hash] = max(map(_of_layer, graph.layers))
-    return _KNOWN[graph.config_hash]
+    return max(map(_of_layer, graph.layers))
 
 
 def _of_layer(layer: Layer) -> int:

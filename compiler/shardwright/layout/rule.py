@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardwright.diagnostics import Diagnostic, KeyPath, Severity
+from shardwright.diagnostics import Diagnostic
 from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 
@@ -28,17 +28,3 @@ class Rule:
 
 def rule(check: Callable[[Candidate], Diagnostic | None], *reads: str) -> Rule:
     return Rule(check=check, reads=frozenset(reads))
-
-
-def found(
-    code: str,
-    key: str,
-    message: str,
-    help_text: str,
-    valid: tuple[int | str, ...] = (),
-    severity: Severity = "error",
-) -> Diagnostic:
-    path: KeyPath = tuple(key.split("."))
-    return Diagnostic(
-        code=code, message=message, help=help_text, key=path, valid=tuple(map(str, valid)), severity=severity
-    )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 
-from shardwright.ir.words import Checkpointing, Loss, Offload, Schedule
+from shardwright.ir.json_value import JsonValue
+from shardwright.ir.words import Checkpointing, Loss, Offload, PartialCheckpointing, Schedule
 from shardwright.layout import axes
-from shardwright.layout.axes import Axis, Value, axis_of, rank_axes, world_of
+from shardwright.layout.axes import Axis, Value, rank_axes, world_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,7 @@ class Strategy:
     zero_stage: int
     micro_batch_size: int
     gradient_accumulation_steps: int
-    activation_checkpointing: Checkpointing
+    activation_checkpointing: Checkpointing | PartialCheckpointing
     schedule: Schedule
     offload: Offload
     expert: int = 1
@@ -38,6 +39,12 @@ class Strategy:
         return world_of(self.degrees())
 
     @property
+    def shards(self) -> int:
+        """Ranks with the same parameters, over which ZeRO shares out states and gradients are summed: what an engine
+        calls data ranks."""
+        return self.data * self.context
+
+    @property
     def stages(self) -> int:
         """Pipeline stages to cut the layers into: DualPipeV holds two on each pipeline rank."""
         return 2 * self.pipeline if self.schedule == "dualpipev" else self.pipeline
@@ -46,6 +53,12 @@ class Strategy:
     def is_whole(self) -> bool:
         """Whether each rank has the whole model (its ZeRO shards gathered)."""
         return not any(axis.cuts for axis, _ in self.beyond_plain())
+
+    @property
+    def checkpointing(self) -> Checkpointing:
+        """Of the layers that are checkpointed at all."""
+        choice = self.activation_checkpointing
+        return "full" if isinstance(choice, PartialCheckpointing) else choice
 
     def degrees(self) -> dict[str, int]:
         return {axis.name: getattr(self, axis.name) for axis in rank_axes()}
@@ -58,21 +71,22 @@ class Strategy:
         """What the layout has, and its value."""
         return tuple((axis, value) for axis, value in self.values().items() if value != axis.plain)
 
-    def pins(self) -> dict[str, Value]:
-        """The keys of a recipe's `parallelism` that leave this layout alone."""
+    def pins(self) -> dict[str, JsonValue]:
+        """The keys of a recipe's `parallelism` that leave this layout alone, and their values as a recipe has them."""
         return {
-            axis.name: value
+            axis.name: asdict(value) if isinstance(value, PartialCheckpointing) else value
             for axis, value in self.values().items()
             if axis.section == "parallelism" and (axis.values is not None or value != axis.plain)
         }
 
     def describe(self) -> str:
         """Recipe key names, the keys of `pins`; where a recipe's default is plain, only what is not."""
-        return " ".join(f"{name}={value}" for name, value in self.said().items())
-
-    def said(self) -> dict[str, Value]:
         pins = self.pins()
-        return {name: v for name, v in pins.items() if axis_of(name).is_free or v != axis_of(name).plain}
+        return " ".join(
+            f"{axis.name}={value}"
+            for axis, value in self.values().items()
+            if axis.name in pins and (axis.is_free or value != axis.plain)
+        )
 
 
 def printed_axes(strategy: type[Strategy] = Strategy) -> tuple[Axis, ...]:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
-from shardwright.diagnostics import Diagnostic, KeyPath, Location, Refusal, Source
+from shardwright.diagnostics import Diagnostic, KeyPath, Location, Refusal, Source, found
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.recipe.events import LineOffsets
 from shardwright.recipe.read_json import json_events
@@ -101,20 +101,12 @@ def read_document(name: str, text: str) -> Document:
         )
         for path, span in places.twice
     ]
-    finite = "Write a finite number."
-    wrong += [
-        _syntax(lines, span[0], f"{word} is not a finite number", span[1], finite) for word, span in places.infinite
-    ]
+    for word, (start, end) in places.infinite:
+        wrong.append(_syntax(lines, start, f"{word} is not a finite number", end, "Write a finite number."))
     if not isinstance(config, Mapping):
         kind = "a list" if isinstance(config, list) else "a single value"
-        wrong.append(
-            Diagnostic(
-                code="SW4007",
-                message=f"{name} holds {kind}, not an object",
-                help='Write {"train_batch_size": ..., ...}.',
-                location=Location(file=name, line=1, column=1),
-            )
-        )
+        first, help = Location(file=name, line=1, column=1), 'Write {"train_batch_size": ..., ...}.'
+        wrong.append(found("SW4007", first, f"{name} holds {kind}, not an object", help))
     if wrong:
         raise Refusal(*wrong, source=Source(file=name, texts={name: text}))
     keys = {path: lines.at(*span) for path, span in places.keys.items()}
@@ -187,7 +179,7 @@ def _syntax(
     end: int | None = None,
     help: str = "Look for a missing comma, quote or bracket here and just before.",
 ) -> Diagnostic:
-    return Diagnostic(code="SW4005", message=message, help=help, location=lines.at(start, end or start + 1))
+    return found("SW4005", lines.at(start, end or start + 1), message, help)
 
 
 _COMMENT = re.compile(r'("(?:[^"\\\n]|\\.)*")|(#[^\n]*|//[^\n]*|/\*.*?\*/)', re.DOTALL)
@@ -247,5 +239,5 @@ def _places(bare: str) -> _Places:
 
 def _refused(name: str, code: str, message: str, help: str, text: str | None = None) -> Refusal:
     texts = {} if text is None else {name: text}
-    found = Diagnostic(code=code, message=message, help=help, location=Location(file=name, line=0, column=0))
-    return Refusal(found, source=Source(file=name, texts=texts))
+    error = found(code, Location(file=name, line=0, column=0), message, help)
+    return Refusal(error, source=Source(file=name, texts=texts))

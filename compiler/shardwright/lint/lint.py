@@ -31,7 +31,7 @@ def subject_of(document: Document, audience: Audience | None = None, world_size:
 
 def lint(document: Document, subject: LintedConfig) -> tuple[Found, ...]:
     """By place in the file; at one place errors first."""
-    found = [finding for rule in RULES.values() for finding in rule(subject)]
+    found = [finding for rule in RULES.values() for finding in rule.check(subject)]
     return tuple(sorted(found, key=lambda f: _order(document, f)))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from shardwright.diagnostics import KeyPath, Severity
 from shardwright.engines.deepspeed.schema.check import TRUE_WORDS, Misfit
@@ -26,9 +26,20 @@ class Edit:
     name: str = ""
 
 
+class Fault(NamedTuple):
+    """What a rule's function yields. help, severity: "" for the rule's own. fix: edits that mend it; () where a person
+    has to decide."""
+
+    key: KeyPath
+    message: str
+    help: str = ""
+    fix: tuple[Edit, ...] = ()
+    severity: Severity | Literal[""] = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """at: whether the key or its value is to be shown. fix: edits that mend it; () where a person has to decide."""
+    """A fault under its rule's code. at: whether the key or its value is to be shown."""
 
     code: str
     key: KeyPath
@@ -113,7 +124,28 @@ class LintedConfig:
         return self.text("zero_optimization", what, "device") or "none"
 
 
-Rule = Callable[[LintedConfig], Iterator[Found]]
+Find = Callable[[LintedConfig], Iterator[Fault]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LintRule:
+    code: str
+    severity: Severity
+    at: Literal["key", "value"]
+    help: str
+    find: Find
+
+    def check(self, subject: LintedConfig) -> Iterator[Found]:
+        for key, message, help, fix, severity in self.find(subject):
+            severity, help = severity or self.severity, help or self.help
+            yield Found(code=self.code, key=key, message=message, help=help, severity=severity, at=self.at, fix=fix)
+
+
+def rule(
+    code: str, severity: Severity = "error", at: Literal["key", "value"] = "value", help: str = ""
+) -> Callable[[Find], LintRule]:
+    """help: of faults that bring none of their own."""
+    return lambda find: LintRule(code=code, severity=severity, at=at, help=help, find=find)
 
 
 def dotted(path: KeyPath) -> str:

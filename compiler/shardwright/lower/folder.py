@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import secrets
 import shutil
@@ -11,11 +10,11 @@ import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.diagnostics import Diagnostic, Refusal, found, refusal
 from shardwright.engines.table import ENGINES
-from shardwright.lease import holder
+from shardwright.lease import holder, holds_lock
 from shardwright.lower.lower import EXECUTABLE_FILES, MARKER, MARKER_TEXT
-from shardwright.plan.build import MODEL_DIRECTORY, PLAN_FILE, RUN_DIRECTORY, TOKENIZER_DIRECTORY
+from shardwright.plan.build import MEASURED_FILE, MODEL_DIRECTORY, PLAN_FILE, RUN_DIRECTORY, TOKENIZER_DIRECTORY
 from shardwright.plan.graph_file import GRAPH_FILE
 
 TEMPORARY = ".shardwright-"
@@ -26,7 +25,7 @@ FOLDER_ROOTS: tuple[str, ...] = (
 )
 ARTIFACT_ROOTS: tuple[str, ...] = (
     *(MARKER, PLAN_FILE, *(name for name in _ENGINES if not name.endswith("/"))),
-    *("recipe.resolved.json", GRAPH_FILE, "launch.sh", "train.py"),
+    *("recipe.resolved.json", MEASURED_FILE, GRAPH_FILE, "launch.sh", "train.py"),
     *FOLDER_ROOTS,
 )
 """First path components that `compile` may write, and therefore may replace or remove."""
@@ -37,29 +36,29 @@ def check_folder(directory: Path) -> None:
     try:
         if not directory.exists():
             if directory.is_symlink():
-                raise _refusal("SW5101", f"{_show(directory)} is a link to nothing", "Remove the link.")
+                raise refusal("SW5101", f"{str(directory)!r} is a link to nothing", "Remove the link.")
             _check_parent(directory)
             return
         if not directory.is_dir():
-            raise _refusal("SW5101", f"{_show(directory)} is a file, not a folder", "Give -o another name.")
+            raise refusal("SW5101", f"{str(directory)!r} is a file, not a folder", "Give -o another name.")
         entries = sorted(path.name for path in directory.iterdir())
         if entries and not _is_ours(directory):
-            raise _refusal(
+            raise refusal(
                 "SW5102",
-                f"{_show(directory)} is not empty and was not written by shardwright (it holds {entries[0]!r})",
+                f"{str(directory)!r} is not empty and was not written by shardwright (it holds {entries[0]!r})",
                 "Give -o a new folder, or empty this one yourself. Nothing was written.",
             )
         for root in ARTIFACT_ROOTS:
             path = directory / root
             folder_wanted = root in FOLDER_ROOTS
             if path.is_symlink() or (path.exists() and path.is_dir() != folder_wanted):
-                raise _refusal(
-                    "SW5104", f"{_show(path)} is not what compile wrote there", "Remove it and compile again."
+                raise refusal(
+                    "SW5104", f"{str(path)!r} is not what compile wrote there", "Remove it and compile again."
                 )
         if _run_is_alive(directory):
-            raise _refusal(
+            raise refusal(
                 "SW5106",
-                f"a run of {_show(directory)} is alive, and its ranks read these files",
+                f"a run of {str(directory)!r} is alive, and its ranks read these files",
                 "Wait for it or end it (`touch run/stop` in the folder), or give -o another name.",
             )
     except OSError as error:
@@ -74,41 +73,29 @@ def check_checkpoint_folder(directory: str) -> tuple[Diagnostic, ...]:
     own = bool(parts) and parts[0] not in taken and ".." not in parts and not parts[0].startswith("~")
     if directory.startswith("/") or own:
         return ()
-    return (
-        Diagnostic(
-            code="SW5105",
-            message=f"checkpoint.directory: {directory!r} is not a folder of its own inside the compiled folder",
-            help="Use a name that compile and run do not write to, such as `checkpoints`, or an absolute path.",
-            key=("checkpoint", "directory"),
-        ),
-    )
+    message = f"checkpoint.directory: {directory!r} is not a folder of its own inside the compiled folder"
+    help = "Use a name that compile and run do not write to, such as `checkpoints`, or an absolute path."
+    return (found("SW5105", "checkpoint.directory", message, help),)
 
 
 def _check_parent(directory: Path) -> None:
     """So that a path that cannot be is refused at once, not after the compile."""
     nearest = next(path for path in directory.absolute().parents if path.exists())
     if not nearest.is_dir():
-        raise _refusal(
-            "SW5101", f"{_show(directory)} cannot be a folder: {_show(nearest)} is a file", "Give -o another name."
+        raise refusal(
+            "SW5101", f"{str(directory)!r} cannot be a folder: {str(nearest)!r} is a file", "Give -o another name."
         )
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise _refusal(
+        raise refusal(
             "SW5103",
-            f"{_show(directory)} cannot be written: no permission to write in {_show(nearest)}",
+            f"{str(directory)!r} cannot be written: no permission to write in {str(nearest)!r}",
             "Give -o a folder that you may write to.",
         )
 
 
 def _run_is_alive(directory: Path) -> bool:
     """Here `run` holds a lock for as long as its ranks live; on any host they, or rank 0 alone, have a lease."""
-    try:
-        with (directory / RUN_DIRECTORY / "lock").open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass  # never run
-    return holder(directory / RUN_DIRECTORY / "lease") is not None
+    return holds_lock(directory) or holder(directory / RUN_DIRECTORY / "lease") is not None
 
 
 def write_folder(directory: Path, files: Mapping[str, bytes]) -> None:
@@ -200,20 +187,12 @@ def _remove_stale(directory: Path, files: Mapping[str, bytes]) -> None:
                     child.unlink()
 
 
-def _show(path: Path) -> str:
-    return repr(str(path))
-
-
-def _refusal(code: str, message: str, help: str) -> Refusal:
-    return Refusal(Diagnostic(code=code, message=message, help=help))
-
-
 def _os_refusal(directory: Path, error: OSError) -> Refusal:
     named = error.filename if isinstance(error.filename, str) else ""
     # Our own temporary folder means nothing to the reader.
     place = f" ({named})" if named and TEMPORARY not in named else ""
-    return _refusal(
+    return refusal(
         "SW5103",
-        f"{_show(directory)} cannot be written: {error.strerror or error}{place}".replace("\n", "\\n"),
+        f"{str(directory)!r} cannot be written: {error.strerror or error}{place}".replace("\n", "\\n"),
         "Give -o a folder that you may write to, on a disk with room. Earlier files there are unharmed.",
     )

@@ -1,15 +1,16 @@
-"""Files of the user's that travel with the compiled folder: the tokenizer's, the hostfile and the set-up script."""
+"""Files of the user's that travel with the compiled folder: the tokenizer's, the hostfile, the set-up script and the
+measurements."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
-from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.diagnostics import Diagnostic, Refusal, refusal
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.weights import TOKENIZER_PATTERNS
-from shardwright.plan.build import HOSTFILE, MODEL_DIRECTORY, SETUP_SCRIPT, TOKENIZER_DIRECTORY
+from shardwright.plan.build import HOSTFILE, MEASURED_FILE, MODEL_DIRECTORY, SETUP_SCRIPT, TOKENIZER_DIRECTORY
 from shardwright.plan.hosts import read_hosts
 from shardwright.plan.plan import Plan
 from shardwright.safe_read import read_regular, read_regular_text
@@ -22,6 +23,9 @@ def copied_inputs(recipe: Recipe, cluster: Cluster, tokenizer: Path | None) -> d
     """
     files: dict[str, bytes] = {}
     errors: list[Diagnostic] = []
+    measured = recipe.cluster.measured
+    if measured is not None:
+        files[MEASURED_FILE] = measured.content
     readers: tuple[Callable[[], dict[str, bytes]], ...] = (
         lambda: {} if tokenizer is None else _tokenizer(tokenizer, str(recipe.tokenized()[0][1].tokenizer)),
         lambda: _hostfile(recipe, cluster),
@@ -52,15 +56,8 @@ def _tokenizer(folder: Path, name: str) -> dict[str, bytes]:
     if found:
         return {f"{TOKENIZER_DIRECTORY}/{path.name}": path.read_bytes() for path in sorted(found)}
     cause = "holds no tokenizer files" if folder.is_dir() else "is not a folder on this machine"
-    raise Refusal(
-        Diagnostic(
-            code="SW1911",
-            message=f"data.tokenizer: {name!r} {cause}",
-            help="Save it with `save_pretrained` and give that folder (as ./path), or write `tokenizer: byte`.",
-            key=("data", "tokenizer"),
-            valid=("byte",),
-        )
-    )
+    help = "Save it with `save_pretrained` and give that folder (as ./path), or write `tokenizer: byte`."
+    raise refusal("SW1911", f"data.tokenizer: {name!r} {cause}", help, ("data", "tokenizer"), ("byte",))
 
 
 def _hostfile(recipe: Recipe, cluster: Cluster) -> dict[str, bytes]:
@@ -72,13 +69,11 @@ def _hostfile(recipe: Recipe, cluster: Cluster) -> dict[str, bytes]:
         text = read_regular_text(path)
     except (OSError, UnicodeDecodeError) as error:
         cause = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise Refusal(
-            Diagnostic(
-                code="SW5204",
-                message=f"launch.hostfile: {path!r} cannot be read: {cause}",
-                help="Give a text file with a line `name slots=N` for each node.",
-                key=("launch", "hostfile"),
-            )
+        raise refusal(
+            "SW5204",
+            f"launch.hostfile: {path!r} cannot be read: {cause}",
+            "Give a text file with a line `name slots=N` for each node.",
+            ("launch", "hostfile"),
         ) from None
     hosts = read_hosts(path, text, cluster.nodes, cluster.gpus_per_node)
     return {HOSTFILE: "".join(f"{host.name} slots={host.slots}\n" for host in hosts).encode("utf-8")}
@@ -91,11 +86,5 @@ def _setup_script(recipe: Recipe) -> dict[str, bytes]:
     try:
         return {SETUP_SCRIPT: read_regular(path)}
     except OSError as error:
-        raise Refusal(
-            Diagnostic(
-                code="SW5204",
-                message=f"launch.setup_script: {path!r} cannot be read: {error.strerror}",
-                help="Give a bash script that you may read.",
-                key=("launch", "setup_script"),
-            )
-        ) from None
+        why = f"launch.setup_script: {path!r} cannot be read: {error.strerror}"
+        raise refusal("SW5204", why, "Give a bash script that you may read.", ("launch", "setup_script")) from None

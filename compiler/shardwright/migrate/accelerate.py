@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 
-from shardwright.diagnostics import Diagnostic, Location, Refusal, Source
+from shardwright.diagnostics import Diagnostic, Location, Refusal, Source, found
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.recipe.events import LineOffsets
 from shardwright.recipe.node import plain
@@ -13,8 +14,6 @@ from shardwright.recipe.text import LONGEST_TEXT, read_text
 from shardwright.safe_read import read_regular_text
 
 SECTION = "deepspeed_config"
-# Where an option has another name on the command line.
-_NAMES: dict[str, str] = {"deepspeed_hostfile": "hostfile", "deepspeed_config_file": "deepspeed_config_file"}
 
 
 def read_accelerate(path: str) -> dict[str, str]:
@@ -27,7 +26,7 @@ def read_accelerate(path: str) -> dict[str, str]:
     node, errors = read_text(text, LineOffsets(path, text))
     source = Source(file=path, texts={path: text})
     if errors:
-        raise Refusal(*(_as_ours(error) for error in errors), source=source)
+        raise Refusal(*(replace(error, code="SW1452") for error in errors), source=source)
     document = None if node is None else plain(node)
     if not isinstance(document, Mapping):
         raise Refusal(_error(path, f"--config_file: {path} holds no keys of Accelerate"), source=source)
@@ -40,7 +39,8 @@ def _options(document: JsonObject) -> dict[str, str]:
         if key == SECTION and isinstance(value, Mapping):
             found |= _options(value)
         elif not isinstance(value, Mapping | list):
-            found[_NAMES.get(key, key)] = _text(value)
+            # The one option that has another name on the command line.
+            found["hostfile" if key == "deepspeed_hostfile" else key] = _text(value)
     return found
 
 
@@ -58,8 +58,4 @@ def beside(path: str, name: str) -> str:
 
 def _error(path: str, message: str) -> Diagnostic:
     help = "Give the YAML file that `accelerate config` wrote."
-    return Diagnostic(code="SW1452", message=message, help=help, location=Location(file=path, line=0, column=0))
-
-
-def _as_ours(error: Diagnostic) -> Diagnostic:
-    return Diagnostic(code="SW1452", message=error.message, help=error.help, location=error.location)
+    return found("SW1452", Location(file=path, line=0, column=0), message, help)

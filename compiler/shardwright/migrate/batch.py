@@ -16,9 +16,8 @@ TRAINERS_MICRO, TRAINERS_EPOCHS = 8, 3.0
 
 def parallel(s: Sources) -> None:
     """The degrees: what the file runs today is pinned."""
-    tensor = s.integer("tensor_parallel.autotp_size") or s.integer("tensor_parallel.tp.tp_size") or 1
     named = next((n for n in ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size") if s.integer(n)), "")
-    s.draft.put("parallelism.tensor", max(1, tensor), named)
+    s.draft.put("parallelism.tensor", max(1, (s.integer(named) if named else None) or 1), named)
     if not s.has("pipeline"):
         s.draft.put("parallelism.pipeline", 1)
         return
@@ -38,7 +37,7 @@ def batch(s: Sources) -> None:
     steps = steps or (typed[1] if typed else None) or (1 if s.is_trainer and s.has_command else None)
     micro = _micro(s, train, steps, data)
     _global(s, train, micro, steps, data)
-    for source in (*_there(s, STEPS), *((typed[0],) if typed else ())):
+    for source in (*s.there(STEPS), *((typed[0],) if typed else ())):
         s.draft.take(source, BATCH)
     if micro is None and s.has(MICRO):
         s.draft.take(MICRO, MICRO_BATCH)
@@ -57,12 +56,12 @@ def _data_ranks(s: Sources) -> int | None:
 
 def _micro(s: Sources, train: int | None, steps: int | None, data: int | None) -> int | None:
     """The micro-batch: said, or what the others leave. Where the others say the world size, it is noted."""
-    micro = s.settle(MICRO_BATCH, MICRO, _MICRO_WORDS, as_count, TRAINERS_MICRO)
+    micro = s.settle(MICRO_BATCH, as_count, *_MICRO_WORDS, dotted=MICRO, default=TRAINERS_MICRO)
     if s.world_size is None and train and micro and steps and train % (micro * steps) == 0:
         s.world_size = train // (micro * steps)
     if micro is None and train and data and train % (data * (steps or 1)) == 0:
         micro = train // (data * (steps or 1))
-        s.draft.put(MICRO_BATCH, micro, f"{TRAIN} / {STEPS} / {data} data ranks", *_there(s, MICRO))
+        s.draft.put(MICRO_BATCH, micro, f"{TRAIN} / {STEPS} / {data} data ranks", *s.there(MICRO))
     return micro
 
 
@@ -71,18 +70,14 @@ def _global(s: Sources, train: int | None, micro: int | None, steps: int | None,
         s.draft.put(BATCH, train, TRAIN)
     elif micro and data:
         origin = f"{micro} sequences x {steps or 1} steps of accumulation x {data} data ranks"
-        s.draft.put(BATCH, micro * (steps or 1) * data, origin, *_there(s, TRAIN))
+        s.draft.put(BATCH, micro * (steps or 1) * data, origin, *s.there(TRAIN))
     else:
         known = f"{micro or 'micro-batch'} x {steps or 'accumulation'} x the number of data ranks"
         s.unanswered(BATCH, TRAIN, f"sequences of an optimizer step: {known}")
 
 
-def _there(s: Sources, key: str) -> tuple[str, ...]:
-    return (key,) if s.has(key) else ()
-
-
 def length(s: Sources) -> None:
-    if s.settle("training.sequence_length", "", _LENGTH_WORDS, as_count) is None:
+    if s.settle("training.sequence_length", as_count, *_LENGTH_WORDS) is None:
         s.draft.ask("training.sequence_length", "tokens of a sequence, as the script cuts or pads them")
 
 

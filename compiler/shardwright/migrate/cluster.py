@@ -5,30 +5,27 @@ from __future__ import annotations
 import os
 import re
 
+from shardwright.launchers.table import LAUNCHERS
 from shardwright.migrate.command import hosts_of, included
 from shardwright.migrate.draft import is_secret
 from shardwright.migrate.sources import Sources, as_count, as_text
 from shardwright.safe_read import read_regular_text
 
-_LAUNCHERS = ("slurm", "openmpi", "pdsh")
+_LAUNCHERS = tuple(name for name, row in LAUNCHERS.items() if row.program and not row.own_files)
+"""Those that `deepspeed --launcher` has too: a program here reaches the nodes."""
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.:_-]*")
+_OWN_PROGRAM = "shardwright run trains by a program of its own"
 _WITHOUT_USE: dict[str, str] = {
-    "node_rank": "each node knows its number",
-    "machine_rank": "each node knows its number",
-    "module": "shardwright run trains by a program of its own",
-    "m": "shardwright run trains by a program of its own",
-    "no_python": "shardwright run trains by a program of its own",
-    "no_local_rank": "shardwright run trains by a program of its own",
+    **dict.fromkeys(("node_rank", "machine_rank"), "each node knows its number"),
+    **dict.fromkeys(("module", "m", "no_python", "no_local_rank"), _OWN_PROGRAM),
     "force_multi": "one node or more follows from cluster.nodes",
     "compute_environment": "launch.launcher says where it runs",
     "distributed_type": "it is DeepSpeed",
-    "main_training_function": "shardwright run trains by a program of its own",
+    "main_training_function": _OWN_PROGRAM,
     "use_deepspeed": "it is DeepSpeed",
     "zero3_init_flag": "weights are always loaded a stage at a time",
-    "rdzv_backend": "the ranks meet by launch.master_addr and master_port",
-    "rdzv_endpoint": "the ranks meet by launch.master_addr and master_port",
-    "deepspeed_config_file": "the file that was read",
-    "config_file": "the file that was read",
+    **dict.fromkeys(("rdzv_backend", "rdzv_endpoint"), "the ranks meet by launch.master_addr and master_port"),
+    **dict.fromkeys(("deepspeed_config_file", "config_file"), "the file that was read"),
     "same_network": "launch.launcher says where it runs",
 }
 _HOSTFILE = ("hostfile", "deepspeed_hostfile")
@@ -134,7 +131,8 @@ def _launch(s: Sources, folder: str) -> None:
     if launcher is not None and launcher[1].lower() in _LAUNCHERS:
         s.draft.put("launch.launcher", launcher[1].lower(), launcher[0])
     elif launcher is not None:
-        why = "this launcher is none of a recipe's: pdsh, slurm, no_ssh, openmpi, kubernetes"
+        several = ", ".join(name for name, row in LAUNCHERS.items() if row.several_nodes)
+        why = f"this launcher is none of a recipe's: {several}"
         s.draft.leave("launch", launcher[0], launcher[1], why)
     if "no_ssh" in s.command.options:
         s.draft.put("launch.launcher", "no_ssh", "--no_ssh")

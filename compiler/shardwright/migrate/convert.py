@@ -51,14 +51,14 @@ def convert(path: str | None, launch: str | None, model: str | None, folder: str
     if document is not None:
         subject = subject_of(document)
         is_trainer |= subject.audience == "trainer"
-        refused = {dotted(f.key): f"{f.message}" for f in lint(document, subject) if f.code in _UNUSABLE}
+        refused = {dotted(f.key): f.message for f in lint(document, subject) if f.code in _UNUSABLE}
         config = usable(document.config, refused, ())
     sources = Sources(
         draft=draft, config=config, command=command, is_trainer=is_trainer, has_command=launch is not None
     )
     _fill(sources, model, folder)
     if document is not None:
-        engine.free_keys(replace_config(sources, document.config), refused)
+        engine.free_keys(replace(sources, config=document.config), refused)  # the whole file, for the comments
     trainer.rest(sources)
     stem = os.path.splitext(os.path.basename(path or "imported"))[0]
     return Imported(draft=draft, name=trainer.name_of(sources, stem), document=document)
@@ -80,11 +80,6 @@ def _fill(s: Sources, model: str | None, folder: str) -> None:
     engine.zero(s)
     engine.recomputation(s)
     engine.monitors(s)
-
-
-def replace_config(s: Sources, config: JsonObject) -> Sources:
-    """The same draft over the whole file, for the comments."""
-    return replace(s, config=config)
 
 
 def usable(section: JsonObject, refused: Mapping[str, str], path: tuple[str, ...]) -> dict[str, JsonValue]:

@@ -25,24 +25,21 @@ _TYPES: dict[str, tuple[str, ...]] = {
 }
 
 _PLAN_WRITES = "compile writes it by the layout"
+_QUANTIZED = "quantized communication changes what is trained"
+_MEAN = "the loss is the mean over all predicted tokens"
 _NO_KEY = "a recipe has no such key"
 # Key or section of ds_config -> why it is not carried; the longest that fits counts.
 REASONS: dict[str, str] = {
-    f"{ZERO}.overlap_comm": _PLAN_WRITES,
-    f"{ZERO}.contiguous_gradients": _PLAN_WRITES,
-    f"{ZERO}.reduce_scatter": _PLAN_WRITES,
+    **{f"{ZERO}.{key}": _PLAN_WRITES for key in ("overlap_comm", "contiguous_gradients", "reduce_scatter")},
     f"{ZERO}.stage3_param_persistence_threshold": "compile writes 0, so that the memory it predicts is what is used",
     f"{ZERO}.stage3_model_persistence_threshold": "compile keeps no parameter whole on each rank",
     f"{ZERO}.stage3_gather_16bit_weights_on_model_save": "checkpoints are whole in any layout; `shardwright export`",
     f"{ZERO}.zero_hpz_partition_size": "compile chooses the second copy of the weights by the layout",
-    f"{ZERO}.zero_quantized_weights": "quantized communication changes what is trained",
-    f"{ZERO}.zero_quantized_gradients": "quantized communication changes what is trained",
-    f"{ZERO}.zero_quantized_nontrainable_weights": "quantized communication changes what is trained",
+    **{f"{ZERO}.zero_quantized_{what}": _QUANTIZED for what in ("weights", "gradients", "nontrainable_weights")},
     f"{ZERO}.round_robin_gradients": "it reorders what checkpoints are cut from",
     f"{ZERO}.elastic_checkpoint": "every checkpoint resumes in any layout",
     f"{ZERO}.load_from_fp32_weights": "every checkpoint resumes from its fp32 weights",
-    f"{ZERO}.offload_optimizer": "parallelism.offload has no such detail",
-    f"{ZERO}.offload_param": "parallelism.offload has no such detail",
+    **{f"{ZERO}.offload_{what}": "parallelism.offload has no such detail" for what in ("optimizer", "param")},
     f"{ZERO}.cpu_offload_use_pin_memory": "compile pins host memory where there is a GPU",
     ZERO: "compile does not pass it on",
     "activation_checkpointing": "layers are recomputed by torch, each whole; this is of DeepSpeed's own checkpointing",
@@ -57,13 +54,11 @@ REASONS: dict[str, str] = {
     "expert_parallel": "DeepSpeed's expert parallelism is not part of a run yet",
     "bf16": "compile writes the precision's section",
     "fp16": "compile writes the precision's section; the scale's keys stand in `extra`",
-    "gradient_allreduce_op": "the loss is the mean over all predicted tokens",
-    "gradient_predivide_factor": "the loss is the mean over all predicted tokens",
     "hybrid_engine": "it is for generation during training",
     "pipeline": "compile writes the section by the layout",
-    "prescale_gradients": "the loss is the mean over all predicted tokens",
+    **dict.fromkeys(("gradient_allreduce_op", "gradient_predivide_factor", "prescale_gradients"), _MEAN),
     "seq_parallel_communication_data_type": "sequence parallelism is not part of a run yet",
-    "sequence_parallel_size": "a recipe's parallelism.context is for estimates in this version",
+    "sequence_parallel_size": "set parallelism.context by hand: to DeepSpeed those ranks are data ranks",
     "tensor_parallel": "compile makes a map of its own: see tensor_parallel in plan.json",
     "torch_autocast": "parameters have training.precision; there is no autocast",
     "tensorboard": "the events go to run/tensorboard",
@@ -80,7 +75,7 @@ def zero(s: Sources) -> None:
         s.draft.put(ZERO_STAGE, int(old), ZERO)
         stage: int | None = int(old)
     else:
-        stage = s.settle(ZERO_STAGE, f"{ZERO}.stage", ("zero_stage",), as_integer)
+        stage = s.settle(ZERO_STAGE, as_integer, "zero_stage", dotted=f"{ZERO}.stage")
         if stage is None and s.has(f"{ZERO}.stage"):
             s.unanswered(ZERO_STAGE, f"{ZERO}.stage", "the ZeRO stage, 0 to 3")
         elif stage is None:
@@ -110,16 +105,15 @@ def _offload(s: Sources, stage: int | None) -> None:
         typed = s.word(as_text, words)
         found = given or (typed[1] if typed else None) or ("cpu" if s.get(old) is True else "none")
         device[what] = found.lower()
-        key = OFFLOAD
         if found.lower() == "nvme":
             s.draft.note("parallelism", f"{path}.device: nvme becomes host memory; there is no offload to NVMe")
         for source in (f"{path}.device", old):
             if s.has(source):
-                s.draft.take(source, key)
+                s.draft.take(source, OFFLOAD)
         if typed is not None:
-            s.draft.take(typed[0], key)
+            s.draft.take(typed[0], OFFLOAD)
         if not s.section(path) and s.has(path):
-            s.draft.take(path, key)
+            s.draft.take(path, OFFLOAD)
     offloaded = "optimizer" if device["offload_optimizer"] != "none" and stage else "none"
     if device["offload_param"] != "none" and stage == 3:
         offloaded = "parameters"

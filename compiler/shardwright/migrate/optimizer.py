@@ -8,14 +8,10 @@ from shardwright.migrate.sources import THE_TRAINERS, Sources, as_count, as_numb
 SECTION = "training.optimizer"
 _ADAM = frozenset({"adam", "adamw", "fusedadam", "deepspeedcpuadam", "cpuadam"})
 _TRAINERS_ADAM = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw")
-# parameter -> (words, DeepSpeed's default, the Trainer's)
-_NUMBERS: dict[str, tuple[tuple[str, ...], float, float]] = {
-    "eps": (("adam_epsilon",), 1e-8, 1e-8),
-    "weight_decay": (("weight_decay",), 0.0, 0.0),
-}
+# parameter -> (word, DeepSpeed's default and the Trainer's)
+_NUMBERS: dict[str, tuple[str, float]] = {"eps": ("adam_epsilon", 1e-8), "weight_decay": ("weight_decay", 0.0)}
 BETAS = (0.9, 0.999)
 TRAINERS_RATE = 5e-5
-_CLIPPING = "training.gradient_clipping"
 # Parameters of Adam's that choose an implementation, or say what is so anyway.
 _IMPLEMENTATION = frozenset(
     {"torch_adam", "adam_w_mode", "bias_correction", "set_grad_none", "fused", "foreach", "capturable"}
@@ -29,36 +25,34 @@ def optimizer(s: Sources) -> None:
         return
     if kind is not None:
         s.draft.put(f"{SECTION}.name", "adamw", f"optimizer.type: {kind}", "optimizer.type")
-    _l2(s, kind)
+        if "adamw" not in kind.lower() and s.get("optimizer.params.adam_w_mode") is False:
+            why = "this is Adam with L2 regularization; a recipe has AdamW, whose weight decay is decoupled"
+            s.draft.leave(SECTION, "optimizer.params.adam_w_mode", False, why)
     typed = s.word(as_text, "optim")
     if typed is not None and typed[1].lower() in _TRAINERS_ADAM:
         s.draft.put(f"{SECTION}.name", "adamw", typed[0])
     elif typed is not None:
         s.draft.leave(SECTION, typed[0], typed[1], "AdamW is the one optimizer of a recipe")
-    rate = s.settle(f"{SECTION}.lr", "optimizer.params.lr", ("learning_rate", "lr"), as_number, TRAINERS_RATE)
-    if rate is None:
-        s.unanswered(f"{SECTION}.lr", "optimizer.params.lr", "the highest learning rate")
+    key, path = f"{SECTION}.lr", "optimizer.params.lr"
+    if s.settle(key, as_number, "learning_rate", "lr", dotted=path, default=TRAINERS_RATE) is None:
+        s.unanswered(key, path, "the highest learning rate")
     _betas(s)
-    for name, (words, of_deepspeed, of_trainer) in _NUMBERS.items():
-        path = f"optimizer.params.{name}"
-        if s.settle(f"{SECTION}.{name}", path, words, as_number, of_trainer) is None:
-            sources = (path,) if s.has(path) else ()
-            s.draft.put(f"{SECTION}.{name}", of_deepspeed, "DeepSpeed's default", *sources)
+    for name, (word, default) in _NUMBERS.items():
+        key, path = f"{SECTION}.{name}", f"optimizer.params.{name}"
+        if s.settle(key, as_number, word, dotted=path, default=default) is None:
+            s.draft.put(key, default, "DeepSpeed's default", *s.there(path))
     if s.draft.values[f"{SECTION}.weight_decay"] and not s.is_trainer:
         s.draft.note(
             SECTION, "weight decay: a recipe decays parameters of two or more dimensions, DeepSpeed all of them"
         )
-    for name in s.section("optimizer.params"):
-        why = "an AdamW is an AdamW; compile chooses its kernels"
-        if name not in _IMPLEMENTATION:
-            why = "a recipe's AdamW has no such parameter"
-        s.draft.leave(SECTION, f"optimizer.params.{name}", s.section("optimizer.params")[name], why)
-
-
-def _l2(s: Sources, kind: str | None) -> None:
-    if kind is not None and "adamw" not in kind.lower() and s.get("optimizer.params.adam_w_mode") is False:
-        why = "this is Adam with L2 regularization; a recipe has AdamW, whose weight decay is decoupled"
-        s.draft.leave(SECTION, "optimizer.params.adam_w_mode", False, why)
+    for name, value in s.section("optimizer.params").items():
+        implements = name in _IMPLEMENTATION
+        why = (
+            "an AdamW is an AdamW; compile chooses its kernels"
+            if implements
+            else "a recipe's AdamW has no such parameter"
+        )
+        s.draft.leave(SECTION, f"optimizer.params.{name}", value, why)
 
 
 def _other(s: Sources, kind: str) -> None:
@@ -78,13 +72,13 @@ def _betas(s: Sources) -> None:
     values: list[JsonValue] = [first[1] if first else BETAS[0], second[1] if second else BETAS[1]]
     sources = tuple(found[0] for found in (first, second) if found)
     origin = " and ".join(sources) or (THE_TRAINERS if s.is_trainer else "DeepSpeed's default")
-    s.draft.put(f"{SECTION}.betas", values, origin, *sources, *((path,) if s.has(path) else ()))
+    s.draft.put(f"{SECTION}.betas", values, origin, *sources, *s.there(path))
 
 
 def clipping(s: Sources) -> None:
-    if s.settle(_CLIPPING, "gradient_clipping", ("max_grad_norm", "gradient_clipping"), as_number, 1.0) is None:
-        sources = ("gradient_clipping",) if s.has("gradient_clipping") else ()
-        s.draft.put(_CLIPPING, 1.0, "DeepSpeed's and the Trainer's default", *sources)
+    key, name = "training.gradient_clipping", "gradient_clipping"
+    if s.settle(key, as_number, "max_grad_norm", name, dotted=name, default=1.0) is None:
+        s.draft.put(key, 1.0, "DeepSpeed's and the Trainer's default", *s.there(name))
 
 
 SCHEDULE = "training.scheduler"
@@ -162,7 +156,7 @@ def _trainers(s: Sources) -> None:
 def _warmup(s: Sources, path: str, is_deepspeeds: bool) -> None:
     """warmup_steps goes before warmup_ratio, and one below 1 is a ratio, as in the Trainer."""
     given = as_count(s.get(path)) if path else None
-    sources = (path,) if path and s.has(path) else ()
+    sources = s.there(path)
     steps, ratio = s.word(as_number, "warmup_steps", "num_warmup_steps"), s.word(as_number, "warmup_ratio")
     if given is not None:
         s.draft.put(f"{SCHEDULE}.warmup_steps", given, path)

@@ -39,11 +39,12 @@ class Sources:
         return None if value == AUTO else value
 
     def has(self, dotted: str) -> bool:
-        *parents, last = dotted.split(".")
-        value: JsonValue = self.config
-        for part in parents:
-            value = value.get(part) if isinstance(value, Mapping) else None
-        return isinstance(value, Mapping) and last in value
+        parent, _, last = dotted.rpartition(".")
+        return last in (self.section(parent) if parent else self.config)
+
+    def there(self, dotted: str) -> tuple[str, ...]:
+        """The key itself where the file has it, "auto" as well."""
+        return (dotted,) if dotted and self.has(dotted) else ()
 
     def section(self, dotted: str) -> JsonObject:
         value = self.get(dotted)
@@ -70,9 +71,9 @@ class Sources:
     def settle(
         self,
         key: str,
-        dotted: str,
-        words: tuple[str, ...],
         read: Callable[[JsonValue], T | None],
+        *words: str,
+        dotted: str = "",
         default: T | None = None,
     ) -> T | None:
         """Puts `key` into the draft from the file's `dotted`, else from the words, else from the Trainer's default."""
@@ -85,16 +86,12 @@ class Sources:
                 self.draft.leave(section_of(key), typed[0], _plain(typed[1]), why)
             return given
         if typed is not None:
-            self.draft.put(key, _plain(typed[1]), typed[0], typed[0], *self._auto(dotted))
+            self.draft.put(key, _plain(typed[1]), typed[0], typed[0], *self.there(dotted))
             return typed[1]
         if default is not None and self.is_trainer and self.has_command:
-            self.draft.put(key, _plain(default), THE_TRAINERS, *self._auto(dotted))
+            self.draft.put(key, _plain(default), THE_TRAINERS, *self.there(dotted))
             return default
         return None
-
-    def _auto(self, dotted: str) -> tuple[str, ...]:
-        """The key itself where it is there as "auto"."""
-        return (dotted,) if dotted and self.has(dotted) else ()
 
     def unanswered(self, key: str, dotted: str, what: str) -> None:
         """A value that the recipe needs and that nothing here says."""

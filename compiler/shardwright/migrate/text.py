@@ -10,9 +10,7 @@ from shardwright.diagnostics.render import visible
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.migrate.draft import Draft
 
-SECTIONS = (
-    *("model", "cluster", "training", "data", "lora", "parallelism", "launch", "extra", "checkpoint", "tracking"),
-)
+SECTIONS = ("model", "cluster", "training", "data", "lora", "parallelism", "launch", "extra", "checkpoint", "tracking")
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _RESERVED = frozenset({"null", "true", "false", "yes", "no", "on", "off", "y", "n"})
 _WIDTH = 116
@@ -38,7 +36,6 @@ def recipe_text(draft: Draft, name: str, heading: list[str]) -> str:
 
 def _section(draft: Draft, path: str, values: JsonObject, depth: int) -> Iterator[str]:
     indent = "  " * depth
-    notes = draft.comments(path)
     inside = "  " * (depth + 1) if values else indent
     if values:
         yield f"{indent}{scalar(path.rpartition('.')[2])}:"
@@ -48,17 +45,15 @@ def _section(draft: Draft, path: str, values: JsonObject, depth: int) -> Iterato
                 yield from _section(draft, below, value, depth + 1)
             else:
                 yield f"{inside}{scalar(key)}: {flow(value)}{_remark(draft, below)}"
-    for note in notes:
+    for note in draft.comments(path):
         yield from _comment(note if values else f"{path}: {note}", inside)
     for below in [p for p in draft.sections() if p.rpartition(".")[0] == path and p.rpartition(".")[2] not in values]:
         yield from _section(draft, below, {}, depth + 1 if values else depth)
 
 
 def _remark(draft: Draft, key: str) -> str:
-    if key in draft.fill:
-        return f" # {visible(draft.fill[key])}"
-    origin = draft.origins.get(key, "")
-    return f" # {visible(origin)}" if origin else ""
+    text = draft.fill.get(key) or draft.origins.get(key)
+    return f" # {visible(text)}" if text else ""
 
 
 def _comment(text: str, indent: str) -> Iterator[str]:

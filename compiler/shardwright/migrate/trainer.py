@@ -13,32 +13,25 @@ _DATA_WORDS = (
     *("dataset_name", "dataset", "dataset_path", "dataset_dir", "dataset_config_name", "data_path", "data_files"),
     *("train_file", "train_data", "training_file", "validation_file", "eval_file", "data", "train_files"),
 )
-_TRACKERS = ("tensorboard", "wandb")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+_RESUME = "`shardwright run --resume` says whether a run goes on"
+_METRICS = "run/metrics.jsonl has every step"
+_VALIDATION = "see `validation` in the recipe"
 # Word -> why it is not carried.
 REASONS: dict[str, str] = {
-    "deepspeed": "the file that was read",
-    "deepspeed_config": "the file that was read",
+    **dict.fromkeys(("deepspeed", "deepspeed_config"), "the file that was read"),
     "output_dir": "a run lies in the folder that `shardwright compile -o` writes",
-    "overwrite_output_dir": "`shardwright run --resume` says whether a run goes on",
-    "resume_from_checkpoint": "`shardwright run --resume` says whether a run goes on",
-    "logging_steps": "run/metrics.jsonl has every step",
-    "logging_strategy": "run/metrics.jsonl has every step",
-    "logging_first_step": "run/metrics.jsonl has every step",
-    "logging_dir": "run/metrics.jsonl has every step",
+    **dict.fromkeys(("overwrite_output_dir", "resume_from_checkpoint"), _RESUME),
+    **dict.fromkeys(("logging_steps", "logging_strategy", "logging_first_step", "logging_dir"), _METRICS),
     "do_train": "a run trains",
-    "do_eval": "see `validation` in the recipe",
-    "per_device_eval_batch_size": "see `validation` in the recipe",
-    "eval_steps": "see `validation` in the recipe",
-    "eval_strategy": "see `validation` in the recipe",
-    "evaluation_strategy": "see `validation` in the recipe",
+    **dict.fromkeys(("do_eval", "eval_steps", "eval_strategy", "evaluation_strategy"), _VALIDATION),
+    "per_device_eval_batch_size": _VALIDATION,
     "local_rank": "the launcher gives it",
     "tf32": "PyTorch's own setting; not part of a recipe",
-    "torch_dtype": "weights are read in fp32 and trained in training.precision",
-    "dtype": "weights are read in fp32 and trained in training.precision",
+    **dict.fromkeys(("torch_dtype", "dtype"), "weights are read in fp32 and trained in training.precision"),
     "trust_remote_code": "a recipe names the model a second time instead: model.trust_remote_code",
-    "dataloader_num_workers": "data is tokenized before the run",
-    "preprocessing_num_workers": "data is tokenized before the run",
+    **dict.fromkeys(("dataloader_num_workers", "preprocessing_num_workers"), "data is tokenized before the run"),
     "gradient_checkpointing_kwargs": "recomputation is never re-entrant",
     "remove_unused_columns": "only the field that is trained on is read",
     "use_liger_kernel": "a recipe has no such key in this version",
@@ -81,12 +74,8 @@ def data(s: Sources) -> None:
     s.draft.ask("data.path", "the files, relative to this one, such as data/*.jsonl")
     for word, _ in words:
         s.draft.take(word, "data")
-    tokenizer = s.word(as_text, "tokenizer_name", "tokenizer_name_or_path", "tokenizer")
-    if tokenizer is not None:
-        s.draft.put("data.tokenizer", tokenizer[1], tokenizer[0])
-    packing = s.word(as_switch, "packing")
-    if packing is not None:
-        s.draft.put("data.packing", packing[1], packing[0])
+    s.settle("data.tokenizer", as_text, "tokenizer_name", "tokenizer_name_or_path", "tokenizer")
+    s.settle("data.packing", as_switch, "packing")
 
 
 def rest(s: Sources) -> None:
@@ -96,22 +85,17 @@ def rest(s: Sources) -> None:
     elif s.is_trainer and s.has_command:
         s.draft.put("training.seed", 42, "the Trainer's default")
     _lora(s)
-    every, keep = s.word(as_count, "save_steps", "checkpointing_steps"), s.word(as_count, "save_total_limit")
-    if every is not None:
-        s.draft.put("checkpoint.every_steps", every[1], every[0])
-    if keep is not None:
-        s.draft.put("checkpoint.keep", keep[1], keep[0])
-    trackers = s.command.words.get("report_to", ())
-    for tracker in trackers:
+    s.settle("checkpoint.every_steps", as_count, "save_steps", "checkpointing_steps")
+    s.settle("checkpoint.keep", as_count, "save_total_limit")
+    for tracker in s.command.words.get("report_to", ()):
         if tracker == "tensorboard":
             s.draft.put("tracking.tensorboard", True, "--report_to")
         elif tracker == "wandb" and "tracking.wandb.project" not in s.draft.values:
             project = s.command.environment.get("WANDB_PROJECT", "huggingface")
             s.draft.put("tracking.wandb.project", project, "--report_to")
-        elif tracker not in _TRACKERS and tracker != "none":
-            s.draft.note(
-                "tracking", f"not carried, a recipe has tensorboard and wandb: {shown('--report_to', tracker)}"
-            )
+        elif tracker not in ("wandb", "none"):
+            what = shown("--report_to", tracker)
+            s.draft.note("tracking", f"not carried, a recipe has tensorboard and wandb: {what}")
     if "report_to" in s.command.words:
         s.draft.take("--report_to", "tracking")
     for name, values in s.command.words.items():
@@ -119,9 +103,8 @@ def rest(s: Sources) -> None:
             why = REASONS.get(name, "a word of the script that a recipe does not have")
             s.draft.leave("training", f"--{name}", " ".join(values), why)
     for value in s.command.rest:
-        s.draft.note(
-            "training", f"not carried, a word of the script without a name: {json.dumps(value)[:LONGEST_VALUE]}"
-        )
+        what = json.dumps(value)[:LONGEST_VALUE]
+        s.draft.note("training", f"not carried, a word of the script without a name: {what}")
 
 
 def name_of(s: Sources, fallback: str) -> str:
@@ -140,11 +123,8 @@ def _lora(s: Sources) -> None:
     s.draft.put("lora.rank", rank[1] if rank is not None else 16, rank[0] if rank is not None else "")
     if wanted is not None:
         s.draft.take(wanted[0], "lora")
-    alpha, dropout = s.word(as_number, "lora_alpha"), s.word(as_number, "lora_dropout")
-    if alpha is not None:
-        s.draft.put("lora.alpha", alpha[1], alpha[0])
-    if dropout is not None:
-        s.draft.put("lora.dropout", dropout[1], dropout[0])
+    s.settle("lora.alpha", as_number, "lora_alpha")
+    s.settle("lora.dropout", as_number, "lora_dropout")
     modules = s.command.words.get("lora_target_modules", ())
     names = [name for word in modules for name in re.split(r"[\s,]+", word) if re.fullmatch(r"[A-Za-z0-9._]+", name)]
     if names and names != ["all-linear"]:

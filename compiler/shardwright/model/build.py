@@ -10,7 +10,7 @@ from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import ModelSection
 from shardwright.model.cache import cache_key, cached_graph, is_off, store_graph
 from shardwright.model.popular.graphs import shipped_graph
-from shardwright.model.read import read_config
+from shardwright.model.popular.hub import read_config
 
 _KNOWN: dict[tuple[str, str, bool], ModelGraph] = {}
 """Of this process: `estimate` asks for the same graph many times."""

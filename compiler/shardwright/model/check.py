@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shardwright.diagnostics import Diagnostic, KeyPath, Refusal
+from shardwright.diagnostics import Diagnostic, KeyPath, Refusal, found
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.recipe import ModelSection, Recipe
 from shardwright.ir.weights import TOKENIZER_PATTERNS
 from shardwright.model.config_keys import config_errors, vocabulary_size
-from shardwright.model.popular.hub import CONFIG_NAME, cached_config, no_id, read_config_file
+from shardwright.model.popular.hub import CONFIG_NAME, config_here, no_id, read_config_file
 from shardwright.model.popular.shipped import nearest_ids, shipped_config
+from shardwright.model.popular.snapshot import locate_weights
 from shardwright.safe_read import parse_json, read_regular
 
 MOST_TOKENIZER_BYTES = 128 * 2**20
@@ -26,17 +27,17 @@ def check_model(recipe: Recipe) -> tuple[Diagnostic, ...]:
         config, told = _config(recipe.model)
     except Refusal as refusal:
         return refusal.diagnostics
-    found = list(told)
+    wrong = list(told)
     if config is not None:
         inline = recipe.model.config is not None
-        found += config_errors(config, ("model", "config") if inline else ("model", "source"), inline)
-    found += _weights(recipe.model)
-    vocabulary = None if config is None or found else vocabulary_size(config)
+        wrong += config_errors(config, ("model", "config") if inline else ("model", "source"), inline)
+    wrong += _weights(recipe.model)
+    vocabulary = None if config is None or wrong else vocabulary_size(config)
     for key, part in recipe.tokenized():
         if part.tokenizer is not None:
             own = part.tokenizer == recipe.model.source
-            found += _tokenizer(part.tokenizer, (*key, "tokenizer"), vocabulary, own)
-    return tuple(found)
+            wrong += _tokenizer(part.tokenizer, (*key, "tokenizer"), vocabulary, own)
+    return tuple(wrong)
 
 
 def _config(section: ModelSection) -> tuple[JsonObject | None, tuple[Diagnostic, ...]]:
@@ -47,14 +48,8 @@ def _config(section: ModelSection) -> tuple[JsonObject | None, tuple[Diagnostic,
     if os.path.isabs(source):
         path = Path(source, CONFIG_NAME)
         return (read_config_file(path) if path.is_file() else None), ()  # the files' check has told a missing one
-    try:
-        path_in_cache = cached_config(source, section.revision)
-    except Exception:  # a cache that cannot be read is none
-        path_in_cache = None
-    if path_in_cache is not None:
-        return read_config_file(path_in_cache), ()
-    shipped = shipped_config(source) if section.revision == "main" else None
-    return shipped, () if shipped is not None else (_unknown(source, ("model", "source")),)
+    config = config_here(source, section.revision)
+    return config, () if config is not None else (_unknown(source, ("model", "source")),)
 
 
 def _unknown(name: str, key: KeyPath) -> Diagnostic:
@@ -66,21 +61,14 @@ def _unknown(name: str, key: KeyPath) -> Diagnostic:
         validate_repo_id(name)
     except HFValidationError:
         return no_id(name)
-    near = nearest_ids(name) if key == ("model", "source") else ()
+    code, near = ("SW2001", nearest_ids(name)) if key == ("model", "source") else ("SW1911", ())
     where = ".".join(map(str, key))
-    return Diagnostic(
-        code="SW2001" if key == ("model", "source") else "SW1911",
-        severity="note",
-        message=f"{where}: {name!r} is no folder and not on this machine; compile will ask the hub for it",
-        help=f"Did you mean {near[0]}?" if near else "A folder is written ./folder.",
-        key=key,
-        valid=near,
-    )
+    message = f"{where}: {name!r} is no folder and not on this machine; compile will ask the hub for it"
+    help = f"Did you mean {near[0]}?" if near else "A folder is written ./folder."
+    return found(code, key, message, help, near, "note")
 
 
 def _weights(section: ModelSection) -> tuple[Diagnostic, ...]:
-    from shardwright.model.popular.snapshot import locate_weights
-
     if section.source is None or not os.path.isabs(section.source):
         return ()
     try:
@@ -94,12 +82,8 @@ def _tokenizer(name: str, key: KeyPath, vocabulary: int | None, own: bool) -> It
     """own: it is the model's own, whose absence has been told there."""
     if name == "byte":
         if vocabulary is not None and vocabulary < BYTE_SYMBOLS:
-            yield Diagnostic(
-                code="SW1912",
-                message=f"the byte tokenizer has {BYTE_SYMBOLS} symbols, the model's vocabulary {vocabulary}",
-                help=f"Give the model a vocab_size of at least {BYTE_SYMBOLS}.",
-                key=key,
-            )
+            message = f"the byte tokenizer has {BYTE_SYMBOLS} symbols, the model's vocabulary {vocabulary}"
+            yield found("SW1912", key, message, f"Give the model a vocab_size of at least {BYTE_SYMBOLS}.")
         return
     folder = Path(name)
     if not folder.is_absolute():
@@ -109,22 +93,13 @@ def _tokenizer(name: str, key: KeyPath, vocabulary: int | None, own: bool) -> It
     if not folder.is_dir():
         return  # the files' check has told it
     if not any(path.is_file() for pattern in TOKENIZER_PATTERNS for path in folder.glob(pattern)):
-        yield Diagnostic(
-            code="SW1911",
-            message=f"data.tokenizer: {name!r} holds no tokenizer files",
-            help="Save it with `save_pretrained` and give that folder (as ./path), or write `tokenizer: byte`.",
-            key=key,
-            valid=("byte",),
-        )
+        help = "Save it with `save_pretrained` and give that folder (as ./path), or write `tokenizer: byte`."
+        yield found("SW1911", key, f"data.tokenizer: {name!r} holds no tokenizer files", help, ("byte",))
     largest = _largest_id(folder / "tokenizer.json")
     if vocabulary is not None and largest is not None and largest >= vocabulary:
-        yield Diagnostic(
-            code="SW1912",
-            severity="warning",
-            message=f"the tokenizer {name!r} has ids up to {largest}, the model's vocabulary ends at {vocabulary - 1}",
-            help="A text that holds such a token is refused: take the model's own tokenizer, or a larger vocab_size.",
-            key=key,
-        )
+        message = f"the tokenizer {name!r} has ids up to {largest}, the model's vocabulary ends at {vocabulary - 1}"
+        help = "A text that holds such a token is refused: take the model's own tokenizer, or a larger vocab_size."
+        yield found("SW1912", key, message, help, severity="warning")
 
 
 def _is_cached(name: str) -> bool:

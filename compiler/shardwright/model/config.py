@@ -5,7 +5,7 @@ config.json is read as data; a model's own code runs only where the recipe trust
 
 from __future__ import annotations
 
-import difflib
+import functools
 import json
 from collections.abc import Mapping
 from typing import cast
@@ -13,14 +13,14 @@ from typing import cast
 from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from shardwright.diagnostics import Diagnostic, KeyPath, Refusal
+from shardwright.diagnostics import KeyPath, Refusal, refusal
 from shardwright.hf.floats import tagged, untagged
 from shardwright.hf.task import task_of_type, trained_types
 from shardwright.ir.json_value import JsonObject, JsonValue
-from shardwright.model.config_values import size_problem
+from shardwright.model.config_keys import size_problem
 from shardwright.model.own_code import FINGERPRINT
 from shardwright.model.popular.shipped import published_keys
-from shardwright.model.refusals import encoder_decoder, no_causal_lm, unknown_type
+from shardwright.model.refusals import encoder_decoder, no_causal_lm, unknown_type, wrong_keys
 from shardwright.model.support import support
 
 # Read by transformers from any configuration although no class lists them.
@@ -50,57 +50,32 @@ def resolve_config(config: JsonObject, key: KeyPath, inline: bool) -> Pretrained
     try:
         probe = config_class()
     except Exception as error:  # some types have no defaults that agree with each other
-        raise Refusal(contradiction(error, key)) from None
+        raise contradiction(error, key) from None
     known = {*probe.to_dict(), *config_class.attribute_map, *COMMON_KEYS, *published_keys(model_type)}
-    diagnostics: list[Diagnostic] = []
     config = untagged(config)
-    for name, value in config.items():
-        where = (*key, name) if inline else key
-        if name not in known:
-            # A config.json in the wild often carries keys that transformers ignores; a recipe's own keys are checked.
-            if inline:
-                diagnostics.append(
-                    Diagnostic(
-                        code="SW2005",
-                        message=f"unknown key {name!r} for model_type {model_type!r}",
-                        help=f"model.config takes the keys of transformers' {config_class.__name__}.",
-                        key=where,
-                        valid=tuple(difflib.get_close_matches(name, sorted(known), n=3)),
-                    )
-                )
-            continue
-        problem = _value_problem(probe, name, value)
-        if problem:
-            diagnostics.append(
-                Diagnostic(
-                    code="SW2006",
-                    message=f"{name}: {value!r} {problem}",
-                    help=f"See transformers' {config_class.__name__} for what this key takes.",
-                    key=where,
-                )
-            )
-    if diagnostics:
-        raise Refusal(*diagnostics)
+    problem, takes = functools.partial(_value_problem, probe), config_class.__name__
+    if wrong := tuple(wrong_keys(config, known, problem, key, inline=inline, takes=takes)):
+        raise Refusal(*wrong)
     renamed = {"torch_dtype": "dtype"}  # the old name still works, with a warning of transformers' own
     left_out = {*_VOLATILE_KEYS, "model_type"}
     values = {renamed.get(name, name): value for name, value in config.items() if name not in left_out}
     try:
         resolved = config_class(**values)
     except Exception as error:
-        raise Refusal(contradiction(error, key)) from None
+        raise contradiction(error, key) from None
     if resolved.is_encoder_decoder and model_type in support().decoders:
         where = (*key, "is_encoder_decoder") if "is_encoder_decoder" in config else (*key, "model_type")
         raise Refusal(encoder_decoder(model_type, where if inline else key, decoder_alone=True))
     return resolved
 
 
-def contradiction(error: Exception, key: KeyPath) -> Diagnostic:
-    """Whatever transformers raised while it built the configuration or the model, as a diagnostic."""
-    return Diagnostic(
-        code="SW2007",
-        message=f"transformers refuses this configuration: {_one_line(error)}",
-        help="Change the keys that the message names; the configuration must build with transformers alone.",
-        key=key,
+def contradiction(error: Exception, key: KeyPath) -> Refusal:
+    """Whatever transformers raised while it built the configuration or the model."""
+    return refusal(
+        "SW2007",
+        f"transformers refuses this configuration: {_one_line(error)}",
+        "Change the keys that the message names; the configuration must build with transformers alone.",
+        key,
     )
 
 

@@ -6,23 +6,36 @@ themselves (config.py): nothing is refused here that is accepted there.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
-from typing import cast
+from typing import Any, cast
 
-from shardwright.diagnostics import Diagnostic, KeyPath
+from shardwright.diagnostics import Diagnostic, KeyPath, found
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.model.cache import installed_version
-from shardwright.model.config_values import ANY_VALUE, size_problem
 from shardwright.model.popular.shipped import published_keys
-from shardwright.model.refusals import encoder_decoder, no_causal_lm, unknown_type
+from shardwright.model.refusals import encoder_decoder, no_causal_lm, unknown_type, wrong_keys
 from shardwright.model.support import support
 
 TABLE = "config_keys.json"
+_SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "intermediate_size",
+    "n_inner",
+    "max_position_embeddings",
+    "head_dim",
+)
+# Each layer becomes a module, even on the meta device: ten times the deepest published models.
+MOST_LAYERS = 2048
+ANY_VALUE = "any"
+"""In place of kinds: the key takes what it is given."""
 SIZES = ("vocab_size", "hidden_size", "num_attention_heads")
 _WORDS: dict[str, str] = {"b": "true or false", "i": "an integer", "f": "a number", "s": "text", "l": "a list"}
 
@@ -48,25 +61,19 @@ class TypeKeys:
 
 
 @functools.cache
-def _table() -> JsonObject:
-    return cast(JsonObject, json.loads(resources.files("shardwright.model").joinpath(TABLE).read_text("utf-8")))
+def _table() -> dict[str, Any]:
+    return cast("dict[str, Any]", json.loads(resources.files("shardwright.model").joinpath(TABLE).read_text("utf-8")))
 
 
 def type_keys(model_type: str) -> TypeKeys | None:
     """None where the type is none of the table, or its class has no defaults to try values on."""
-    entry = cast("JsonObject | None", cast(JsonObject, _table()["types"]).get(model_type))
+    entry = _table()["types"].get(model_type)
     if entry is None or not entry["keys"]:
         return None
-    own = cast("Mapping[str, list[str]]", entry["keys"])
-    keys = dict(cast("Mapping[str, str]", _table()["common"]))
-    keys |= {key: kinds for kinds, names in own.items() for key in names}
-    keys = {**dict.fromkeys(published_keys(model_type), ANY_VALUE), **keys}
-    aliases = cast("Mapping[str, str]", entry.get("aliases", {}))
+    own = {key: kinds for kinds, names in entry["keys"].items() for key in names}
+    keys = {**dict.fromkeys(published_keys(model_type), ANY_VALUE), **_table()["common"], **own}
     return TypeKeys(
-        keys=keys,
-        aliases=aliases,
-        sizes=cast("Mapping[str, int]", entry.get("sizes", {})),
-        heads=str(entry.get("heads", "")),
+        keys=keys, aliases=entry.get("aliases", {}), sizes=entry.get("sizes", {}), heads=entry.get("heads", "")
     )
 
 
@@ -106,33 +113,15 @@ def _no_type(model_type: JsonValue, where: KeyPath) -> Diagnostic:
 
 
 def _values(config: JsonObject, known: TypeKeys, key: KeyPath, inline: bool, model_type: str) -> Iterator[Diagnostic]:
-    wrong = False
     common = {own: name for name, own in known.aliases.items()}
-    for name, value in config.items():
-        where = (*key, name) if inline else key
-        if name not in known.keys:
-            # A config.json in the wild often carries keys that transformers ignores; a recipe's own keys are checked.
-            if inline:
-                wrong = True
-                yield Diagnostic(
-                    code="SW2005",
-                    message=f"unknown key {name!r} for model_type {model_type!r}",
-                    help=f"model.config takes the keys of transformers' configuration of a {model_type}.",
-                    key=where,
-                    valid=tuple(difflib.get_close_matches(name, sorted(known.keys), n=3)),
-                )
-            continue
-        problem = _kind_problem(value, _kinds(name, config, known)) or size_problem(common.get(name, name), name, value)
-        if problem:
-            wrong = True
-            yield Diagnostic(
-                code="SW2006",
-                message=f"{name}: {value!r} {problem}",
-                help=f"See transformers' configuration of a {model_type} for what this key takes.",
-                key=where,
-            )
-    if not wrong:
-        yield from _heads(config, known, key)
+
+    def problem(name: str, value: JsonValue) -> str:
+        kinds = _kinds(name, config, known)
+        return _kind_problem(value, kinds) or size_problem(common.get(name, name), name, value)
+
+    takes = f"configuration of a {model_type}"
+    wrong = list(wrong_keys(config, known.keys, problem, key, inline=inline, takes=takes))
+    yield from wrong or _heads(config, known, key)
 
 
 def _kinds(name: str, config: JsonObject, known: TypeKeys) -> str:
@@ -162,10 +151,19 @@ def _heads(config: JsonObject, known: TypeKeys, key: KeyPath) -> Iterator[Diagno
     given = config.get("head_dim") is not None
     if not hidden or not heads or hidden % heads == 0 or not known.heads or (known.heads == "derived" and given):
         return
-    yield Diagnostic(
-        code="SW2007",
-        message=f"a hidden size of {hidden} does not divide by {heads} attention heads",
-        help="transformers refuses it: take a number of heads that divides it"
-        + (", or give head_dim." if known.heads == "derived" else "."),
-        key=key,
-    )
+    message = f"a hidden size of {hidden} does not divide by {heads} attention heads"
+    more = ", or give head_dim" if known.heads == "derived" else ""
+    yield found("SW2007", key, message, f"transformers refuses it: take a number of heads that divides it{more}.")
+
+
+def size_problem(canonical: str, name: str, value: JsonValue) -> str:
+    """Why the value of this key cannot be, or "". canonical: the class's own name for `name`."""
+    if not isinstance(value, int | float):
+        return ""
+    if canonical in _SIZES and value < 1:
+        return "is not a positive size"
+    if canonical == "num_hidden_layers" and isinstance(value, int) and value > MOST_LAYERS:
+        return f"is beyond {MOST_LAYERS}, the most layers that this version builds"
+    if name.endswith(("dropout", "pdrop")) and not 0 <= value < 1:
+        return "is not a probability below 1"
+    return ""

@@ -30,15 +30,6 @@ FLASH_TOLERANCE = 1e-4
 """Of the largest logit: a kernel sums in another order."""
 
 
-def trace_model_graph(config: JsonObject, attention: str, inline: bool) -> ModelGraph:
-    """`config`: as written, auto_map settled (own_code.py). inline: it stands in the recipe itself.
-
-    Raises Refusal with SW2xxx where the model cannot be built or split.
-    """
-    with _one_thread():
-        return _trace(config, attention, ("model", "config") if inline else ("model", "source"), inline)
-
-
 @contextmanager
 def _one_thread() -> Iterator[None]:
     """The copies are tiny: threads would wait for each other, on a busy machine far longer than they work."""
@@ -50,7 +41,13 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _trace(config: JsonObject, attention: str, key: KeyPath, inline: bool) -> ModelGraph:
+@_one_thread()
+def trace_model_graph(config: JsonObject, attention: str, inline: bool) -> ModelGraph:
+    """`config`: as written, auto_map settled (own_code.py). inline: it stands in the recipe itself.
+
+    Raises Refusal with SW2xxx where the model cannot be built or split.
+    """
+    key: KeyPath = ("model", "config") if inline else ("model", "source")
     hf_config = resolve_config(config, key, inline)
     _refuse_unsplittable(hf_config, key)
     model = _on_meta(hf_config, None, key)
@@ -73,21 +70,18 @@ def _on_meta(hf_config: PretrainedConfig, attention: str | None, key: KeyPath) -
             # float32: the size of an element is the cost model's business, and half types need no support here.
             return task_of(hf_config).build(hf_config, attention)
     except Exception as error:
-        raise Refusal(contradiction(error, key)) from None
+        raise contradiction(error, key) from None
 
 
 def _check_flash(hf_config: PretrainedConfig, attention: str) -> None:
     if attention == FLASH and not (error := flash_error(hf_config)) <= FLASH_TOLERANCE:
-        raise Refusal(
-            Diagnostic(
-                code="SW2008",
-                message=f"flash attention leaves out a part of a {hf_config.model_type!r}'s own: a tiny copy's logits "
-                f"differ by {error:.0e} from those with eager attention",
-                help="`auto` takes what transformers picks for the type.",
-                key=("model", "attention"),
-                valid=("auto", "eager"),
-            )
-        )
+        what = f"flash attention leaves out a part of a {hf_config.model_type!r}'s own: a tiny copy's logits differ"
+        raise _no_attention(f"{what} by {error:.0e} from those with eager attention", ("auto", "eager"))
+
+
+def _no_attention(message: str, valid: tuple[str, ...]) -> Refusal:
+    help = "`auto` takes what transformers picks for the type."
+    return Refusal(Diagnostic(code="SW2008", message=message, help=help, key=("model", "attention"), valid=valid))
 
 
 def _measure(
@@ -99,7 +93,7 @@ def _measure(
         names.setdefault(id(parameter), []).append(name)
     placed = _placed(model, probed)
     if placed is None:
-        raise Refusal(uncuttable(hf_config, "its tiny copy does not have all of its parameters", key))
+        raise uncuttable(hf_config, "its tiny copy does not have all of its parameters", key)
     text, max_dropout = text_config(hf_config), _largest_dropout(model)
     sizes = _sizes(model, text, placed[1], dropout=max_dropout > 0)
     tensor = tensor_styles(model, hf_config.model_type, stack_path)
@@ -186,30 +180,24 @@ def _largest_dropout(model: nn.Module) -> float:
 
 def _refuse_unsplittable(hf_config: PretrainedConfig, key: KeyPath) -> None:
     """What would build, but would not run, or not as the decoder-only stack that the runtime splits."""
-    diagnostics: list[Diagnostic] = []
-
-    def wrong(code: str, name: str, message: str, help_text: str) -> None:
-        where = (*key, name) if key[-1] == "config" else key
-        diagnostics.append(Diagnostic(code=code, message=message, help=help_text, key=where))
-
+    wrong: list[tuple[str, str, str, str]] = []  # code, name, message, help
     if getattr(hf_config, "add_cross_attention", False):
-        wrong(
-            "SW2009",
-            "add_cross_attention",
-            "add_cross_attention: True makes an encoder-decoder model, which cannot be split",
-            "Set add_cross_attention to false.",
-        )
+        message = "add_cross_attention: True makes an encoder-decoder model, which cannot be split"
+        wrong.append(("SW2009", "add_cross_attention", message, "Set add_cross_attention to false."))
     heads = size_of(hf_config, "num_attention_heads")
     key_value_heads = size_of(hf_config, "num_key_value_heads") or heads
     if heads and key_value_heads and heads % key_value_heads:
-        wrong(
-            "SW2007",
-            "num_key_value_heads",
-            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {key_value_heads}",
-            "Each key/value head serves the same number of query heads.",
+        message = f"num_attention_heads {heads} is not a multiple of num_key_value_heads {key_value_heads}"
+        help = "Each key/value head serves the same number of query heads."
+        wrong.append(("SW2007", "num_key_value_heads", message, help))
+    if wrong:
+        inline = key[-1] == "config"
+        raise Refusal(
+            *(
+                Diagnostic(code=code, message=message, help=help, key=(*key, name) if inline else key)
+                for code, name, message, help in wrong
+            )
         )
-    if diagnostics:
-        raise Refusal(*diagnostics)
 
 
 def check_attention(model: PreTrainedModel, hf_config: PretrainedConfig, attention: str) -> None:
@@ -222,12 +210,5 @@ def check_attention(model: PreTrainedModel, hf_config: PretrainedConfig, attenti
     if model._supports_flash_attn and (kernels is None or FLASH in kernels):
         supported.add(FLASH)
     if attention not in supported:
-        raise Refusal(
-            Diagnostic(
-                code="SW2008",
-                message=f"attention {attention!r} is not available for model_type {hf_config.model_type!r}",
-                help="`auto` takes what transformers picks for the type.",
-                key=("model", "attention"),
-                valid=tuple(sorted(supported)),
-            )
-        )
+        message = f"attention {attention!r} is not available for model_type {hf_config.model_type!r}"
+        raise _no_attention(message, tuple(sorted(supported)))

@@ -94,9 +94,10 @@ def _activation_elements(kind: str, shapes: Shapes) -> int:
         return 0
     if kind == "head":
         return 2 * shapes.hidden  # the final norm's input and output; logits are the cost model's workspace
-    # The module's own elements, the two layer-norm inputs, and two dropout masks of one byte against two an element.
-    elements = _attention_elements(shapes) + 2 * shapes.hidden + _feed_forward_elements(shapes)
-    return elements + (shapes.hidden if shapes.dropout else 0)
+    # Both norms' inputs and outputs; of the feed-forward (arXiv 2205.05198) the activation's input and output, gated
+    # gate, up, the activated gate and the product; and two dropout masks of one byte against two an element.
+    norms, feed_forward = 4 * shapes.hidden, (4 if shapes.gated else 2) * shapes.feed_forward
+    return _attention_elements(shapes) + norms + feed_forward + (shapes.hidden if shapes.dropout else 0)
 
 
 def _attention_elements(shapes: Shapes) -> int:
@@ -106,11 +107,3 @@ def _attention_elements(shapes: Shapes) -> int:
     without the S x S part (kept only by eager attention); the module's input is the norm's output, counted with it.
     """
     return (2 * shapes.heads + 2 * shapes.key_value_heads) * shapes.head_dim
-
-
-def _feed_forward_elements(shapes: Shapes) -> int:
-    """Per token: both norms' outputs (the inputs of attention and feed-forward) and the feed-forward's own tensors.
-
-    Plain (arXiv 2205.05198): the activation's input and output. Gated: gate, up, the activated gate, the product.
-    """
-    return 2 * shapes.hidden + (4 if shapes.gated else 2) * shapes.feed_forward

@@ -5,8 +5,8 @@ Shape letters: S sequence length (one sequence), H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,21 +119,15 @@ def _grouped_flops(a: tuple[int, ...], b: tuple[int, ...], *args: Any, out_shape
     return 2 * rows * inner * b[-1] * (a[0] if len(a) == 3 else 1)
 
 
-def _grouped_backward_flops(a: tuple[int, ...], b: tuple[int, ...], *args: Any, **kwargs: Any) -> int:
-    return 2 * _grouped_flops(a, b)
-
-
-@contextmanager
-def _flop_counter() -> Iterator[FlopCounterMode]:
+def _flop_counter() -> FlopCounterMode:
     import transformers.integrations.moe  # noqa: F401  registers its operators
 
     formulas = {
         torch.ops.aten._grouped_mm: _grouped_flops,
         torch.ops.transformers.grouped_mm_fallback: _grouped_flops,
-        torch.ops.transformers.grouped_mm_fallback_backward: _grouped_backward_flops,
+        torch.ops.transformers.grouped_mm_fallback_backward: lambda a, b, *_, **__: 2 * _grouped_flops(a, b),
     }
-    with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
-        yield counter
+    return FlopCounterMode(display=False, custom_mapping=formulas)
 
 
 class _Recorder:
@@ -205,7 +199,7 @@ def measure(
             recorder.active, counted["before"] = True, total()
 
         def enter_attention(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            for tensor in _tensors((args, kwargs)):
+            for tensor in tensors_in((args, kwargs)):
                 recorder.note(tensor, outside_block=True, outside_attention=True)
             recorder.in_attention, counted["entered"] = True, total()
 
@@ -214,19 +208,19 @@ def measure(
             counted["attention"] += total() - counted["entered"]
 
         if starts_after is not None:
-            _hook(stack, starts_after.register_forward_hook(begin))
+            stack.enter_context(starts_after.register_forward_hook(begin))
         if layer is not None:
             _hook_blocks(stack, layer, attention_module, recorder)
         if layer is not None and attention_module:
             module = layer.get_submodule(attention_module)
-            _hook(stack, module.register_forward_pre_hook(enter_attention, with_kwargs=True))
-            _hook(stack, module.register_forward_hook(leave_attention))
+            stack.enter_context(module.register_forward_pre_hook(enter_attention, with_kwargs=True))
+            stack.enter_context(module.register_forward_hook(leave_attention))
         stack.enter_context(GpuKernels())
         with saved_tensors_hooks(recorder.keep, lambda tensor: tensor):
             output = run(hidden)
         forward = total()
         if counter is not None:
-            roots = [t for t in _tensors(output) if t.requires_grad]
+            roots = [t for t in tensors_in(output) if t.requires_grad]
             torch.autograd.backward(roots, [torch.empty_like(t) for t in roots])
         backward = total() - forward
     own = Bytes(whole=0 if hidden is None else hidden.untyped_storage().nbytes(), divided=0)
@@ -244,7 +238,7 @@ def _hook_blocks(stack: ExitStack, layer: nn.Module, attention_module: str, reco
 
     def enter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if recorder.depth == 0:
-            for tensor in _tensors((args, kwargs)):
+            for tensor in tensors_in((args, kwargs)):
                 recorder.alive.append(tensor)
                 recorder.outside_blocks.add(tensor.untyped_storage()._cdata)
         recorder.depth += 1
@@ -262,13 +256,9 @@ def _hook_blocks(stack: ExitStack, layer: nn.Module, attention_module: str, reco
         attention = layer.get_submodule(attention_module)
         blocks[id(attention)] = attention
     for block in blocks.values():
-        _hook(stack, block.register_forward_pre_hook(enter, with_kwargs=True))
-        _hook(stack, block.register_forward_hook(leave))
+        stack.enter_context(block.register_forward_pre_hook(enter, with_kwargs=True))
+        stack.enter_context(block.register_forward_hook(leave))
 
 
-def _hook(stack: ExitStack, handle: Any) -> None:
-    stack.callback(handle.remove)
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def tensors_in(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

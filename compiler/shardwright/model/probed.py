@@ -13,17 +13,17 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
-from shardwright.diagnostics import Diagnostic, KeyPath, Refusal
+from shardwright.diagnostics import KeyPath, Refusal, refusal
 from shardwright.hf.adapters import adapt
+from shardwright.hf.context import why_no_context
 from shardwright.hf.packing import why_not_packed
 from shardwright.hf.probe import NotCuttable, Probed, find_cut, find_together, probe
 from shardwright.hf.shrink import VOCABULARY, shrink
 from shardwright.hf.task import task_of
 from shardwright.ir.apart import share_apart
 from shardwright.ir.cut import Cut, Range
+from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import FLASH
-
-"""Batch and sequence of the probe."""
 
 MOST_PARAMETERS = 250_000_000
 """Of a copy with the model's own widths: 1 GB in fp32, and as much again for each isolated piece in its turn."""
@@ -42,10 +42,10 @@ def probe_config(config: PretrainedConfig, attention: str, key: KeyPath) -> Prob
         # Which layers share is a matter of which layers there are: the copy has fewer.
         deep = _together(config.model_type, _text(shrink(document, depth=False)), pinned)
         if isinstance(deep, str):
-            raise Refusal(uncuttable(config, deep, key))
+            raise uncuttable(config, deep, key)
         found = dataclasses.replace(found, cut=dataclasses.replace(found.cut, together=deep))
     if isinstance(found, str):
-        raise Refusal(uncuttable(config, found, key))
+        raise uncuttable(config, found, key)
     return found
 
 
@@ -53,13 +53,13 @@ def _text(document: dict[str, object]) -> str:
     return json.dumps(document, sort_keys=True, default=str)
 
 
-def uncuttable(config: PretrainedConfig, why: str, key: KeyPath) -> Diagnostic:
-    return Diagnostic(
-        code="SW2016",
-        message=f"model_type {config.model_type!r} cannot be split into layers: {why}",
-        help="A tiny copy of the model must give the same bits in one piece and in isolated pieces; this one does not, "
+def uncuttable(config: PretrainedConfig, why: str, key: KeyPath) -> Refusal:
+    return refusal(
+        "SW2016",
+        f"model_type {config.model_type!r} cannot be split into layers: {why}",
+        "A tiny copy of the model must give the same bits in one piece and in isolated pieces; this one does not, "
         "and nothing is guessed. Use a model of another type.",
-        key=key,
+        key,
     )
 
 
@@ -78,7 +78,7 @@ def _probe(model_type: str, text: str, attention: str | None, *, most_parameters
                 if count > most_parameters:
                     return _DoesNotRun("it is too large to run as it is")
             model = _random_model(model_type, text, attention)
-            tokens = task_of(model.config).example(VOCABULARY)
+            tokens = task_of(model_type).example(VOCABULARY)
             probed = probe(model, tokens)
             return dataclasses.replace(probed, packing=_why_not_packed(model, probed.cut, tokens))
         except NotCuttable as reason:
@@ -110,13 +110,31 @@ def flash_error(config: PretrainedConfig) -> float:
     return share_apart(given, wanted)
 
 
+def why_no_context_ranks(graph: ModelGraph) -> str:
+    """ "" where rows of this configuration can be cut over ranks. The narrow copy is as deep as the model: one layer of
+    another kind is enough."""
+    attention = "eager" if graph.attention == FLASH else graph.attention  # it is not run
+    return _why_no_context(graph.model_type, _text(shrink(dict(graph.config), depth=False)), attention)
+
+
+@functools.lru_cache(maxsize=256)
+def _why_no_context(model_type: str, text: str, attention: str) -> str:
+    with _aside():
+        try:
+            model = _random_model(model_type, text, attention)
+            return why_no_context(model, task_of(model.config).example(VOCABULARY))
+        except Exception as error:  # whatever a type's own code raises on a piece of a row
+            lines = str(error).strip().splitlines() or [""]
+            return f"a tiny copy does not run on a piece of a row ({type(error).__name__}: {lines[0][:120]})"
+
+
 @functools.lru_cache(maxsize=256)
 def _together(model_type: str, text: str, attention: str | None) -> tuple[Range, ...] | str:
     """`Cut.together` of a narrow copy as deep as the model, or the reason why there is none."""
     with _aside():
         try:
             model = _random_model(model_type, text, attention)
-            tokens = task_of(model.config).example(VOCABULARY)
+            tokens = task_of(model_type).example(VOCABULARY)
             return find_together(model, find_cut(model, tokens), tokens)
         except Exception as error:
             return f"its layers share state, and a narrow copy does not run at its depth ({type(error).__name__})"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import difflib
+from collections.abc import Callable, Collection, Iterable, Iterator
 
-from shardwright.diagnostics import Diagnostic, KeyPath
+from shardwright.diagnostics import Diagnostic, KeyPath, found
+from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.model.support import nearest_types
 
 POPULAR = ("llama", "qwen2", "gpt2")
@@ -12,25 +14,19 @@ POPULAR = ("llama", "qwen2", "gpt2")
 
 def unknown_type(model_type: object, known: Iterable[str], key: KeyPath | None) -> Diagnostic:
     """SW2003. known: the causal-LM types of the installed transformers. model_type: None where none is named."""
-    return Diagnostic(
-        code="SW2003",
-        message="the configuration names no model_type" if model_type is None else f"unknown model_type {model_type!r}",
-        help="Give one of transformers' causal language models, by the `model_type` of its config.json; "
-        "`shardwright models` lists them.",
-        key=key,
-        valid=nearest_types(str(model_type), known) or POPULAR,
+    message = "the configuration names no model_type" if model_type is None else f"unknown model_type {model_type!r}"
+    help = (
+        "Give one of transformers' causal language models, by the `model_type` of its config.json; "
+        "`shardwright models` lists them."
     )
+    return found("SW2003", key, message, help, nearest_types(str(model_type), known) or POPULAR)
 
 
 def no_causal_lm(model_type: str, known: Iterable[str], key: KeyPath | None) -> Diagnostic:
     """SW2004: transformers has the type, without a causal language model."""
-    return Diagnostic(
-        code="SW2004",
-        message=f"model_type {model_type!r} is no causal language model in transformers",
-        help="This compiler trains causal language models; AutoModelForCausalLM must know the type.",
-        key=key,
-        valid=nearest_types(model_type, known, cutoff=0.75),
-    )
+    message = f"model_type {model_type!r} is no causal language model in transformers"
+    help = "This compiler trains causal language models; AutoModelForCausalLM must know the type."
+    return found("SW2004", key, message, help, nearest_types(model_type, known, cutoff=0.75))
 
 
 def encoder_decoder(model_type: str, key: KeyPath | None, *, decoder_alone: bool) -> Diagnostic:
@@ -38,10 +34,29 @@ def encoder_decoder(model_type: str, key: KeyPath | None, *, decoder_alone: bool
     help = "A stack of decoder layers is what can be cut. Use a decoder-only model (llama, qwen3, mistral...)"
     if decoder_alone:
         help += ", or train its decoder alone: `is_encoder_decoder: false` and `is_decoder: true` in its configuration"
-    return Diagnostic(
-        code="SW2017",
-        message=f"{model_type!r} is an encoder-decoder: it reads one sequence and writes another",
-        help=f"{help}.",
-        key=key,
-        valid=POPULAR,
-    )
+    message = f"{model_type!r} is an encoder-decoder: it reads one sequence and writes another"
+    return found("SW2017", key, message, f"{help}.", POPULAR)
+
+
+def wrong_keys(
+    config: JsonObject,
+    known: Collection[str],
+    problem: Callable[[str, JsonValue], str],
+    key: KeyPath,
+    *,
+    inline: bool,
+    takes: str,
+) -> Iterator[Diagnostic]:
+    """SW2005 unknown, SW2006 a value that is refused. problem: of a name and its value, "" where there is none.
+    inline: the configuration stands in the recipe at `key`. takes: transformers' class, in words."""
+    for name, value in config.items():
+        where = (*key, name) if inline else key
+        if name not in known:
+            # A config.json in the wild often carries keys that transformers ignores; a recipe's own keys are checked.
+            if inline:
+                message = f"unknown key {name!r} for model_type {config['model_type']!r}"
+                help = f"model.config takes the keys of transformers' {takes}."
+                yield found("SW2005", where, message, help, difflib.get_close_matches(name, sorted(known), n=3))
+        elif wrong := problem(name, value):
+            help = f"See transformers' {takes} for what this key takes."
+            yield found("SW2006", where, f"{name}: {value!r} {wrong}", help)

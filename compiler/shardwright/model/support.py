@@ -12,9 +12,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import resources
-from typing import cast
-
-from shardwright.ir.json_value import JsonObject
 
 COLUMNS: tuple[str, ...] = ("zero", "pipeline", "tensor_sharded", "tensor_fallback", "pipeline_tensor")
 VERDICTS: tuple[str, ...] = ("proved", "refused", "untested")
@@ -34,12 +31,12 @@ class Cell:
     """
 
     verdict: str
-    code: str
-    reason: str
-    loss: float | None
-    norm: float | None
-    weights: float | None
-    sharded: float | None
+    code: str = ""
+    reason: str = ""
+    loss: float | None = None
+    norm: float | None = None
+    weights: float | None = None
+    sharded: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,36 +61,34 @@ class Support:
 
 
 def support_text() -> str:
-    return resources.files("shardwright.model").joinpath("support.json").read_text("utf-8")
+    return _text("support.json")
+
+
+def _text(name: str) -> str:
+    return resources.files("shardwright.model").joinpath(name).read_text("utf-8")
 
 
 @functools.cache
 def support() -> Support:
-    document = cast(JsonObject, json.loads(support_text()))
-    columns = cast("dict[str, dict[str, str]]", document["columns"])
-    types = cast("dict[str, dict[str, JsonObject]]", document["types"])
+    document = json.loads(support_text())
+    types = document["types"].items()
     return Support(
-        transformers=str(document["transformers"]),
-        columns={name: Column(**column) for name, column in columns.items()},
-        types={name: {column: _cell(cell) for column, cell in cells.items()} for name, cells in types.items()},
-        decoders=tuple(cast("list[str]", document["decoders"])),
-        others=cast("dict[str, str]", document["others"]),
+        transformers=document["transformers"],
+        columns={name: Column(**column) for name, column in document["columns"].items()},
+        types={name: {column: Cell(**cell) for column, cell in cells.items()} for name, cells in types},
+        decoders=tuple(document["decoders"]),
+        others=document["others"],
     )
 
 
-def _cell(cell: JsonObject) -> Cell:
-    def number(key: str) -> float | None:
-        return cast("float | None", cell.get(key))
+@functools.cache
+def _chunked_types() -> frozenset[str]:
+    return frozenset(json.loads(_text("chunked_proved.json")))
 
-    return Cell(
-        verdict=str(cell["verdict"]),
-        code=str(cell.get("code", "")),
-        reason=str(cell.get("reason", "")),
-        loss=number("loss"),
-        norm=number("norm"),
-        weights=number("weights"),
-        sharded=number("sharded"),
-    )
+
+def proved_chunked(model_type: str) -> bool:
+    """Whether its head runs chunk by chunk: what tests/zoo/test_chunked.py proved."""
+    return model_type in _chunked_types()
 
 
 def nearest_types(text: str, names: Iterable[str], cutoff: float = 0.6) -> tuple[str, ...]:

@@ -7,81 +7,42 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+_QKV = ("q_proj", "k_proj", "v_proj")
+_BLOOM = ("h.*", "self_attention", ("query_key_value",), "dense", ("mlp.dense_h_to_4h",), "mlp.dense_4h_to_h")
+
+
+def _decoder_layer(
+    layer: str, attention: str, qkv: tuple[str, ...], out: str, up: tuple[str, ...], down: str, style: str = "colwise"
+) -> dict[str, str]:
+    """Attention over a share of the heads, feed-forward over a share of the features. style: of `qkv`."""
+    attention = f"{layer}.{attention}"
+    return {
+        attention: "local_heads",
+        **{f"{attention}.{name}": style for name in qkv},
+        f"{attention}.{out}": "rowwise",
+        **{f"{layer}.{name}": "colwise" for name in up},
+        f"{layer}.{down}": "rowwise",
+    }
+
+
 OWN_MAPS: dict[str, Mapping[str, str]] = {
-    "gpt2": {
-        "h.*.attn": "local_heads",
-        "h.*.attn.c_attn": "fused_qkv_colwise",
-        "h.*.attn.c_proj": "rowwise",
-        "h.*.mlp.c_fc": "colwise",
-        "h.*.mlp.c_proj": "rowwise",
-    },
-    "opt": {
-        "decoder.layers.*.self_attn": "local_heads",
-        "decoder.layers.*.self_attn.q_proj": "colwise",
-        "decoder.layers.*.self_attn.k_proj": "colwise",
-        "decoder.layers.*.self_attn.v_proj": "colwise",
-        "decoder.layers.*.self_attn.out_proj": "rowwise",
-        "decoder.layers.*.fc1": "colwise",
-        "decoder.layers.*.fc2": "rowwise",
-    },
+    "gpt2": _decoder_layer("h.*", "attn", ("c_attn",), "c_proj", ("mlp.c_fc",), "mlp.c_proj", "fused_qkv_colwise"),
+    "opt": _decoder_layer("decoder.layers.*", "self_attn", _QKV, "out_proj", ("fc1",), "fc2"),
     # Fused q, k, v one behind the other within each head, so that heads are cut plainly. ALiBi comes per head.
-    "bloom": {
-        "h.*.self_attention": "local_heads",
-        "h.*.self_attention.query_key_value": "colwise",
-        "h.*.self_attention.dense": "rowwise",
-        "h.*.mlp.dense_h_to_4h": "colwise",
-        "h.*.mlp.dense_4h_to_h": "rowwise",
-    },
+    "bloom": _decoder_layer(*_BLOOM),
     # Fused per key/value head; with one such head (7b) `multi_query_colwise` is put in its place.
-    "falcon": {
-        "h.*.self_attention": "local_heads",
-        "h.*.self_attention.query_key_value": "grouped_qkv_colwise",
-        "h.*.self_attention.dense": "rowwise",
-        "h.*.mlp.dense_h_to_4h": "colwise",
-        "h.*.mlp.dense_4h_to_h": "rowwise",
-    },
-    "gpt_bigcode": {
-        "h.*.attn": "local_heads",
-        "h.*.attn.c_attn": "grouped_qkv_colwise",
-        "h.*.attn.c_proj": "rowwise",
-        "h.*.mlp.c_fc": "colwise",
-        "h.*.mlp.c_proj": "rowwise",
-    },
-    "stablelm": {
-        "layers.*.self_attn": "local_heads",
-        "layers.*.self_attn.q_proj": "colwise",
-        "layers.*.self_attn.k_proj": "colwise",
-        "layers.*.self_attn.v_proj": "colwise",
-        "layers.*.self_attn.o_proj": "rowwise",
-        "layers.*.mlp.gate_proj": "colwise",
-        "layers.*.mlp.up_proj": "colwise",
-        "layers.*.mlp.down_proj": "rowwise",
-    },
-    "gptj": {
-        "h.*.attn": "local_heads",
-        "h.*.attn.q_proj": "colwise",
-        "h.*.attn.k_proj": "colwise",
-        "h.*.attn.v_proj": "colwise",
-        "h.*.attn.out_proj": "rowwise",
-        "h.*.mlp.fc_in": "colwise",
-        "h.*.mlp.fc_out": "rowwise",
-    },
-    "gpt_neo": {
-        "h.*.attn.attention": "local_heads",
-        "h.*.attn.attention.q_proj": "colwise",
-        "h.*.attn.attention.k_proj": "colwise",
-        "h.*.attn.attention.v_proj": "colwise",
-        "h.*.attn.attention.out_proj": "rowwise",
-        "h.*.mlp.c_fc": "colwise",
-        "h.*.mlp.c_proj": "rowwise",
-    },
-    "mpt": {
-        "blocks.*.attn": "local_heads",
-        "blocks.*.attn.Wqkv": "fused_qkv_colwise",
-        "blocks.*.attn.out_proj": "rowwise",
-        "blocks.*.ffn.up_proj": "colwise",
-        "blocks.*.ffn.down_proj": "rowwise",
-    },
+    "falcon": _decoder_layer(*_BLOOM, "grouped_qkv_colwise"),
+    "gpt_bigcode": _decoder_layer(
+        "h.*", "attn", ("c_attn",), "c_proj", ("mlp.c_fc",), "mlp.c_proj", "grouped_qkv_colwise"
+    ),
+    "stablelm": _decoder_layer(
+        "layers.*", "self_attn", _QKV, "o_proj", ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"
+    ),
+    "gptj": _decoder_layer("h.*", "attn", _QKV, "out_proj", ("mlp.fc_in",), "mlp.fc_out"),
+    "gpt_neo": _decoder_layer("h.*", "attn.attention", _QKV, "out_proj", ("mlp.c_fc",), "mlp.c_proj"),
+    "mpt": _decoder_layer(
+        "blocks.*", "attn", ("Wqkv",), "out_proj", ("ffn.up_proj",), "ffn.down_proj", "fused_qkv_colwise"
+    ),
     "gpt_oss": {
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
@@ -115,14 +76,8 @@ PLAN_ADDITIONS: dict[str, Mapping[str, str]] = {
     # A norm with a row for every head.
     "cohere": {"layers.*.self_attn.q_norm.weight": "colwise", "layers.*.self_attn.k_norm.weight": "colwise"},
     # Norms that each rank applies to its own heads.
-    "glm4_moe": {
-        "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
-        "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
-    },
-    "phi": {
-        "layers.*.self_attn.q_layernorm": "replicated_with_grad_allreduce",
-        "layers.*.self_attn.k_layernorm": "replicated_with_grad_allreduce",
-    },
+    "glm4_moe": {f"layers.*.self_attn.{norm}": "replicated_with_grad_allreduce" for norm in ("q_norm", "k_norm")},
+    "phi": {f"layers.*.self_attn.{norm}": "replicated_with_grad_allreduce" for norm in ("q_layernorm", "k_layernorm")},
 }
 
 READ_BY_WEIGHT = ("dt_proj", "classifier")

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from shardwright.hf.attention_heads import head_counts
+from shardwright.hf.sizes import head_counts
 from shardwright.ir.names import pattern
 from shardwright.ir.tensor_style import COLUMN_STYLES, GROUPED_QKV, MULTI_QUERY, ROW_STYLES
 from shardwright.model.tensor_maps import OWN_MAPS, PLAN_ADDITIONS, READ_BY_WEIGHT
@@ -39,15 +39,13 @@ Proved = str | dict[str, str]
 @lru_cache(maxsize=1)
 def proved() -> dict[str, Proved]:
     """Model type -> what its proof allows. One dictionary a process: a proof may override an entry."""
-    table: dict[str, Proved] = _read("tensor_proved.json")
-    return table
+    return cast("dict[str, Proved]", _read("tensor_proved.json"))
 
 
 @lru_cache(maxsize=1)
 def whole_parameters() -> dict[str, list[str]]:
     """Model type, sharded -> the decoder-layer parameters that its proof left whole, by their path in a layer."""
-    table: dict[str, list[str]] = _read("tensor_whole.json")
-    return table
+    return cast("dict[str, list[str]]", _read("tensor_whole.json"))
 
 
 def _read(name: str) -> Any:

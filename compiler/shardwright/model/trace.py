@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -26,7 +28,7 @@ from shardwright.hf.skeleton import Skeleton, State
 from shardwright.ir.cut import Cut
 from shardwright.ir.model_graph import Kept
 from shardwright.ir.words import CHECKPOINTING, Checkpointing
-from shardwright.model.measure import Bytes, PieceMeasure, measure
+from shardwright.model.measure import Bytes, PieceMeasure, measure, tensors_in
 
 BASE_LENGTH = 128
 """Traced at this length and at twice it: FLOPs and bytes of ordinary layers are a S + b S^2, so two lengths tell."""
@@ -63,21 +65,14 @@ class Traced:
     context: tuple[Kept, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pass:
-    """All layers at one length, in one precision and window."""
-
-    pieces: list[PieceMeasure | str]
-    context_bytes: int
-
-
 def trace_model(model: PreTrainedModel, cut: Cut, attention_module: str) -> Traced:
     """`model`: built on the meta device with the attention that will run; it cannot be used afterwards.
 
     A type whose embedding or masks cannot be made from stubs is not traced at all.
     """
     try:
-        with _quiet("torch._subclasses.fake_tensor"):  # it logs a stack for whatever it raises, too
+        # It logs a stack for whatever it raises, too.
+        with patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True):
             try:
                 return _trace(model, cut, attention_module, 1)
             except IndexError:  # its positions begin behind a padding index: the last ones have no row in its table
@@ -85,16 +80,6 @@ def trace_model(model: PreTrainedModel, cut: Cut, attention_module: str) -> Trac
     except Exception as error:  # whatever a type's own code raises
         count = len(list(model.get_submodule(cut.stack).children())) + 2
         return Traced(layers=(_reason(error),) * count, context=())
-
-
-@contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    logger = logging.getLogger(name)
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 def _trace(model: PreTrainedModel, cut: Cut, attention_module: str, shorter: int) -> Traced:
@@ -114,8 +99,7 @@ def _trace(model: PreTrainedModel, cut: Cut, attention_module: str, shorter: int
         for from_length, window_here in regimes:
             with _window(text, window_here):
                 short, long = (
-                    _Run(model, cut, attention_module, length, dtype, flops=not first).all_pieces()
-                    for length in (base, 2 * base)
+                    _Run(model, cut, attention_module, length, dtype, flops=not first) for length in (base, 2 * base)
                 )
             pairs = list(zip(short.pieces, long.pieces, strict=True))
             first = first or pairs
@@ -123,7 +107,7 @@ def _trace(model: PreTrainedModel, cut: Cut, attention_module: str, shorter: int
                 if isinstance(a, PieceMeasure) and isinstance(b, PieceMeasure):
                     for mode, (x, y) in zip(CHECKPOINTING, zip(a.kept, b.kept, strict=True), strict=True):
                         _add(entries, _kept(base, x, y, mode, element_bytes, from_length))
-            a_context, b_context = (Bytes(whole=p.context_bytes, divided=0) for p in (short, long))
+            a_context, b_context = (Bytes(whole=run.context_bytes, divided=0) for run in (short, long))
             _add(context, _kept(base, a_context, b_context, "none", element_bytes, from_length))
     return Traced(
         layers=tuple(_layer(base, a, b, entries) for (a, b), entries in zip(first, kept, strict=True)),
@@ -134,8 +118,7 @@ def _trace(model: PreTrainedModel, cut: Cut, attention_module: str, shorter: int
 def _loops(model: PreTrainedModel, cut: Cut) -> bool:
     """Whether a longer sequence means more operators."""
     short, long = (
-        _Run(model, cut, "", length, torch.float32, flops=False).all_pieces()
-        for length in (LOOP_LENGTH, 2 * LOOP_LENGTH)
+        _Run(model, cut, "", length, torch.float32, flops=False) for length in (LOOP_LENGTH, 2 * LOOP_LENGTH)
     )
     return any(
         isinstance(a, PieceMeasure) and isinstance(b, PieceMeasure) and a.saves != b.saves
@@ -159,29 +142,31 @@ class _Run:
             real = self.skeleton.embed(self.ids, None)
         self.contexts, self.slots = self.skeleton._context(real.hidden, None)
         own_hidden = {id(self.skeleton._hidden(*call)) for call in self.contexts.values()}
-        self.handed = [
-            *(t for call in self.contexts.values() for t in _tensors(call) if id(t) not in own_hidden),
-            *_tensors(real.payload),
+        handed = [
+            *(t for call in self.contexts.values() for t in tensors_in(call) if id(t) not in own_hidden),
+            *tensors_in(real.payload),
         ]
         # The converter remembers: a layer that is handed the real tensor works on this fake one.
-        self.shared = [*self.handed, *(self.fake.from_tensor(t) for t in self.handed)]
+        self.shared = [*handed, *(self.fake.from_tensor(t) for t in handed)]
         self.payload = list(real.payload) or [None] * len(self.slots)
         with self.fake:
             self.hidden = torch.empty(real.hidden.shape, dtype=real.hidden.dtype, requires_grad=True)
         self.outside = [m for name, m in model.named_modules() if not f"{name}.".startswith(f"{cut.stack}.")]
 
-    def all_pieces(self) -> _Pass:
+        self.context_bytes = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in handed}.values())
+        self.pieces = self._all_pieces()
+
+    def _all_pieces(self) -> list[PieceMeasure | str]:
         layers = self.skeleton.layers
         pieces: list[PieceMeasure | str] = [self._piece(self.outside, self._embed, None, layer=None)]
         known: dict[str, PieceMeasure | str] = {}
         for index, layer in enumerate(layers):
             key = _identity(layer, self.contexts.get(index))
             if key not in known:
-                known[key] = self._piece(list(layer.modules()), self._decoder(index), self.hidden, layer=layer)
+                known[key] = self._piece(list(layer.modules()), partial(self._decode, index), self.hidden, layer=layer)
             pieces.append(known[key])
         pieces.append(self._piece(self.outside, self._head, self.hidden, layer=None, starts_after=layers[-1]))
-        sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self.handed}
-        return _Pass(pieces=pieces, context_bytes=sum(sizes.values()))
+        return pieces
 
     def _piece(
         self, modules: list[nn.Module], run: Any, given: torch.Tensor | None, *, layer: nn.Module | None, **options: Any
@@ -190,17 +175,9 @@ class _Run:
         attention = "" if layer is None else self.attention_module
         with _fake_parameters(modules, self.fake) as parameters:
             known, width = [*parameters, *self.shared, self.ids], self.hidden.numel()
+            options |= {"layer": layer, "attention_module": attention, "known": known, "width": width}
             try:
-                return measure(
-                    run,
-                    given,
-                    layer=layer,
-                    attention_module=attention,
-                    known=known,
-                    width=width,
-                    count_flops=self.flops,
-                    **options,
-                )
+                return measure(run, given, count_flops=self.flops, **options)
             except Exception as error:  # whatever a type's own code raises where a fake tensor has no value
                 return _reason(error)
 
@@ -208,20 +185,17 @@ class _Run:
         state = self.skeleton.embed(self.ids, None)
         return state.hidden, *state.payload
 
-    def _decoder(self, index: int) -> Callable[[torch.Tensor | None], torch.Tensor]:
-        def run(given: torch.Tensor | None) -> torch.Tensor:
-            assert given is not None
-            for shared_state in self.skeleton._memo.values():  # what earlier layers left in it
-                for key in range(len(shared_state)) if isinstance(shared_state, list) else list(shared_state):
-                    shared_state[key] = pytree.tree_map_only(torch.Tensor, _apart, shared_state[key])
-            with self.fake:
-                after = self.skeleton.decode(index, State(hidden=given, payload=tuple(self.payload)))
-            for place, slot in enumerate(self.slots):
-                if slot.source and slot.source[0] == index:
-                    self.payload[place] = _apart(after.payload[place])
-            return after.hidden
-
-        return run
+    def _decode(self, index: int, given: torch.Tensor | None) -> torch.Tensor:
+        assert given is not None
+        for shared_state in self.skeleton._memo.values():  # what earlier layers left in it
+            for key in range(len(shared_state)) if isinstance(shared_state, list) else list(shared_state):
+                shared_state[key] = pytree.tree_map_only(torch.Tensor, _apart, shared_state[key])
+        with self.fake:
+            after = self.skeleton.decode(index, State(hidden=given, payload=tuple(self.payload)))
+        for place, slot in enumerate(self.slots):
+            if slot.source and slot.source[0] == index:
+                self.payload[place] = _apart(after.payload[place])
+        return after.hidden
 
     def _head(self, given: torch.Tensor | None) -> torch.Tensor:
         assert given is not None
@@ -349,7 +323,3 @@ def _layer(base: int, short: PieceMeasure | str, long: PieceMeasure | str, kept:
         backward=_fit(base, short.backward_flops, long.backward_flops),
         kept=tuple(kept),
     )
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -9,27 +9,26 @@ import numpy as np
 import torch
 
 from shardwright.data.dataset import Dataset, validation_batches
-from shardwright.data.rows import Indices, Rows, TokenBlock
+from shardwright.data.rows import Rows, TokenBlock
 from shardwright.data.sources import packs
+from shardwright.hf.objective import IGNORED
 from shardwright.plan.plan import Plan
-
-IGNORED = -100
-"""Label of a token that is not predicted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     """input_ids, labels: (B, S) int64; labels are the inputs (the loss shifts them). position_ids: (B, S) where
-    documents are packed, else None."""
+    documents are packed, else None. shifted: labels stand where they are predicted, as in a piece of a row."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     position_ids: torch.Tensor | None
+    shifted: bool = False
 
     @property
     def predicted(self) -> int:
-        """Number of labels that the shifted loss counts."""
-        return int((self.labels[:, 1:] != IGNORED).sum())
+        """Number of labels that the loss counts."""
+        return int(((self.labels if self.shifted else self.labels[:, 1:]) != IGNORED).sum())
 
 
 class Batches:
@@ -37,21 +36,14 @@ class Batches:
 
     def __init__(self, plan: Plan, data: Dataset) -> None:
         self.data = data
-        self.global_batch = plan.training.global_batch_size
-        self.micro, self.accumulation = (
-            plan.strategy.micro_batch_size,
-            plan.strategy.gradient_accumulation_steps,
-        )
-        self.data_ranks = plan.strategy.data
+        s = plan.strategy
+        self.shape = (s.gradient_accumulation_steps, s.data, s.micro_batch_size)
         self.packed = packs(plan)
 
-    def indices(self, step: int) -> Indices:
-        """Rows of the global batch of `step` (from 1)."""
-        return self.data.order.indices(step)
-
     def micro_batches(self, step: int, data_rank: int) -> list[MicroBatch]:
-        """The share of `data_rank`: micro-batch m takes rows [(m * data + rank) * B, ... + B) of the global batch."""
-        indices = self.indices(step).reshape(self.accumulation, self.data_ranks, self.micro)[:, data_rank]
+        """The share of `data_rank` in `step` (from 1): micro-batch m takes rows [(m * data + rank) * B, ... + B) of the
+        global batch."""
+        indices = self.data.order.indices(step).reshape(self.shape)[:, data_rank]
         return [_micro_batch(self.data.train.read(i), self.packed) for i in indices]
 
 

@@ -62,4 +62,5 @@ TENSOR_RANDOM = TensorRandom()
 def seed_dropout(plan: Plan, rank: int) -> None:
     """Data ranks and stages differ; the tensor ranks of one model copy share the seed."""
     at = plan.ranks[rank]
-    torch.manual_seed(plan.training.seed + 1 + at.pipeline * plan.strategy.data + at.data)
+    shards = plan.strategy.shards
+    torch.manual_seed(plan.training.seed + 1 + at.pipeline * shards + at.data * plan.strategy.context + at.context)

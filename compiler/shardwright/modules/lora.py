@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.diagnostics import Refusal, refusal
 from shardwright.hf.task import Task
-from shardwright.ir.lora import missing_peft
+from shardwright.optional_packages import missing_peft
 from shardwright.plan.plan import Plan, PlanLora
 
 _ADAPTER = "default"
@@ -41,13 +41,11 @@ def add_adapters(model: nn.Module, plan: Plan) -> None:
     try:
         inject_adapter_in_model(_config(plan.lora, target_modules=paths), model)
     except ValueError as error:  # a module that only looks like a linear by its parameters
-        raise Refusal(
-            Diagnostic(
-                code="SW6252",
-                message=f"peft does not adapt these modules: {str(error).splitlines()[0]}",
-                help="Name linears alone in lora.target_modules, and compile again.",
-                key=("lora", "target_modules"),
-            )
+        raise refusal(
+            "SW6252",
+            f"peft does not adapt these modules: {str(error).splitlines()[0]}",
+            "Name linears alone in lora.target_modules, and compile again.",
+            ("lora", "target_modules"),
         ) from None
 
 

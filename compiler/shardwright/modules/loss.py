@@ -10,10 +10,11 @@ from torch import distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwright.hf.flash import position_keywords
+from shardwright.hf.objective import IGNORED
 from shardwright.hf.tail import Tail
 from shardwright.layout.loss_chunk import chunk_length
-from shardwright.modules.batches import IGNORED, MicroBatch
+from shardwright.modules.batches import MicroBatch
+from shardwright.modules.context.ranks import CONTEXT
 from shardwright.modules.tensor.cross_entropy import vocabulary_parallel_cross_entropy
 
 
@@ -22,7 +23,7 @@ class CausalLoss:
 
     The engine averages over micro-batches and data ranks; `scale` = micro-batches * data ranks / predicted tokens of
     the global batch turns that mean of sums into the loss wanted, for its value and its gradient. Set it before each
-    step.
+    step. shifted: as MicroBatch.shifted of what it is given.
     """
 
     def __init__(self, tensor_group: dist.ProcessGroup | None = None, first: int = 0) -> None:
@@ -30,10 +31,17 @@ class CausalLoss:
         self.tensor_group = tensor_group
         self.first = first
         self.scale = 1.0
+        self.shifted = False
 
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return self.total(*self._paired(logits, labels)) * self.scale
+
+    def _paired(
+        self, values: torch.Tensor, labels: torch.Tensor | tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each token's values beside its label."""
         target = labels[0] if isinstance(labels, tuple) else labels
-        return self.total(logits[:, :-1], target[:, 1:]) * self.scale
+        return (values, target) if self.shifted else (values[:, :-1], target[:, 1:])
 
     def total(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """The sum over tokens whose label stands at their own place."""
@@ -55,10 +63,9 @@ class ChunkedLoss(CausalLoss):
     tail: Tail
 
     def __call__(self, hidden: torch.Tensor, labels: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
-        target = labels[0] if isinstance(labels, tuple) else labels
-        length = chunk_length(*target.shape)
+        length = chunk_length(*(labels[0] if isinstance(labels, tuple) else labels).shape)
         # The cuts before the checkpoints: each keeps a view, not a copy.
-        pairs = zip(hidden[:, :-1].split(length, dim=1), target[:, 1:].split(length, dim=1), strict=True)
+        pairs = zip(*(x.split(length, dim=1) for x in self._paired(hidden, labels)), strict=True)
         # ZeRO-3 releases the head between forward and recomputation, so its shapes differ then: no metadata check.
         totals = [checkpoint(self._chunk, *pair, use_reentrant=False, determinism_check="none") for pair in pairs]
         return torch.stack(totals).sum() * self.scale
@@ -84,9 +91,9 @@ def micro_batch_loss(
 ) -> torch.Tensor:
     """model: the whole one, also inside an engine; attention: what its layers run, which decides how packed documents
     are kept apart."""
-    inputs: dict[str, Any] = {"input_ids": batch.input_ids.to(device), "use_cache": False}
-    if batch.position_ids is not None:
-        inputs |= position_keywords(attention, batch.position_ids.to(device))
+    ids, positions = batch.input_ids.to(device), batch.position_ids
+    inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    inputs |= CONTEXT.keywords(attention, ids, None if positions is None else positions.to(device))
     labels = batch.labels.to(device)
     if isinstance(loss, ChunkedLoss):
         return model(labels=labels, **inputs)  # type: ignore[no-any-return]

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -21,24 +21,16 @@ from shardwright.hf.task import task_of
 from shardwright.ir.partition import ParameterSplit
 from shardwright.modules.weight_files import Weights
 
+_register = nn.Module.register_parameter
 
-@contextmanager
-def _parameters_without_storage() -> Iterator[None]:
+
+def _register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
     """Every parameter that a module registers moves to the meta device; buffers are made as ever."""
-    register = nn.Module.register_parameter
-
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            kept = parameter.__dict__
-            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-            parameter.__dict__.update(kept)
-        register(module, name, parameter)
-
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    if parameter is not None and not parameter.is_meta:
+        kept = parameter.__dict__
+        parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        parameter.__dict__.update(kept)
+    _register(module, name, parameter)
 
 
 def empty_model(config: PretrainedConfig, attention: str | None) -> PreTrainedModel:
@@ -46,7 +38,7 @@ def empty_model(config: PretrainedConfig, attention: str | None) -> PreTrainedMo
 
     attention: None takes what transformers picks for the type.
     """
-    with _parameters_without_storage():
+    with patch.object(nn.Module, "register_parameter", _register_on_meta):
         model = task_of(config).build(config, attention)
     stubs: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -76,14 +68,9 @@ class Filler:
         self.weights, self.splits, self.transposed, self.tensor_rank = weights, splits, transposed, tensor_rank
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         stored = set(weights.names())
-        aliases: dict[int, str] = {}
-        for name, parameter in self._parameters.items():
-            if name in stored:
-                aliases.setdefault(id(parameter), name)
-        self._stored = aliases
-        self._split_of = {
-            id(self._parameters[name]): split for name, split in splits.items() if name in self._parameters
-        }
+        # Of a tied parameter's names the first.
+        self._stored = {id(p): name for name, p in reversed(self._parameters.items()) if name in stored}
+        self._split_of = {id(self._parameters[n]): split for n, split in splits.items() if n in self._parameters}
         self._filled: set[int] = set()
 
     def fill(self, paths: Iterable[str]) -> None:

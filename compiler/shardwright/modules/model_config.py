@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
 
-from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.diagnostics import refusal
 from shardwright.hf.floats import untagged
 from shardwright.hf.own_code import register
 from shardwright.plan.plan import Plan
@@ -30,10 +30,8 @@ def _register_own_code(plan: Plan, folder: Path) -> None:
         register(folder, plan.model.own_code)
     except Exception as error:  # whatever the files raise
         why = " ".join(str(error).split())[:200] or type(error).__name__
-        raise Refusal(
-            Diagnostic(
-                code="SW6008",
-                message=f"the model's own code in {str(folder)!r} cannot be used: {why}",
-                help="Compile the recipe again; what is in model/ is not to be edited.",
-            )
+        raise refusal(
+            "SW6008",
+            f"the model's own code in {str(folder)!r} cannot be used: {why}",
+            "Compile the recipe again; what is in model/ is not to be edited.",
         ) from None

@@ -6,13 +6,16 @@ arguments, which is how Hugging Face layers call their attention.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from shardwright.ir.words import Checkpointing, PartialCheckpointing
 from shardwright.modules.dropout import TENSOR_RANDOM
+from shardwright.plan.plan import Plan
 
 
 def recompute_forward(module: nn.Module) -> None:
@@ -27,10 +30,29 @@ def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[No
     return nullcontext(), TENSOR_RANDOM.recomputing()
 
 
-def apply_recompute(decoder_layers: list[nn.Module], choice: str, attention_module: str) -> None:
-    """choice: none | selective (the attention module) | full (the whole decoder layer)."""
+def apply_recompute(decoder_layers: Iterable[nn.Module], choice: Checkpointing, attention_module: str) -> None:
+    """selective: the attention module; full: the whole decoder layer."""
     for layer in decoder_layers:
         if choice == "full":
             recompute_forward(layer)
         elif choice == "selective":
             recompute_forward(layer.get_submodule(attention_module))
+
+
+def recompute_as_planned(model: nn.Module, plan: Plan, layers: Collection[str] | None = None) -> None:
+    """To the decoder layers that the plan checkpoints. layers: to these of them, by their paths; None: to all."""
+    chosen = [name for name in checkpointed_layers(plan) if layers is None or name in layers]
+    apply_recompute(map(model.get_submodule, chosen), plan.strategy.checkpointing, plan.model.attention_module)
+
+
+def checkpointed_layers(plan: Plan) -> tuple[str, ...]:
+    """Paths of decoder layers, of every stage. Where a stage checkpoints some, they are the first ones: they go
+    backward last, and what they make again takes the room that the layers behind them have left. The last ones would
+    make it beside all that is kept. Under 1F1B, too: whatever other micro-batches keep meanwhile, the one that goes
+    backward gives up its last layers first."""
+    choice = plan.strategy.activation_checkpointing
+    if choice == "none":
+        return ()
+    decoders = ([name for name in stage.layers if name not in ("embedding", "head")] for stage in plan.stages)
+    most = choice.full if isinstance(choice, PartialCheckpointing) else None
+    return tuple(name for names in decoders for name in names[:most])

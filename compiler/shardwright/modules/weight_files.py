@@ -1,4 +1,4 @@
-"""Tensors of a model, read by slices: out of safetensors files in Hugging Face's format, or out of memory."""
+"""Tensors of a model, read by slices out of safetensors files in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.diagnostics import Refusal, refusal
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -32,21 +32,6 @@ class Weights(Protocol):
 
     def read(self, name: str, range_: Range | None) -> torch.Tensor:
         """A part of the tensor along one dimension, or all of it."""
-        ...
-
-
-class HeldWeights:
-    """Whole tensors in this process's memory."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self.tensors = tensors
-
-    def names(self) -> Iterable[str]:
-        return self.tensors
-
-    def read(self, name: str, range_: Range | None) -> torch.Tensor:
-        tensor = self.tensors[name]
-        return tensor if range_ is None else tensor.narrow(*range_)
 
 
 class WeightFiles:
@@ -103,12 +88,10 @@ class WeightFiles:
         return files
 
     def refusal(self, why: str) -> Refusal:
-        return Refusal(
-            Diagnostic(
-                code="SW6211",
-                message=f"the weights in {str(self.folder)!r} cannot be used: {why}",
-                help="Fetch them again (the plan names the revision of a hub's), or compile with another model.source.",
-            )
+        return refusal(
+            "SW6211",
+            f"the weights in {str(self.folder)!r} cannot be used: {why}",
+            "Fetch them again (the plan names the revision of a hub's), or compile with another model.source.",
         )
 
     def _open(self, file: str) -> Any:

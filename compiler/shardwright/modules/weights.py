@@ -91,18 +91,14 @@ def conv1d_to_linear(model: nn.Module) -> frozenset[str]:
 
     Returns the names of the weights that it turned round.
     """
-    turned = transposed_weights(model)
+    turned = []
     for name, module in list(model.named_modules()):
         if isinstance(module, Conv1D):
+            turned.append(f"{name}.weight")
             with torch.device("meta"):
                 linear = nn.Linear(module.weight.shape[0], module.weight.shape[1])
             # Without its memory yet: materialize.Filler turns round what it reads.
             linear.weight = nn.Parameter(module.weight.detach().t(), requires_grad=module.weight.requires_grad)
             linear.bias = module.bias
             model.set_submodule(name, linear)
-    return turned
-
-
-def transposed_weights(model: nn.Module) -> frozenset[str]:
-    """Names of the weights that conv1d_to_linear stores transposed."""
-    return frozenset(f"{name}.weight" for name, m in model.named_modules() if isinstance(m, Conv1D))
+    return frozenset(turned)

@@ -68,29 +68,20 @@ class Row:
 @functools.lru_cache(maxsize=8192)
 def fastest_cut(row: Row) -> tuple[int, ...]:
     """Boundaries of non-empty stages, counted in blocks; there are at least as many blocks as stages."""
-    found = _search(row, _every, ())
+    found = fastest_cut_that(row, lambda cut: True)
     assert found is not None, "every cut is allowed"
     return found
 
 
 def fastest_cut_that(
-    row: Row, allows: Callable[[tuple[int, ...]], bool], start: tuple[int, ...] | None
+    row: Row, allows: Callable[[tuple[int, ...]], bool], start: tuple[int, ...] | None = None
 ) -> tuple[int, ...] | None:
     """The fastest of the cuts that `allows` (memory, say). start: one of them, where one is known. None: none found."""
-    return _search(row, allows, () if start is None else (start,))
-
-
-def _every(cut: tuple[int, ...]) -> bool:
-    return True
-
-
-def _search(
-    row: Row, allows: Callable[[tuple[int, ...]], bool], known: tuple[tuple[int, ...], ...]
-) -> tuple[int, ...] | None:
     best = _Descent(row, allows, 0)
     if math.comb(row.blocks - 1, row.stages - 1) <= TRY_ALL:
         best.better(_all_cuts(row.blocks, row.stages), math.inf)
         return best.best
+    known = [] if start is None else [start]
     starts = np.array(list(dict.fromkeys([*known, *_starts(row)])))
     steps = step_seconds(row, starts)
     tried, (descents, arrays) = 0, _effort(row)

@@ -39,25 +39,20 @@ class StagePrices(Protocol):
     @property
     def usable_bytes(self) -> int:
         """What a rank may hold at most."""
-        ...
 
     @property
     def cautious_bytes(self) -> int:
         """As much as leaves free what predictions may fall short by."""
-        ...
 
     @property
     def least_bytes(self) -> float:
         """What the fullest rank of no placing is below."""
-        ...
 
     def held(self, start: int, stop: int) -> tuple[float, float, float]:
         """Measures that a rank's peak grows with: parameters, and kept bytes of both kinds."""
-        ...
 
     def peak_bytes(self, rank: int, bounds: tuple[int, ...]) -> int:
         """bounds: start and stop of each of the pipeline rank's stages."""
-        ...
 
 
 def place_layers(recipe: Recipe, graph: ModelGraph, strategy: Strategy, prices: StagePrices) -> tuple[int, ...]:

@@ -43,6 +43,11 @@ def least_slowest_cut(graph: ModelGraph, sequence_length: int, stages: int, sche
     return (cut_mirrored if schedule == "dualpipev" else cut_evenly)(costs, stages)
 
 
+def layers_of_a_stage(graph: ModelGraph, strategy: Strategy) -> int:
+    """Decoder layers of the larger stages where they are spread evenly."""
+    return -(-graph.decoder_layers // strategy.stages)
+
+
 def too_few_layers(graph: ModelGraph, strategy: Strategy) -> Diagnostic:
     blocks = most_stages(graph)
     most = blocks // (2 if strategy.schedule == "dualpipev" else 1)
@@ -70,9 +75,7 @@ def cut_evenly(costs: tuple[int, ...], stages: int) -> tuple[int, ...]:
     programme over (stages used, layers placed), exact in integers.
     """
     layers = len(costs)
-    sums = [0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
+    sums = [0, *itertools.accumulate(costs)]
     limit = _least_slowest(costs, stages)
     # best[i]: (sum of squares, boundaries) of the first i layers on `stage` stages, none slower than the limit.
     best: list[tuple[int, tuple[int, ...]] | None] = [None] * (layers + 1)
@@ -80,17 +83,15 @@ def cut_evenly(costs: tuple[int, ...], stages: int) -> tuple[int, ...]:
     for stage in range(1, stages + 1):
         following: list[tuple[int, tuple[int, ...]] | None] = [None] * (layers + 1)
         for stop in range(stage, layers - (stages - stage) + 1):
-            for start in range(stop - 1, stage - 2, -1):
-                load = sums[stop] - sums[start]
-                if load > limit:
-                    break  # loads only grow as the stage starts earlier
-                before = best[start]
-                if before is None:
-                    continue
-                found = (before[0] + load * load, (*before[1], stop))
-                current = following[stop]
-                if current is None or found < current:
-                    following[stop] = found
+            earliest = bisect.bisect_left(sums, sums[stop] - limit, stage - 1, stop)
+            following[stop] = min(
+                (
+                    (before[0] + (sums[stop] - sums[start]) ** 2, (*before[1], stop))
+                    for start in range(earliest, stop)
+                    if (before := best[start]) is not None
+                ),
+                default=None,
+            )
         best = following
     last = best[layers]
     assert last is not None, "the limit came from a cut that exists"
@@ -102,16 +103,17 @@ def _least_slowest(costs: tuple[int, ...], stages: int) -> int:
 
     A greedy cut may use fewer stages than asked; splitting one further never makes the slowest slower.
     """
-    low, high = max(costs), sum(costs)
-    while low < high:
-        middle = (low + high) // 2
+
+    def is_enough(limit: int) -> bool:
         used, load = 1, 0
         for cost in costs:
-            if load + cost > middle:
+            if load + cost > limit:
                 used, load = used + 1, 0
             load += cost
-        low, high = (low, middle) if used <= stages else (middle + 1, high)
-    return low
+        return used <= stages
+
+    least = max(costs)
+    return least + bisect.bisect_left(range(least, sum(costs)), True, key=is_enough)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -121,9 +123,7 @@ def cut_mirrored(costs: tuple[int, ...], stages: int) -> tuple[int, ...]:
     Bisection over the answer, to a thousandth of it; for one answer, the outer ranks are placed from both ends inwards
     and every reachable pair of edges (i, j) with layers [i, j) left over is kept.
     """
-    sums = [0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
+    sums = [0, *itertools.accumulate(costs)]
     even = cut_evenly(costs, stages)
     loads = [sums[stop] - sums[start] for start, stop in itertools.pairwise(even)]
     low, high = max(-(-sums[-1] * 2 // stages), *costs), max(map(sum, zip(loads, reversed(loads), strict=True)))

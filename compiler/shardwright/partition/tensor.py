@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
-from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.diagnostics import Diagnostic, Refusal, found
 from shardwright.ir.model_graph import ModelGraph, Parameter
 from shardwright.ir.names import pattern
 from shardwright.ir.partition import ModuleSplit, ParameterSplit, TensorParallelMap, shard_sizes
@@ -24,6 +23,7 @@ from shardwright.ir.tensor_style import (
     ROW_STYLES,
     VOCABULARY_STYLES,
 )
+from shardwright.remembered import remembered
 
 # Model types whose linears are Conv1D, weight (in, out); everything else is nn.Linear, weight (out, in).
 TRANSPOSED_LINEAR_TYPES = ("gpt2", "gpt-sw3", "openai-gpt")
@@ -97,8 +97,8 @@ def _module_style(styles: dict[str, str], module: str, parameters: tuple[Paramet
 
 def _containers(styles: dict[str, str], modules: dict[str, list[Parameter]]) -> list[ModuleSplit]:
     """Modules that own no parameters and still communicate: an attention module with head counts, an experts' list."""
-    asking = {p: s for p, s in styles.items() if s not in (*COLUMN_STYLES, *ROW_STYLES, *VOCABULARY_STYLES)}
-    asking = {p: s for p, s in asking.items() if s not in ("local_params", "replicated")}
+    silent = (*COLUMN_STYLES, *ROW_STYLES, *VOCABULARY_STYLES, "local_params", "replicated")
+    asking = {p: s for p, s in styles.items() if s not in silent}
     paths = dict.fromkeys(
         ".".join(module.split(".")[:length]) for module in modules for length in range(1, module.count(".") + 2)
     )
@@ -148,15 +148,9 @@ def split_parameter(graph: ModelGraph, parameter: Parameter, degree: int) -> Par
     )
 
 
-@lru_cache(maxsize=64)
-def _tables_of(
-    styles: tuple[tuple[str, str], ...], heads: tuple[tuple[str, int], ...]
-) -> tuple[dict[str, str], dict[str, int]]:
-    return dict(styles), dict(heads)
-
-
+@remembered(lambda graph: (graph.tensor_styles, graph.tensor_heads))
 def _tables(graph: ModelGraph) -> tuple[dict[str, str], dict[str, int]]:
-    return _tables_of(graph.tensor_styles, graph.tensor_heads)
+    return dict(graph.tensor_styles), dict(graph.tensor_heads)
 
 
 def _heads_of(units: dict[str, int], name: str) -> int | None:
@@ -213,27 +207,16 @@ class Count:
         return self.count % degree == 0 or (self.copied and degree % self.count == 0)
 
 
-_COUNTS: dict[tuple[str, str], tuple[Count, ...]] = {}
-
-
 def indivisible(graph: ModelGraph, degree: int) -> tuple[Diagnostic, ...]:
     """Why the model's dimensions forbid this degree: SW3103 heads, SW3104 key/value heads, SW3105 feed-forward, SW3126
     experts; one a code, with the degrees that are valid."""
-    key = (graph.config_hash, graph.tensor_kind)
-    counts = _COUNTS.get(key) or _COUNTS.setdefault(key, _counts(graph))
-    found: dict[str, Diagnostic] = {}
-    for wrong in (c for c in counts if not c.allows(degree)):
-        found.setdefault(
-            wrong.code,
-            Diagnostic(
-                code=wrong.code,
-                message=f"tensor {degree} does not divide the model's {wrong.count} {wrong.name}",
-                help=_HELP[wrong.code],
-                key=("parallelism", "tensor"),
-                valid=_nearest_valid(counts, degree),
-            ),
-        )
-    return tuple(found[code] for code in sorted(found))
+    counts = _counts(graph)
+    told: dict[str, Diagnostic] = {}
+    for c in counts:
+        if not c.allows(degree) and c.code not in told:
+            message = f"tensor {degree} does not divide the model's {c.count} {c.name}"
+            told[c.code] = found(c.code, "parallelism.tensor", message, _HELP[c.code], _nearest_valid(counts, degree))
+    return tuple(told[code] for code in sorted(told))
 
 
 def _nearest_valid(counts: tuple[Count, ...], degree: int) -> tuple[str, ...]:
@@ -249,6 +232,7 @@ _HELP = {
 }
 
 
+@remembered(lambda graph: (graph.config_hash, graph.tensor_kind))
 def _counts(graph: ModelGraph) -> tuple[Count, ...]:
     styles, units = _tables(graph)
     found: list[Count] = []

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping
 
 import shardwright
-from shardwright.diagnostics import Diagnostic
+from shardwright.diagnostics import Diagnostic, found
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.lora import target_modules
 from shardwright.ir.model_graph import Layer, ModelGraph
@@ -29,6 +29,7 @@ from shardwright.layout.strategy import Strategy
 from shardwright.plan.plan import (
     PLAN_VERSION,
     Plan,
+    PlanCheckpoint,
     PlanLora,
     PlanModel,
     PlanScheduler,
@@ -40,6 +41,8 @@ from shardwright.plan.ranks import place_ranks
 from shardwright.records import carried
 
 PLAN_FILE = "plan.json"
+MEASURED_FILE = "measured.json"
+"""The copy of `cluster.measured`, which recipe.resolved.json names."""
 MODEL_DIRECTORY = "model"
 CONFIG_FILE = f"{MODEL_DIRECTORY}/config.json"
 TOKENIZER_DIRECTORY = "tokenizer"
@@ -93,7 +96,7 @@ def build_plan(
         optimizer=training.optimizer,
         scheduler=resolve_scheduler(training, training.known_steps),
         data=plan_data(recipe.data),
-        checkpoint=recipe.checkpoint,
+        checkpoint=carried(PlanCheckpoint, recipe.checkpoint),
         launch=launch,
         predicted=Predicted(memory=estimate.memory, time=estimate.time, training=estimate.training),
         extra=recipe.extra,
@@ -221,11 +224,11 @@ def data_errors(recipe: Recipe, graph: ModelGraph) -> tuple[Diagnostic, ...]:
     if data is None:
         return (Diagnostic(code="SW1910", message="the recipe has no `data` section", key=("data",)),)
     return tuple(
-        Diagnostic(
-            code="SW1912",
-            message=f"the byte tokenizer has 256 symbols, the model's vocabulary {graph.vocabulary_size}",
-            help="Give the model a vocab_size of at least 256.",
-            key=(*key, "tokenizer"),
+        found(
+            "SW1912",
+            (*key, "tokenizer"),
+            f"the byte tokenizer has 256 symbols, the model's vocabulary {graph.vocabulary_size}",
+            "Give the model a vocab_size of at least 256.",
         )
         for key, part in recipe.tokenized()
         if part.tokenizer == "byte" and graph.vocabulary_size < 256

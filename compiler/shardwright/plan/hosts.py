@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from shardwright.diagnostics import Diagnostic, Location, Refusal
+from shardwright.diagnostics import Diagnostic, Location, Refusal, found
 
 SAFE_UNQUOTED = re.compile(r"[A-Za-z0-9_@%+=:,./-]*")
 """What DeepSpeed's multi-node launchers pass on as it is: pdsh hands it to a remote shell unquoted, and for the others
@@ -33,12 +33,12 @@ def read_hosts(path: str, text: str, nodes: int, gpus_per_node: int) -> tuple[Ho
     """
     hosts, errors = _parse(path, text)
     errors += [
-        Diagnostic(
-            code="SW5203",
-            message=f"hostfile line {host.place.line}: {host.name} has slots={host.slots}, the plan has "
+        found(
+            "SW5203",
+            host.place,
+            f"hostfile line {host.place.line}: {host.name} has slots={host.slots}, the plan has "
             f"{gpus_per_node} ranks on each node",
-            help=_clusters(hosts),
-            location=host.place,
+            _clusters(hosts),
         )
         for host in hosts
         if host.slots != gpus_per_node
@@ -47,12 +47,12 @@ def read_hosts(path: str, text: str, nodes: int, gpus_per_node: int) -> tuple[Ho
         surplus = hosts[nodes].place if len(hosts) > nodes else None
         at = f" line {surplus.line}" if surplus else ""
         errors.append(
-            Diagnostic(
-                code="SW5203",
-                message=f"hostfile{at}: {_count(len(hosts), 'host')}, and the plan has {_count(nodes, 'node')}",
-                help=f"Give {_count(nodes, 'line')} `name slots={gpus_per_node}`, or compile for "
+            found(
+                "SW5203",
+                surplus or Location(file=path, line=0, column=0),
+                f"hostfile{at}: {_count(len(hosts), 'host')}, and the plan has {_count(nodes, 'node')}",
+                f"Give {_count(nodes, 'line')} `name slots={gpus_per_node}`, or compile for "
                 f"cluster.nodes: {max(1, len(hosts))}.",
-                location=surplus or Location(file=path, line=0, column=0),
             )
         )
     if errors:
@@ -90,12 +90,11 @@ def _parse(path: str, text: str) -> tuple[tuple[Host, ...], list[Diagnostic]]:
             errors.append(_unreadable(number, stripped, place))
         elif match[1] in hosts:
             errors.append(
-                Diagnostic(
-                    code="SW5202",
-                    message=f"hostfile line {number}: {match[1]!r} is there already, on line "
-                    f"{hosts[match[1]].place.line}",
-                    help="Give each host one line; slots=N is the number of its GPUs.",
-                    location=place,
+                found(
+                    "SW5202",
+                    place,
+                    f"hostfile line {number}: {match[1]!r} is there already, on line {hosts[match[1]].place.line}",
+                    "Give each host one line; slots=N is the number of its GPUs.",
                 )
             )
         else:
@@ -114,4 +113,4 @@ def _unreadable(number: int, line: str, place: Location) -> Diagnostic:
     elif colon is not None:  # pdsh reads what stands before a colon as the way to log in
         message = f"hostfile line {number}: a host's name has no colon in it"
         help = "Give a host with an IPv6 address a name, in DNS, /etc/hosts or ~/.ssh/config, and write that."
-    return Diagnostic(code="SW5201", message=message, help=help, location=place)
+    return found("SW5201", place, message, help)

@@ -25,6 +25,7 @@ from shardwright.ir.recipe import (
     ValidationSection,
 )
 from shardwright.ir.words import Loss
+from shardwright.layout.axes import coordinates
 from shardwright.layout.estimate import Memory, Time, Training
 from shardwright.layout.strategy import Strategy
 
@@ -92,6 +93,7 @@ class PlanRank:
     slot: int
     pipeline: int
     data: int
+    context: int = 0
     tensor: int
     parameter_bytes: int
 
@@ -113,6 +115,13 @@ class PlanScheduler(SchedulerRecord):
 
     warmup_steps: int
     min_lr: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanCheckpoint(CheckpointSection):
+    """every_steps: also where the recipe says auto."""
+
+    every_steps: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +157,7 @@ class Plan:
     optimizer: OptimizerSection
     scheduler: PlanScheduler
     data: DataSection
-    checkpoint: CheckpointSection
+    checkpoint: PlanCheckpoint
     launch: LaunchSection
     predicted: Predicted
     zero: JsonObject = field(default_factory=dict)
@@ -177,11 +186,10 @@ class Plan:
             raise ValueError("a layer is on two stages")
         if outside := [name for name in self.digests if name.startswith("/") or ".." in name.split("/")]:
             raise ValueError(f"{outside[0]!r} is not a file of the folder")
-        for number, r in enumerate(self.ranks):
+        for number, (r, at) in enumerate(zip(self.ranks, coordinates(s.degrees()), strict=True)):
             if r.rank != number:
                 raise ValueError(f"rank {r.rank} stands at place {number}")
-            # DeepSpeed's PipeModelDataParallelTopology: axes pipe, data, model, the last one fastest.
-            if r.rank != (r.pipeline * s.data + r.data) * s.tensor + r.tensor:
+            if any(getattr(r, axis) != place for axis, place in at.items()):
                 raise ValueError(f"rank {r.rank} does not have the coordinates of DeepSpeed's topology")
             if r.rank != r.node * self.gpus_per_node + r.slot:
                 raise ValueError(f"rank {r.rank} is not on slot {r.slot} of node {r.node}")

@@ -7,6 +7,7 @@ from shardwright.ir.lora import adapters, target_modules
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.partition import StagePartition, TensorParallelMap
 from shardwright.ir.recipe import ELEMENT_BYTES, Recipe
+from shardwright.layout.axes import coordinates
 from shardwright.layout.strategy import Strategy
 from shardwright.plan.plan import PlanRank
 
@@ -19,28 +20,17 @@ def place_ranks(
     tensor_map: TensorParallelMap,
     recipe: Recipe,
 ) -> tuple[PlanRank, ...]:
-    """DeepSpeed's PipeModelDataParallelTopology: axes pipe, data, model, the last one fastest; nodes in order."""
+    """By the order of the axes (layout/axes.py); nodes in order."""
     bytes_held = {
         (pipeline, tensor): _parameter_bytes(graph, strategy, partition, tensor_map, recipe, pipeline, tensor)
         for pipeline in range(strategy.pipeline)
         for tensor in range(strategy.tensor)
     }
     ranks = []
-    for rank in range(strategy.world_size):
-        rest, tensor = divmod(rank, strategy.tensor)
-        pipeline, data = divmod(rest, strategy.data)
+    for rank, at in enumerate(coordinates(strategy.degrees())):
         node, slot = divmod(rank, cluster.gpus_per_node)
-        ranks.append(
-            PlanRank(
-                rank=rank,
-                node=node,
-                slot=slot,
-                pipeline=pipeline,
-                data=data,
-                tensor=tensor,
-                parameter_bytes=bytes_held[pipeline, tensor],
-            )
-        )
+        held = bytes_held[at["pipeline"], at["tensor"]]
+        ranks.append(PlanRank(rank=rank, node=node, slot=slot, **at, parameter_bytes=held))
     return tuple(ranks)
 
 
@@ -55,7 +45,7 @@ def _parameter_bytes(
 ) -> int:
     """A tensor that is tied over two stages counts on both, but only once on one rank.
 
-    ZeRO-3 keeps ceil(numel / data) elements of each parameter.
+    ZeRO-3 keeps ceil(numel / (data x context)) elements of each parameter.
     """
     shard_numel = {p.name: p.shard_numel(tensor) for module in tensor_map.modules for p in module.parameters}
     names = {
@@ -64,7 +54,7 @@ def _parameter_bytes(
         for layer in graph.layers[partition.boundaries[stage] : partition.boundaries[stage + 1]]
         for parameter in layer.parameters
     }
-    parts = strategy.data if strategy.zero_stage == 3 else 1
+    parts = strategy.shards if strategy.zero_stage == 3 else 1
     held = [shard_numel[name] for name in names]
     if recipe.lora is not None:
         modules = target_modules(graph, recipe.lora)

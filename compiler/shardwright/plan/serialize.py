@@ -6,15 +6,20 @@ import dataclasses
 import json
 from pathlib import Path
 
-from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.diagnostics import refusal
 from shardwright.plan.plan import Plan
 from shardwright.records import read_record
 from shardwright.safe_read import parse_json
 
 
 def plan_to_json(plan: Plan) -> str:
-    """The text of plan.json: field order, one-space indent, a final newline."""
-    return json.dumps(dataclasses.asdict(plan), indent=1, ensure_ascii=False) + "\n"
+    """The text of plan.json: field order, one-space indent, a final newline. A rank's place among context ranks stands
+    where there are several."""
+    document = dataclasses.asdict(plan)
+    if plan.strategy.context == 1:
+        for rank in document["ranks"]:
+            del rank["context"]
+    return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
 
 
 def plan_from_json(text: str) -> Plan:
@@ -34,10 +39,5 @@ def load_plan(folder: Path) -> Plan:
         return read_plan(folder)
     except (OSError, ValueError) as error:
         why = "it has no plan.json" if isinstance(error, OSError) else str(error).splitlines()[0]
-        raise Refusal(
-            Diagnostic(
-                code="SW6001",
-                message=f"{str(folder)!r} is not a compiled folder: {why}",
-                help="Make one with `shardwright compile RECIPE -o DIR`.",
-            )
-        ) from None
+        message = f"{str(folder)!r} is not a compiled folder: {why}"
+        raise refusal("SW6001", message, "Make one with `shardwright compile RECIPE -o DIR`.") from None

@@ -5,14 +5,17 @@ Each check names the keys it reads and is skipped where one of those is wrong al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import cast
 
-from shardwright.diagnostics import Diagnostic, KeyPath
+from shardwright.diagnostics import Diagnostic, KeyPath, found
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.ir.recipe import optimizer_steps
-from shardwright.layout.divisors import nearest_divisors, nearest_multiples
+from shardwright.launchers.table import LAUNCHERS
+from shardwright.layout.axes import rank_axes
+from shardwright.layout.divisors import misfit, nearest_multiples
 from shardwright.recipe.describe import words_for
 from shardwright.recipe.pod_patch import check_pod_patch
 from shardwright.recipe.slurm import check_extra
@@ -53,17 +56,13 @@ def cross_check(document: JsonObject, wrong: Iterable[KeyPath]) -> tuple[Diagnos
     """`document` is completed; `wrong`: keys that have a diagnostic."""
     bad, view = {key for key in wrong if key}, View(document)
     above = {key[:length] for key in bad for length in range(1, len(key) + 1)}
-    found: list[Diagnostic] = []
+    errors: list[Diagnostic] = []
     for check in CHECKS:
         paths: list[KeyPath] = [tuple(key.split(".")) for key in check.keys]
         # A key is unusable if it, a section above it, or something in it is wrong.
         if not any(path in above or any(path[:n] in bad for n in range(1, len(path))) for path in paths):
-            found.extend(check.find(view))
-    return tuple(found)
-
-
-def _error(code: str, key: str, message: str, help: str, valid: tuple[str, ...] = ()) -> Diagnostic:
-    return Diagnostic(code=code, message=message, help=help, key=tuple(key.split(".")), valid=valid)
+            errors.extend(check.find(view))
+    return tuple(errors)
 
 
 def _exactly_one(section: str, names: tuple[str, ...], example: str) -> CrossCheck:
@@ -72,10 +71,10 @@ def _exactly_one(section: str, names: tuple[str, ...], example: str) -> CrossChe
     def find(view: View) -> Iterable[Diagnostic]:
         given = view.given(*keys)
         if not given and view.get(section) is not None:  # `validation` is optional
-            yield _error("SW1201", section, f"`{section}` needs one of {words_for(names)}", f"Add `{example}`.")
+            yield found("SW1201", section, f"`{section}` needs one of {words_for(names)}", f"Add `{example}`.")
         if len(given) > 1:
             shown = " and ".join(f"`{key.rpartition('.')[2]}`" for key in given)
-            yield _error("SW1202", given[1], f"`{section}` has {shown}; they exclude each other", "Keep one of them.")
+            yield found("SW1202", given[1], f"`{section}` has {shown}; they exclude each other", "Keep one of them.")
 
     return CrossCheck(keys=keys, find=find)
 
@@ -86,7 +85,7 @@ def _at_most_one(section: str, first: str, second: str) -> CrossCheck:
     def find(view: View) -> Iterable[Diagnostic]:
         if len(view.given(*keys)) == 2:
             message = f"`{section}` has `{first}` and `{second}`; they exclude each other"
-            yield _error("SW1202", keys[1], message, "Keep one of them.")
+            yield found("SW1202", keys[1], message, "Keep one of them.")
 
     return CrossCheck(keys=keys, find=find)
 
@@ -94,7 +93,7 @@ def _at_most_one(section: str, first: str, second: str) -> CrossCheck:
 def _weights(view: View) -> Iterable[Diagnostic]:
     if view.get("model.weights") == "pretrained" and view.get("model.config") is not None:
         message = "model.weights: pretrained needs model.source; a config has no weights"
-        yield _error(
+        yield found(
             "SW1209", "model.weights", message, "Write `weights: random`, or give `source:` instead of `config:`."
         )
 
@@ -105,11 +104,11 @@ def _trust(view: View) -> Iterable[Diagnostic]:
         return
     if source is None:
         help = "Remove it: model.config is data, there is no code to run."
-        yield _error("SW1212", "model.trust_remote_code", "trust_remote_code without model.source trusts nothing", help)
+        yield found("SW1212", "model.trust_remote_code", "trust_remote_code without model.source trusts nothing", help)
     else:
         message = f"trust_remote_code names {trusted!r}, and model.source is {source!r}"
         help = "If you have read that code and trust it, write the same text as model.source; else remove the key."
-        yield _error("SW1212", "model.trust_remote_code", message, help, (str(source),))
+        yield found("SW1212", "model.trust_remote_code", message, help, (str(source),))
 
 
 def _data_parallel(view: View) -> tuple[int | None, str]:
@@ -117,43 +116,47 @@ def _data_parallel(view: View) -> tuple[int | None, str]:
     data = view.number("parallelism.data")
     if data is not None:
         return data, f"data={data}"
-    degrees = [view.number(key) for key in ("cluster.nodes", "cluster.gpus_per_node", *_DEGREES[:2])]
-    if None in degrees or (view.number("parallelism.context") or 1) != 1:
+    degrees = {key: view.number(key) for key in ("cluster.nodes", "cluster.gpus_per_node", *_DEGREES[:-1])}
+    if None in degrees.values() or not _is_plain(view):
         return None, ""
-    nodes, gpus, tensor, pipeline = cast("list[int]", degrees)
-    data, rest = divmod(nodes * gpus, tensor * pipeline)
+    nodes, gpus, *others = cast("list[int]", list(degrees.values()))
+    data, rest = divmod(nodes * gpus, math.prod(others))
     if rest:
         return None, ""  # the world does not divide: _world's finding
-    return data, f"data={data} (world {nodes * gpus} / (tensor={tensor} x pipeline={pipeline}))"
+    shown = " x ".join(f"{key.rpartition('.')[2]}={degrees[key]}" for key in _DEGREES[:-1])
+    return data, f"data={data} (world {nodes * gpus} / ({shown}))"
 
 
-_DEGREES = ("parallelism.tensor", "parallelism.pipeline", "parallelism.data")
+_DEGREES = tuple(f"parallelism.{axis.name}" for axis in rank_axes() if axis.is_free)
+"""Data is the last."""
+_OTHER_DEGREES = tuple(f"parallelism.{axis.name}" for axis in rank_axes() if not axis.is_free)
+
+
+def _is_plain(view: View) -> bool:
+    """Whether the other degrees leave the world to these."""
+    return all(view.number(key) in (None, 1) for key in _OTHER_DEGREES)
 
 
 def _world(view: View) -> Iterable[Diagnostic]:
     nodes, gpus = view.number("cluster.nodes"), view.number("cluster.gpus_per_node")
-    context = view.number("parallelism.context") or 1
-    pinned = {key: degree for key in _DEGREES if (degree := view.number(key)) is not None}
-    if nodes is None or gpus is None or not pinned or context != 1:
+    pinned = {key.rpartition(".")[2]: degree for key in _DEGREES if (degree := view.number(key)) is not None}
+    if nodes is None or gpus is None or not pinned or not _is_plain(view):
         return
-    world, product = nodes * gpus, 1
-    for degree in pinned.values():
-        product *= degree
-    shown = " x ".join(f"{key.rpartition('.')[2]}={degree}" for key, degree in pinned.items())
-    total = f"{shown} = {product}" if len(pinned) > 1 else shown
-    world_shown = f"the {world} GPUs of the cluster (nodes={nodes} x gpus_per_node={gpus})"
-    # The largest degree is the likeliest mistake.
-    culprit = max(pinned, key=lambda key: pinned[key])
-    others, short = product // pinned[culprit], culprit.rpartition(".")[2]
-    if len(pinned) == 3 and product != world:
-        fits = (str(world // others),) if world % others == 0 else ()
-        help = f"Write `{short}: {fits[0]}` or `auto`." if fits else "Make the product the world size."
-        yield _error("SW1203", culprit, f"{total} does not make up {world_shown}", help, fits)
-    elif world % product:
-        room = world // others if world % others == 0 else world
-        near = tuple(str(degree) for degree in nearest_divisors(room, pinned[culprit]))
-        help = f"{short} could be {words_for(near)}, or `auto`."
-        yield _error("SW1203", culprit, f"{total} does not divide {world_shown}", help, near)
+    complete = len(pinned) == len(_DEGREES)
+    wrong = misfit(pinned, nodes * gpus, complete=complete)
+    if wrong is None:
+        return
+    culprit, near = wrong
+    total = " x ".join(f"{name}={degree}" for name, degree in pinned.items())
+    total += f" = {math.prod(pinned.values())}" if len(pinned) > 1 else ""
+    world = f"the {nodes * gpus} GPUs of the cluster (nodes={nodes} x gpus_per_node={gpus})"
+    if complete:
+        message = f"{total} does not make up {world}"
+        help = f"Write `{culprit}: {near[0]}` or `auto`." if near else "Make the product the world size."
+    else:
+        message = f"{total} does not divide {world}"
+        help = f"{culprit} could be {words_for(tuple(map(str, near)))}, or `auto`."
+    yield found("SW1203", f"parallelism.{culprit}", message, help, near)
 
 
 def _batch(view: View) -> Iterable[Diagnostic]:
@@ -166,7 +169,7 @@ def _batch(view: View) -> Iterable[Diagnostic]:
     near = tuple(map(str, nearest_multiples(group, batch)))
     message = f"global_batch_size {batch} is not a multiple of {shown}" + (f" = {group}" if micro and data else "")
     help = f"The nearest batch sizes are {words_for(near)}."
-    yield _error("SW1204", "training.global_batch_size", message, help, near)
+    yield found("SW1204", "training.global_batch_size", message, help, near)
 
 
 def _steps(view: View) -> int | None:
@@ -180,23 +183,23 @@ def _schedule(view: View) -> Iterable[Diagnostic]:
     curve = view.text(f"{scheduler}.name")
     if warmup and steps is not None and warmup >= steps:
         message = f"warmup_steps {warmup} leaves nothing of the {steps} steps of the training"
-        yield _error("SW1205", f"{scheduler}.warmup_steps", message, f"Give fewer than {steps} steps, or warmup_ratio.")
+        yield found("SW1205", f"{scheduler}.warmup_steps", message, f"Give fewer than {steps} steps, or warmup_ratio.")
     if curve == "wsd" and decay is None:
         message = "the wsd schedule needs decay_steps: over how many of the last steps the rate falls"
-        yield _error("SW1205", f"{scheduler}.name", message, "Add `decay_steps:`; a tenth of the steps is common.")
+        yield found("SW1205", f"{scheduler}.name", message, "Add `decay_steps:`; a tenth of the steps is common.")
     elif curve != "wsd" and decay is not None:
         help = "Remove it, or write `name: wsd`."
-        yield _error("SW1205", f"{scheduler}.decay_steps", f"decay_steps is for wsd, and the schedule is {curve}", help)
+        yield found("SW1205", f"{scheduler}.decay_steps", f"decay_steps is for wsd, and the schedule is {curve}", help)
     elif decay is not None and steps is not None and warmup < steps < warmup + decay:
         message = f"warmup_steps {warmup} and decay_steps {decay} are more than the {steps} steps of the training"
-        yield _error("SW1205", f"{scheduler}.decay_steps", message, f"Give at most {steps - warmup}.")
+        yield found("SW1205", f"{scheduler}.decay_steps", message, f"Give at most {steps - warmup}.")
 
 
 def _min_lr(view: View) -> Iterable[Diagnostic]:
     low, high = view.real("training.scheduler.min_lr"), view.real("training.optimizer.lr")
     if low is not None and high is not None and low > high:
         message = f"min_lr {low:g} is above optimizer.lr {high:g}"
-        yield _error("SW1205", "training.scheduler.min_lr", message, f"Give at most {high:g}.")
+        yield found("SW1205", "training.scheduler.min_lr", message, f"Give at most {high:g}.")
 
 
 # DeepSpeed accumulates in the compute type or in fp32.
@@ -208,35 +211,39 @@ def _accumulation(view: View) -> Iterable[Diagnostic]:
     dtype, valid = view.get(key), ("auto", *_ACCUMULATION[precision])
     if dtype is not None and dtype not in valid:
         message = f"gradient_accumulation_dtype {dtype} does not go with precision {precision}"
-        yield _error("SW1206", key, message, f"Write {words_for(valid)}.", valid)
+        yield found("SW1206", key, message, f"Write {words_for(valid)}.", valid)
 
 
 def _auto_nodes(view: View) -> Iterable[Diagnostic]:
     nodes, days = view.number("cluster.nodes"), view.real("training.days_at_most")
     if nodes is None and days is None:
         message = "cluster.nodes: auto needs training.days_at_most, the time that the training may take"
-        yield _error(
+        yield found(
             "SW1207", "cluster.nodes", message, "Add `days_at_most:` under `training`, or give the number of nodes."
         )
     if nodes is not None and days is not None:
         message = f"training.days_at_most only chooses the number of nodes, and cluster.nodes is {nodes}"
-        yield _error("SW1207", "training.days_at_most", message, "Remove it, or write `nodes: auto`.")
+        yield found("SW1207", "training.days_at_most", message, "Remove it, or write `nodes: auto`.")
+
+
+_SCHEDULERS = tuple(f"launch.{name}" for name, row in LAUNCHERS.items() if row.scheduler)
 
 
 def _schedulers(view: View) -> Iterable[Diagnostic]:
-    launcher, given = view.get("launch.launcher"), view.given("launch.slurm", "launch.kubernetes")
-    if launcher is None and len(given) == 2:
-        message = "launch has a slurm and a kubernetes section, and launcher: auto"
-        yield _error("SW1208", given[1], message, "Keep one of them.")
+    launcher, given = view.get("launch.launcher"), view.given(*_SCHEDULERS)
+    if launcher is None and len(given) > 1:
+        names = " and ".join(f"a {section.rpartition('.')[2]}" for section in given)
+        message = f"launch has {names} section, and launcher: auto"
+        yield found("SW1208", given[1], message, "Keep one of them.")
     for section in given:
         name = section.rpartition(".")[2]
         if launcher not in (None, name):
             message = f"a {name} section has no effect with launcher: {launcher}"
-            yield _error("SW1208", section, message, f"Remove it, or write `launcher: {name}`.")
+            yield found("SW1208", section, message, f"Remove it, or write `launcher: {name}`.")
     if launcher == "kubernetes" and view.get("launch.kubernetes") is None:
         message = "launcher: kubernetes needs the image and the volume that the pods use"
         help = "Add `kubernetes: {image: ..., volume_claim: ..., directory: /shared/...}` under `launch`."
-        yield _error("SW1201", "launch.launcher", message, help)
+        yield found("SW1201", "launch.launcher", message, help)
 
 
 def _slurm(view: View) -> Iterable[Diagnostic]:
@@ -250,11 +257,11 @@ def _kubernetes(view: View) -> Iterable[Diagnostic]:
     directory, mount = view.text("launch.kubernetes.directory"), view.text("launch.kubernetes.mount_path").rstrip("/")
     if ".." in directory.split("/") or not directory.startswith(f"{mount}/"):
         message = f"launch.kubernetes.directory: {directory} is not inside mount_path, {mount or '/'}"
-        yield _error("SW1213", "launch.kubernetes.directory", message, f"Give a folder below {mount or '/'}.")
+        yield found("SW1213", "launch.kubernetes.directory", message, f"Give a folder below {mount or '/'}.")
     if view.get("launch.env_from") and view.get("launch.kubernetes.secret") is None:
         message = "launch.env_from needs launch.kubernetes.secret: a manifest holds no secret values"
         help = "Make a Secret with these names as its keys and give its name."
-        yield _error("SW1213", "launch.env_from", message, help)
+        yield found("SW1213", "launch.env_from", message, help)
 
 
 def _pod_patch(view: View) -> Iterable[Diagnostic]:
@@ -269,21 +276,21 @@ def _environment(view: View) -> Iterable[Diagnostic]:
     env = cast(JsonObject, view.get("launch.env") or {})
     for index, variable in enumerate(cast("list[str]", view.get("launch.env_from") or [])):
         if variable in env:
-            yield Diagnostic(
-                code="SW1211",
-                message=f"{variable} is in launch.env and in launch.env_from",
-                help="Keep one: env stores the value, env_from passes it through.",
-                key=("launch", "env_from", index),
+            yield found(
+                "SW1211",
+                ("launch", "env_from", index),
+                f"{variable} is in launch.env and in launch.env_from",
+                "Keep one: env stores the value, env_from passes it through.",
             )
 
 
 def _epochs(view: View) -> Iterable[Diagnostic]:
     if view.get("training.epochs") is not None and view.get("data.kind") == "synthetic":
         message = "synthetic data has no end, so there are no epochs of it"
-        yield _error("SW1210", "training.epochs", message, "Give `steps` or `tokens`.")
+        yield found("SW1210", "training.epochs", message, "Give `steps` or `tokens`.")
 
 
-_LAYOUT = ("cluster.nodes", "cluster.gpus_per_node", *_DEGREES, "parallelism.context")
+_LAYOUT = ("cluster.nodes", "cluster.gpus_per_node", *_DEGREES, *_OTHER_DEGREES)
 
 CHECKS: tuple[CrossCheck, ...] = (
     _exactly_one("model", ("source", "config"), "source: org/name"),
@@ -309,7 +316,7 @@ CHECKS: tuple[CrossCheck, ...] = (
     CrossCheck(keys=("training.scheduler.min_lr", "training.optimizer.lr"), find=_min_lr),
     CrossCheck(keys=("training.gradient_accumulation_dtype", "training.precision"), find=_accumulation),
     CrossCheck(keys=("cluster.nodes", "training.days_at_most"), find=_auto_nodes),
-    CrossCheck(keys=("launch.launcher", "launch.slurm", "launch.kubernetes"), find=_schedulers),
+    CrossCheck(keys=("launch.launcher", *_SCHEDULERS), find=_schedulers),
     CrossCheck(keys=("launch.slurm.extra",), find=_slurm),
     CrossCheck(keys=("launch.kubernetes", "launch.env_from"), find=_kubernetes),
     CrossCheck(keys=("launch.kubernetes", "launch.env_from"), find=_pod_patch),

@@ -8,7 +8,7 @@ import glob
 import os
 from collections.abc import Iterator
 
-from shardwright.diagnostics import Diagnostic, KeyPath
+from shardwright.diagnostics import Diagnostic, KeyPath, found
 from shardwright.ir.recipe import DataSection, Recipe
 from shardwright.recipe.describe import name, quote
 from shardwright.recipe.paths import GLOB_KINDS, STDLIB
@@ -37,21 +37,16 @@ def _model_folder(source: str) -> Iterator[Diagnostic]:
         cause = "is a file, not a folder" if os.path.exists(source) else "does not exist"
         yield _missing(key, f"the folder {quote(source, 200)} {cause}", source, "A hub id is written org/name.")
     elif not os.path.isfile(os.path.join(source, "config.json")):
-        yield Diagnostic(
-            code="SW1302",
-            message=f"{name(key)}: the folder {quote(source, 200)} has no config.json",
-            help="Give the folder that `save_pretrained` wrote.",
-            key=key,
-        )
+        message = f"{name(key)}: the folder {quote(source, 200)} has no config.json"
+        yield found("SW1302", key, message, "Give the folder that `save_pretrained` wrote.")
 
 
 def _data(data: DataSection, section: KeyPath, sequence_length: int) -> Iterator[Diagnostic]:
     kind, path, tokenizer = data.kind, data.path, data.tokenizer
     if isinstance(tokenizer, str) and os.path.isabs(tokenizer) and not os.path.isdir(tokenizer):
         key: KeyPath = (*section, "tokenizer")
-        yield _missing(
-            key, f"the folder {quote(tokenizer, 200)} does not exist", tokenizer, "Or write `tokenizer: byte`."
-        )
+        what = f"the folder {quote(tokenizer, 200)} does not exist"
+        yield _missing(key, what, tokenizer, "Or write `tokenizer: byte`.")
     if not isinstance(path, str) or path == STDLIB:
         return
     key = (*section, "path")
@@ -68,26 +63,19 @@ def _matches(path: str, key: KeyPath) -> Iterator[Diagnostic]:
     if os.path.isfile(path) or any(os.path.isfile(match) for match in glob.iglob(path, recursive=True)):
         return
     if os.path.isdir(path):
-        yield Diagnostic(
-            code="SW1301",
-            message=f"{name(key)}: {quote(path, 200)} is a folder",
-            help=f"Name its files: {path}/* for those in it, {path}/** for all below.",
-            key=key,
-        )
+        help = f"Name its files: {path}/* for those in it, {path}/** for all below."
+        yield _wrong(key, path, "is a folder", help, "SW1301")
     else:
         yield _missing(key, f"no file matches {quote(path, 200)}", path, "")
 
 
 def _file(path: str, key: KeyPath) -> Iterator[Diagnostic]:
     if os.path.isdir(path):
-        yield Diagnostic(
-            code="SW1302", message=f"{name(key)}: {quote(path, 200)} is a folder", help="Name a file.", key=key
-        )
+        yield _wrong(key, path, "is a folder", "Name a file.")
     elif not os.path.exists(path):
         yield _missing(key, f"the file {quote(path, 200)} does not exist", path, "")
     elif not os.path.isfile(path):  # reading a pipe or a device might never end
-        message = f"{name(key)}: {quote(path, 200)} is a pipe or a device"
-        yield Diagnostic(code="SW1302", message=message, help="Name a regular file.", key=key)
+        yield _wrong(key, path, "is a pipe or a device", "Name a regular file.")
 
 
 def _tokens(path: str, key: KeyPath, sequence_length: int) -> Iterator[Diagnostic]:
@@ -105,12 +93,12 @@ def _tokens(path: str, key: KeyPath, sequence_length: int) -> Iterator[Diagnosti
         elif array.shape[1] != sequence_length:
             problem = f"has rows of {array.shape[1]} tokens, and training.sequence_length is {sequence_length}"
     if problem:
-        yield Diagnostic(
-            code="SW1302",
-            message=f"{name(key)}: {quote(path, 200)} {problem}",
-            help="Save an integer array of shape (samples, sequence_length) with numpy.save.",
-            key=key,
-        )
+        help = "Save an integer array of shape (samples, sequence_length) with numpy.save."
+        yield _wrong(key, path, problem, help)
+
+
+def _wrong(key: KeyPath, path: str, what: str, help: str, code: str = "SW1302") -> Diagnostic:
+    return found(code, key, f"{name(key)}: {quote(path, 200)} {what}", help)
 
 
 def _missing(key: KeyPath, what: str, path: str, help: str) -> Diagnostic:
@@ -123,10 +111,10 @@ def _missing(key: KeyPath, what: str, path: str, help: str) -> Diagnostic:
     except OSError:
         close = []
     hints = [f"In {folder} there is {', '.join(close)}." if close else f"{folder} exists, {missing} in it does not."]
-    return Diagnostic(
-        code="SW1301",
-        message=f"{name(key)}: {what}",
-        help=" ".join((*hints, "Relative paths start at the recipe's folder.", help)).strip(),
-        key=key,
-        valid=tuple(close),
+    return found(
+        "SW1301",
+        key,
+        f"{name(key)}: {what}",
+        " ".join((*hints, "Relative paths start at the recipe's folder.", help)).strip(),
+        tuple(close),
     )

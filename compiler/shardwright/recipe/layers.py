@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from shardwright.diagnostics import Diagnostic, Location
+from shardwright.diagnostics import Diagnostic, Location, found
 from shardwright.recipe.events import LineOffsets
 from shardwright.recipe.node import Entry, MapNode, Node, ScalarNode, map_node
 from shardwright.recipe.paths import rebase
@@ -177,7 +177,7 @@ class Layers:
         self._error("SW1011", f"{name} is too large for a recipe", Location(file=name, line=0, column=0), help)
 
     def _error(self, code: str, message: str, place: Location, help: str) -> None:
-        self.errors.append(Diagnostic(code=code, message=message, help=help, location=place))
+        self.errors.append(found(code, place, message, help))
 
 
 def _read_bytes(name: str) -> bytes:

@@ -21,8 +21,9 @@ from shardwright.recipe.validate import integer_errors, meant_keys, validate
 def load_recipe(path: Path, overrides: Sequence[str] = (), *, stdin_text: str | None = None) -> Recipe:
     """`path` "-" is standard input. Raises Refusal, with the source to show, for anything wrong in the recipe.
 
-    Looks at the disk only for the recipe, its bases, and whether a model source or tokenizer is a folder; whether the
-    files that it names are there is files.check_files's question, because an estimate needs none of them.
+    Looks at the disk only for the recipe, its bases, `cluster.measured`, and whether a model source or tokenizer is a
+    folder; whether the other files that it names are there is files.check_files's question, because an estimate needs
+    none of them.
     """
     name = STDIN if str(path) == "-" else str(path)
     directory = os.getcwd() if name == STDIN else recipe_directory(name)

@@ -17,6 +17,8 @@ _PATH_KEYS: tuple[tuple[str, ...], ...] = (
     ("data", "path"),
     ("data", "mixture", "*", "path"),
     ("validation", "path"),
+    ("cluster", "measured"),
+    ("cluster", "measured", "file"),
     ("launch", "hostfile"),
     ("launch", "setup_script"),
 )

@@ -6,7 +6,7 @@ import difflib
 import itertools
 from collections.abc import Iterator, Mapping
 
-from shardwright.diagnostics import Diagnostic, KeyPath
+from shardwright.diagnostics import Diagnostic, KeyPath, found
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.ir.pod_fields import ROOT, Kind, fields, kubernetes_version
 from shardwright.ir.recipe import POD_CONTAINER, POD_LABEL
@@ -83,9 +83,7 @@ def _value(
             there = (*place, str(index))
             if kind.merge_key and isinstance(item, Mapping):
                 if kind.merge_key not in item:
-                    yield _bad(
-                        name((*key, index)), f"has no {kind.merge_key}", f"Add `{kind.merge_key}:`.", (*key, index)
-                    )
+                    yield _bad((*key, index), f"has no {kind.merge_key}", f"Add `{kind.merge_key}:`.")
                     continue
                 there = (*place, str(item[kind.merge_key]))
             if there in decided:
@@ -101,8 +99,7 @@ def _value(
     elif kind.holds == "one" and value is not None:
         yield from _one(kind.item, value, key, place, decided)
     elif value is not None:
-        wanted = "a list" if kind.holds == "list" else "a mapping"
-        yield _bad(name(key), f"expected {wanted}, got {say_value(value, typed=True)}", f"Give {wanted}.", key)
+        yield _other_type(key, "a list" if kind.holds == "list" else "a mapping", value)
 
 
 def _one(
@@ -117,23 +114,27 @@ def _one(
         types, wanted = _WORDS[type_name]
         fits = isinstance(value, types) and (isinstance(value, bool) <= (type_name in ("boolean", "any")))
     if not fits:
-        yield _bad(name(key), f"expected {wanted}, got {say_value(value, typed=True)}", f"Give {wanted}.", key)
+        yield _other_type(key, wanted, value)
 
 
 def _unknown(field: str, key: KeyPath, known: tuple[str, ...]) -> Diagnostic:
     near = tuple(difflib.get_close_matches(field, known, n=1, cutoff=0.6))
-    return Diagnostic(
-        code="SW1221",
-        message=f"{name(key[:-1])}: Kubernetes {kubernetes_version()} has no field {quote(field)} here",
-        help=f"Did you mean `{near[0]}`?" if near else f"The fields here are {', '.join(known)}.",
-        key=key,
-        valid=near,
+    return found(
+        "SW1221",
+        key,
+        f"{name(key[:-1])}: Kubernetes {kubernetes_version()} has no field {quote(field)} here",
+        f"Did you mean `{near[0]}`?" if near else f"The fields here are {', '.join(known)}.",
+        near,
     )
 
 
 def _decided(key: KeyPath, why: str) -> Diagnostic:
-    return Diagnostic(code="SW1223", message=f"{name(key)} does not belong here: {why}", help="Remove it.", key=key)
+    return found("SW1223", key, f"{name(key)} does not belong here: {why}", "Remove it.")
 
 
-def _bad(where: str, what: str, help: str, key: KeyPath) -> Diagnostic:
-    return Diagnostic(code="SW1222", message=f"{where}: {what}", help=help, key=key)
+def _other_type(key: KeyPath, wanted: str, value: JsonValue) -> Diagnostic:
+    return _bad(key, f"expected {wanted}, got {say_value(value, typed=True)}", f"Give {wanted}.")
+
+
+def _bad(key: KeyPath, what: str, help: str) -> Diagnostic:
+    return found("SW1222", key, f"{name(key)}: {what}", help)

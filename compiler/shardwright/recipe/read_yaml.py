@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
@@ -35,19 +36,11 @@ def yaml_events(text: str) -> Iterator[Event]:
             start, end = event.start_mark.index, event.end_mark.index
             anchor, tag = getattr(event, "anchor", None), getattr(event, "tag", None)
             if isinstance(event, ScalarEvent):
-                yield Event(
-                    kind="scalar",
-                    start=start,
-                    end=end,
-                    text=event.value,
-                    plain=not event.style,
-                    anchor=anchor,
-                    tag=tag,
-                )
-            elif isinstance(event, MappingStartEvent):
-                yield Event(kind="map", start=start, end=end, flow=bool(event.flow_style), anchor=anchor, tag=tag)
-            elif isinstance(event, SequenceStartEvent):
-                yield Event(kind="list", start=start, end=end, flow=bool(event.flow_style), anchor=anchor, tag=tag)
+                plain = not event.style
+                yield Event(kind="scalar", start=start, end=end, text=event.value, plain=plain, anchor=anchor, tag=tag)
+            elif isinstance(event, MappingStartEvent | SequenceStartEvent):
+                kind: Literal["map", "list"] = "map" if isinstance(event, MappingStartEvent) else "list"
+                yield Event(kind=kind, start=start, end=end, flow=bool(event.flow_style), anchor=anchor, tag=tag)
             elif isinstance(event, MappingEndEvent | SequenceEndEvent):
                 yield Event(kind="end", start=start, end=end)
             elif isinstance(event, AliasEvent):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 
-from shardwright.diagnostics import Diagnostic, Location
+from shardwright.diagnostics import Diagnostic, Location, found
 from shardwright.ir.json_value import JsonScalar
 
 LARGEST_INTEGER = 2**53
+SMALLER_INTEGER = "Write an integer of at most 9007199254740992, such as 1e12."
 
 _NULL = re.compile(r"null|Null|NULL|~|")
 _TRUE = re.compile(r"true|True|TRUE")
@@ -46,38 +48,15 @@ def _integer(digits: str, base: int) -> int:
     return -value if digits.startswith("-") else value
 
 
-def scalar_errors(value: JsonScalar, text: str, location: Location) -> tuple[Diagnostic, ...]:
+def scalar_errors(value: JsonScalar, text: str, location: Location) -> Iterator[Diagnostic]:
     """Numbers that JSON cannot hold, and halves of a surrogate pair."""
     shown = text if len(text) <= 40 else f"{text[:37]}..."
     if isinstance(value, float) and not math.isfinite(value):
-        return (not_finite(shown, location),)
-    if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
-        return (too_large_integer(shown, location),)
-    if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
-        return (
-            Diagnostic(
-                code="SW1016",
-                message="this text holds half of a surrogate pair, which is no character",
-                help="Write the character itself, or both halves of its pair.",
-                location=location,
-            ),
-        )
-    return ()
-
-
-def not_finite(shown: str, location: Location) -> Diagnostic:
-    return Diagnostic(
-        code="SW1013",
-        message=f"{shown} is not a finite number",
-        help="Write a finite number; a key that should have its default is left out.",
-        location=location,
-    )
-
-
-def too_large_integer(shown: str, location: Location) -> Diagnostic:
-    return Diagnostic(
-        code="SW1014",
-        message=f"the integer {shown} is beyond 2^53, where JSON readers no longer agree",
-        help="Write an integer of at most 9007199254740992, such as 1e12.",
-        location=location,
-    )
+        help = "Write a finite number; a key that should have its default is left out."
+        yield found("SW1013", location, f"{shown} is not a finite number", help)
+    elif isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+        message = f"the integer {shown} is beyond 2^53, where JSON readers no longer agree"
+        yield found("SW1014", location, message, SMALLER_INTEGER)
+    elif isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
+        message = "this text holds half of a surrogate pair, which is no character"
+        yield found("SW1016", location, message, "Write the character itself, or both halves of its pair.")

@@ -3,14 +3,18 @@ here, and the records say the rest."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import cast
 
-from shardwright.diagnostics import Source
+from shardwright.diagnostics import Refusal, Source
 from shardwright.ir.json_value import JsonObject, JsonValue
+from shardwright.ir.measured import MeasuredFile
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.axes import AXES
+from shardwright.recipe.measured import document_entry, read_measured
 from shardwright.recipe.paths import absolute, absolute_data_path, is_folder
 from shardwright.recipe.slurm import words
 from shardwright.records import read_record
@@ -35,8 +39,22 @@ def decide(document: JsonObject) -> JsonObject:
     for section in ("data", "validation"):
         if decided.get(section) is not None:
             decided[section] = _with_tokenizer(cast(JsonObject, decided[section]), cast("str | None", model["source"]))
+    cluster = cast(JsonObject, document["cluster"])
+    if cluster.get("measured", "") is None:  # said or left out, it is the same recipe
+        decided["cluster"] = {key: value for key, value in cluster.items() if key != "measured"}
     decided.pop("extends", None)  # merged
     return decided
+
+
+def with_measured_saves(recipe: Recipe, gbytes_per_second: float) -> Recipe:
+    """As if the recipe gave cluster.checkpoint_gbytes_per_second, in four digits: the compiled folder keeps it."""
+    value = float(f"{gbytes_per_second:.4g}")
+    section = {**cast(JsonObject, recipe.document["cluster"]), "checkpoint_gbytes_per_second": value}
+    return replace(
+        recipe,
+        cluster=replace(recipe.cluster, checkpoint_gbytes_per_second=value),
+        document={**recipe.document, "cluster": section},
+    )
 
 
 def _with_tokenizer(data: JsonObject, source: str | None) -> JsonObject:
@@ -49,12 +67,28 @@ def _with_tokenizer(data: JsonObject, source: str | None) -> JsonObject:
 
 
 def build(document: JsonObject, directory: str, source: Source) -> Recipe:
-    """directory: absolute folder of the recipe file. The schema has refused whatever no record would hold."""
+    """directory: absolute folder of the recipe file. The schema has refused whatever no record would hold. Raises
+    Refusal for `cluster.measured`: its figures are a part of the recipe."""
+    document, measured = _with_measured(document, directory, source)
     settled = dict(document)
     for key, settle in _SECTIONS.items():
         if document[key] is not None:
             settled[key] = settle(dict(cast(JsonObject, document[key])), directory)
-    return read_record(Recipe, settled, directory=directory, document=document, source=source)
+    settled["cluster"] = {k: v for k, v in cast(JsonObject, settled["cluster"]).items() if k != "measured"}
+    recipe = read_record(Recipe, settled, directory=directory, document=document, source=source)
+    return dataclasses.replace(recipe, cluster=dataclasses.replace(recipe.cluster, measured=measured))
+
+
+def _with_measured(document: JsonObject, directory: str, source: Source) -> tuple[JsonObject, MeasuredFile | None]:
+    """The document with the file's digest in it, and what the file says."""
+    cluster = cast(JsonObject, document["cluster"])
+    if "measured" not in cluster:
+        return document, None
+    try:
+        measured = read_measured(cluster["measured"], directory)
+    except Refusal as refusal:
+        raise Refusal(*refusal.diagnostics, source=source) from None
+    return {**document, "cluster": {**cluster, "measured": document_entry(measured)}}, measured
 
 
 def _model(model: Section, directory: str) -> Section:

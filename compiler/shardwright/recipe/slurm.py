@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from shardwright.diagnostics import Diagnostic, KeyPath
+from shardwright.diagnostics import Diagnostic, KeyPath, found
 from shardwright.ir.json_value import JsonValue
 
 KEY: KeyPath = ("launch", "slurm", "extra")
@@ -136,12 +136,10 @@ def check_extra(extra: JsonValue) -> Iterator[Diagnostic]:
             yield _unknown(given)
         elif option.name in DECIDED:
             message = f"launch.slurm.extra: --{option.name} does not belong here: {DECIDED[option.name]}"
-            yield Diagnostic(code="SW1218", message=message, help="Remove it.", key=given.key)
+            yield found("SW1218", given.key, message, "Remove it.")
         elif (misfit := _misfit(option, given.value)) is not None:
             what, help = misfit
-            yield Diagnostic(
-                code="SW1220", message=f"launch.slurm.extra: --{option.name} {what}", help=help, key=given.key
-            )
+            yield found("SW1220", given.key, f"launch.slurm.extra: --{option.name} {what}", help)
 
 
 def _misfit(option: Option, value: str | None) -> tuple[str, str] | None:
@@ -170,4 +168,4 @@ def _unknown(given: Given) -> Diagnostic:
         )
     )
     message = f"launch.slurm.extra: {name} is no option of sbatch (Slurm {versions()})"
-    return Diagnostic(code="SW1219", message=message, help=help, key=given.key, valid=near)
+    return found("SW1219", given.key, message, help, near)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from shardwright.diagnostics import Diagnostic, Location
+from shardwright.diagnostics import Diagnostic, Location, found
 from shardwright.recipe.events import Event, LineOffsets, SyntaxProblem
 from shardwright.recipe.node import Entry, ListNode, MapNode, Node, ScalarNode, list_node, map_node
 from shardwright.recipe.read_json import is_json, json_events
@@ -41,8 +41,7 @@ def read_text(text: str, lines: LineOffsets) -> tuple[Node | None, tuple[Diagnos
         builder.read(json_events(text) if is_json(text) else yaml_events(text))
     except SyntaxProblem as problem:
         place = lines.at(min(problem.start, len(text)), min(problem.start, len(text)) + 1)
-        found = Diagnostic(code=problem.code, message=problem.message, help=problem.help, location=place)
-        return None, (*builder.errors, found)
+        return None, (*builder.errors, found(problem.code, place, problem.message, problem.help))
     except _Stop:
         return None, tuple(builder.errors)
     return builder.root, tuple(builder.errors)
@@ -157,7 +156,7 @@ class _Builder:
         top.key = top.key_event = None
 
     def error(self, code: str, message: str, place: Location, help: str) -> None:
-        self.errors.append(Diagnostic(code=code, message=message, help=help, location=place))
+        self.errors.append(found(code, place, message, help))
 
     def stop(self, code: str, message: str, place: Location, help: str) -> None:
         self.error(code, message, place, help)

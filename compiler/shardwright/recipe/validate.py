@@ -9,7 +9,7 @@ from typing import cast
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
-from shardwright.diagnostics import Diagnostic, KeyPath
+from shardwright.diagnostics import Diagnostic, KeyPath, found
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.recipe.describe import (
     FILL_IN,
@@ -22,7 +22,7 @@ from shardwright.recipe.describe import (
     synonym,
     words_for,
 )
-from shardwright.recipe.scalar import LARGEST_INTEGER, resolve
+from shardwright.recipe.scalar import LARGEST_INTEGER, SMALLER_INTEGER, resolve
 from shardwright.recipe.schema import fits, fits_choice, is_open, items, properties, recipe_schema, types
 
 MOST_SEARCHED = 200
@@ -53,7 +53,7 @@ def _to_fill_in(value: JsonValue, path: KeyPath = ()) -> Iterator[Diagnostic]:
             yield from _to_fill_in(below, (*path, key))
     elif value == FILL_IN:
         message = f"{name(path)} is still to be filled in"
-        yield Diagnostic(code="SW1108", message=message, help=f"Write its value in place of {FILL_IN}.", key=path)
+        yield found("SW1108", path, message, f"Write its value in place of {FILL_IN}.")
 
 
 def _schema_findings(document: JsonObject) -> Iterator[Diagnostic]:
@@ -70,39 +70,26 @@ def _convert(error: ValidationError) -> Iterator[Diagnostic]:
         yield from _any_of(error, path, value)
     elif "propertyNames" in error.absolute_schema_path:
         key = str(value)
-        yield Diagnostic(
-            code="SW1106",
-            message=f"{name(path)}: {quote(key)} is not {_rule(schema)}",
-            key=(*path, key),
-            help=_must(schema),
-        )
+        yield found("SW1106", (*path, key), f"{name(path)}: {quote(key)} is not {_rule(schema)}", _must(schema))
     elif word == "type":
         yield wrong_type(path, value, types(schema, any_branch=False))
     elif word in ("enum", "const"):
         yield _not_a_choice(path, value, [limit] if word == "const" else list(cast(Sequence[JsonValue], limit)))
     elif word in _RANGES:
-        yield Diagnostic(
-            code="SW1104",
-            message=f"{name(path)}: {say_value(value)} is out of range",
-            help=f"Give a number {_range(schema)}.",
-            key=path,
+        yield found(
+            "SW1104", path, f"{name(path)}: {say_value(value)} is out of range", f"Give a number {_range(schema)}."
         )
     elif word == "required":
         for key in cast(Sequence[str], limit):
             if key not in cast(JsonObject, value):
                 yield _missing(path, key, cast(JsonObject, value))
     elif word in ("pattern", "not", "minLength", "maxLength"):
-        yield Diagnostic(
-            code="SW1106",
-            message=f"{name(path)}: {quote(str(value))} is not {_rule(schema)}",
-            help=_must(schema),
-            key=path,
-        )
+        yield found("SW1106", path, f"{name(path)}: {quote(str(value))} is not {_rule(schema)}", _must(schema))
     elif word in ("minItems", "maxItems", "minProperties", "maxProperties"):
         length = len(cast(Sequence[JsonValue], value))
         bound = "at least" if word.startswith("min") else "at most"
         message = f"{name(path)} has {length} entries; it takes {bound} {limit}"
-        yield Diagnostic(code="SW1107", message=message, help=f"Give {bound} {limit}.", key=path)
+        yield found("SW1107", path, message, f"Give {bound} {limit}.")
 
 
 def _any_of(error: ValidationError, path: KeyPath, value: JsonValue) -> Iterator[Diagnostic]:
@@ -115,8 +102,12 @@ def _any_of(error: ValidationError, path: KeyPath, value: JsonValue) -> Iterator
             if inner.schema_path[0] in meant:
                 yield from _convert(inner)
         return
-    choices = tuple(str(branch["const"]) for branch in branches if "const" in branch)
-    yield wrong_type(path, value, set().union(*(types(branch) for branch in branches)), choices)
+    words = [
+        cast(Sequence[JsonValue], branch.get("enum", [branch["const"]] if "const" in branch else ()))
+        for branch in branches
+    ]
+    others = (types(branch) for branch, its in zip(branches, words, strict=True) if not its)
+    yield wrong_type(path, value, set().union(*others), tuple(str(word) for its in words for word in its))
 
 
 def wrong_type(path: KeyPath, value: JsonValue, wanted: set[str], choices: tuple[str, ...] = ()) -> Diagnostic:
@@ -124,12 +115,7 @@ def wrong_type(path: KeyPath, value: JsonValue, wanted: set[str], choices: tuple
     expected = " or ".join((*(f"`{c}`" for c in choices), *say_types(wanted)))
     numeric = bool(wanted & {"integer", "number"})
     if isinstance(value, str) and numeric and value.lower() in _NOT_FINITE:
-        return Diagnostic(
-            code="SW1013",
-            message=f"{name(path)}: {value} is not a finite number",
-            help="Write a finite number.",
-            key=path,
-        )
+        return found("SW1013", path, f"{name(path)}: {value} is not a finite number", "Write a finite number.")
     help = f"Give {expected}."
     if isinstance(value, str):
         plain = value.strip().replace("_", "").replace(",", "")
@@ -147,12 +133,8 @@ def wrong_type(path: KeyPath, value: JsonValue, wanted: set[str], choices: tuple
     elif "array" in wanted:
         help = f"Give a list, such as [{say_value(value)}]." if not isinstance(value, Mapping) else "Give a list."
     help = _TYPE_HELP.get(path, help)
-    return Diagnostic(
-        code="SW1102",
-        message=f"{name(path)}: expected {expected}, got {say_value(value, typed=True)}",
-        help=help,
-        key=path,
-        valid=choices,
+    return found(
+        "SW1102", path, f"{name(path)}: expected {expected}, got {say_value(value, typed=True)}", help, choices
     )
 
 
@@ -161,14 +143,7 @@ _TYPE_HELP: dict[KeyPath, str] = {
     "Without the key no code of a model's own runs.",
 }
 
-_BOOLEANS: dict[str, str] = {
-    "yes": "true",
-    "on": "true",
-    "true": "true",
-    "no": "false",
-    "off": "false",
-    "false": "false",
-}
+_BOOLEANS = {**dict.fromkeys(("yes", "on", "true"), "true"), **dict.fromkeys(("no", "off", "false"), "false")}
 
 
 def _not_a_choice(path: KeyPath, value: JsonValue, choices: list[JsonValue]) -> Diagnostic:
@@ -179,12 +154,8 @@ def _not_a_choice(path: KeyPath, value: JsonValue, choices: list[JsonValue]) -> 
     help = f"Did you mean `{close[0]}`?" if close else f"Write {words_for(valid)}."
     if path == ("version",):
         help = "Write `version: 1`; this is the only format that this shardwright reads."
-    return Diagnostic(
-        code="SW1103",
-        message=f"{name(path)}: {say_value(value)} is not {words_for(valid)}",
-        help=help,
-        key=path,
-        valid=tuple(close or valid),
+    return found(
+        "SW1103", path, f"{name(path)}: {say_value(value)} is not {words_for(valid)}", help, tuple(close or valid)
     )
 
 
@@ -193,12 +164,7 @@ def _missing(path: KeyPath, key: str, value: JsonObject) -> Diagnostic:
     schema = _schema_at(path, recipe_schema(), value)
     known = properties(schema, value).get(key, {})
     what = str(known.get("description", "")).removesuffix("Required.").strip() or str(known.get("title", ""))
-    return Diagnostic(
-        code="SW1105",
-        message=f"`{key}` is missing{where}",
-        help=f"Add `{key}:`. {what}".strip(),
-        key=(*path, key),
-    )
+    return found("SW1105", (*path, key), f"`{key}` is missing{where}", f"Add `{key}:`. {what}".strip())
 
 
 def _schema_at(path: KeyPath, schema: JsonObject, value: JsonValue) -> JsonObject:
@@ -242,7 +208,7 @@ def _unknown(path: KeyPath, key: str, known: tuple[str, ...], *, search: bool) -
         help += " " + " or ".join(f"`{place[-1]}` belongs {_under(place[:-1])}" for place in elsewhere) + "."
     help = help.strip() or f"The keys here are {', '.join(known)}."
     valid = (*close, *(".".join(place) for place in elsewhere))
-    return Diagnostic(code="SW1101", message=f"unknown key `{key}` {where}", help=help, key=(*path, key), valid=valid)
+    return found("SW1101", (*path, key), f"unknown key `{key}` {where}", help, valid)
 
 
 def _under(path: tuple[str, ...]) -> str:
@@ -278,9 +244,9 @@ def integer_errors(document: JsonValue, path: KeyPath = ()) -> Iterator[Diagnost
         for index, value in enumerate(document):
             yield from integer_errors(value, (*path, index))
     elif isinstance(document, int) and not isinstance(document, bool) and abs(document) > LARGEST_INTEGER:
-        yield Diagnostic(
-            code="SW1014",
-            message=f"{name(path)}: {float(document):g} is beyond 2^53, the largest integer of a recipe",
-            help="Write an integer of at most 9007199254740992, such as 1e12.",
-            key=path,
+        yield found(
+            "SW1014",
+            path,
+            f"{name(path)}: {float(document):g} is beyond 2^53, the largest integer of a recipe",
+            SMALLER_INTEGER,
         )

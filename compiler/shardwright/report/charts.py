@@ -27,13 +27,14 @@ from shardwright.report.palette import BARS, CHOSEN, MEMORY, ORANGE, STEP, VERDI
 from shardwright.report.run import Evaluation, MeasuredRun
 from shardwright.report.space import VERDICTS as VERDICT_NAMES
 from shardwright.report.space import Point, Space
-from shardwright.report.timeline import KINDS, StepTimeline, drawn_ranks
+from shardwright.report.timeline import KINDS, PASS_KINDS, StepTimeline, drawn_ranks
 
 GIB = 2**30
 ROW_PIXELS, FRAME_PIXELS = 30, 84
 MOST_BARS = 120_000
 """More take a browser longer than the page may."""
 FONT = "12px"
+EDGES = {edge: edge for edge in ("left", "right", "bottom", "top")}  # columns of the same names
 MARKS = {"star": "★", "x": "\N{MULTIPLICATION SIGN}"}
 
 
@@ -83,43 +84,24 @@ def keys(made: figure) -> list[tuple[str, str, str]]:
 
 def memory_chart(memory: Memory) -> figure:
     """Per pipeline rank, what its fullest GPU holds, against what a GPU has."""
-    parts = list(MEMORY)
     stages = [f"stage {stage.stage}" for stage in memory.stages]
-    columns: dict[str, object] = {
-        part: [getattr(stage, f"{part}_bytes") / GIB for stage in memory.stages] for part in parts
+    parts = {part: [getattr(stage, f"{part}_bytes") / GIB for stage in memory.stages] for part in MEMORY}
+    columns: dict[str, Sequence[object]] = {
+        **parts,
+        "stage": stages,
+        "peak": [stage.peak_bytes / GIB for stage in memory.stages],
     }
-    columns |= {"stage": stages, "peak": [stage.peak_bytes / GIB for stage in memory.stages]}
     capacity = memory.capacity_bytes / GIB
-    most = max(capacity, memory.peak_bytes / GIB)
-    made = plot(
-        "width",
-        name="memory",
-        y_range=FactorRange(*reversed(stages), range_padding=0.1),
-        x_range=(0, most * 1.06),
-        height=FRAME_PIXELS + ROW_PIXELS * len(stages),
-        x_axis_label="GiB",
-    )
-    source = ColumnDataSource(columns)
-    made.hbar_stack(parts, y="stage", height=0.72, color=list(MEMORY.values()), source=source, line_width=0)
-    made.add_layout(
-        Span(location=capacity, dimension="height", line_width=2, line_dash="dashed", tags=["ink"], name="capacity")
-    )
-    made.add_tools(
-        hover(
-            [
-                ("", "<b>@stage</b>"),
-                *((part, f"@{{{part}}}{{0.00}} GiB") for part in parts),
-                ("peak", "@peak{0.00} GiB"),
-            ]
-        )
-    )
-    made.ygrid.grid_line_color = None
+    end = max(capacity, memory.peak_bytes / GIB) * 1.06
+    made = _stacked("memory", "stage", columns, MEMORY, end, "GiB")
+    made.add_layout(_capacity_line(capacity))
+    rows = [(part, f"@{{{part}}}{{0.00}} GiB") for part in parts]
+    made.add_tools(hover([("", "<b>@stage</b>"), *rows, ("peak", "@peak{0.00} GiB")]))
     return made
 
 
 def parts_chart(timeline: StepTimeline) -> figure:
     """Per pipeline rank, where its step goes."""
-    ranks = [f"rank {rank}" for rank in range(len(timeline.ranks))]
     values = (
         [r.compute_seconds for r in timeline.ranks],
         [r.tensor_comm_seconds for r in timeline.ranks],
@@ -128,27 +110,35 @@ def parts_chart(timeline: StepTimeline) -> figure:
         [r.optimizer_seconds for r in timeline.ranks],
         [r.idle_seconds for r in timeline.ranks],
     )
-    shown = [(name, seconds) for name, seconds in zip(STEP, values, strict=True) if max(seconds) > 0]
+    shown = {name: seconds for name, seconds in zip(STEP, values, strict=True) if max(seconds) > 0}
+    columns: dict[str, Sequence[object]] = {"rank": [f"rank {rank}" for rank in range(len(timeline.ranks))], **shown}
+    colors = {name: STEP[name] for name in shown}
+    made = _stacked("parts", "rank", columns, colors, timeline.simulated_seconds * 1.02, "seconds of the step")
+    made.add_tools(hover([("", "<b>pipeline @rank</b>"), *((name, f"@{{{name}}}{{0.0000}} s") for name in shown)]))
+    return made
+
+
+def _stacked(
+    name: str, rows: str, columns: Mapping[str, Sequence[object]], colors: Mapping[str, str], end: float, unit: str
+) -> figure:
+    """A bar a row, of the columns that have a colour. rows: the column with their names, from the top."""
     made = plot(
         "width",
-        name="parts",
-        y_range=FactorRange(*reversed(ranks), range_padding=0.1),
-        x_range=(0, timeline.simulated_seconds * 1.02),
-        height=FRAME_PIXELS + ROW_PIXELS * len(ranks),
-        x_axis_label="seconds of the step",
+        name=name,
+        y_range=FactorRange(*reversed(columns[rows]), range_padding=0.1),
+        x_range=(0, end),
+        height=FRAME_PIXELS + ROW_PIXELS * len(columns[rows]),
+        x_axis_label=unit,
     )
-    names = [name for name, _ in shown]
-    made.hbar_stack(
-        names,
-        y="rank",
-        height=0.72,
-        color=[STEP[name] for name in names],
-        source=ColumnDataSource({"rank": ranks, **dict(shown)}),
-        line_width=0,
-    )
-    made.add_tools(hover([("", "<b>pipeline @rank</b>"), *((name, f"@{{{name}}}{{0.0000}} s") for name in names)]))
+    source = ColumnDataSource(dict(columns))
+    made.hbar_stack(list(colors), y=rows, height=0.72, color=list(colors.values()), source=source, line_width=0)
     made.ygrid.grid_line_color = None
     return made
+
+
+def _capacity_line(capacity: float) -> Span:
+    """capacity: GiB."""
+    return Span(location=capacity, dimension="height", line_width=2, line_dash="dashed", tags=["ink"], name="capacity")
 
 
 def timeline_chart(timeline: StepTimeline) -> figure:
@@ -174,22 +164,13 @@ def timeline_chart(timeline: StepTimeline) -> figure:
         tags=["idle"],
         name="idle",
     )
-    drawn_kinds = []
-    for kind, name, source in _bars_by_kind(timeline, row):
-        drawn = made.quad(
-            left="left",
-            right="right",
-            bottom="bottom",
-            top="top",
-            source=source,
-            fill_color=BARS[kind],
-            line_width=0,
-            name=name,
-        )
-        drawn_kinds.append((drawn, name))
+    drawn_kinds = [
+        (made.quad(source=source, fill_color=BARS[kind], line_width=0, name=name, **EDGES), name)
+        for kind, name, source in _bars_by_kind(timeline, row)
+    ]
     for drawn, name in drawn_kinds:
         about = [("", f"<b>{name}</b>"), ("rank", "@rank")]
-        if name in ("forward", "backward"):
+        if name in PASS_KINDS:
             about += [("stage", "@stage"), ("micro-batch", "@micro")]
         made.add_tools(hover([*about, ("from", "@left{0.0000} s"), ("to", "@right{0.0000} s")], renderers=[drawn]))
     made.yaxis.ticker = list(range(len(ranks)))
@@ -258,7 +239,10 @@ def space_chart(space: Space, chosen_words: str, capacity_bytes: int) -> figure:
         name="chosen",
     )
     made.add_tools(_space_hover(star))
-    _draw_capacity(made, capacity_bytes / GIB)
+    capacity = capacity_bytes / GIB
+    made.add_layout(_capacity_line(capacity))
+    label = f"{capacity:g} GiB"
+    made.add_layout(Label(x=capacity, y=6, y_units="screen", x_offset=6, text=label, text_font_size=FONT, tags=["ink"]))
     made.xaxis.ticker = _doublings([p.peak_bytes / GIB for p in space.points])
     made.yaxis.ticker = _doublings([p.step_seconds for p in space.points])
     made.axis.formatter = CustomJSTickFormatter(code="return tick >= 1 ? tick.toLocaleString('en') : String(tick)")
@@ -296,24 +280,6 @@ def _draw_verdict(made: figure, verdict: str, points: Sequence[Point]) -> None:
         name=verdict,
     )
     made.add_tools(_space_hover(drawn))
-
-
-def _draw_capacity(made: figure, capacity: float) -> None:
-    """capacity: GiB."""
-    made.add_layout(
-        Span(location=capacity, dimension="height", line_width=2, line_dash="dashed", tags=["ink"], name="capacity")
-    )
-    made.add_layout(
-        Label(
-            x=capacity,
-            y=6,
-            y_units="screen",
-            x_offset=6,
-            text=f"{capacity:g} GiB",
-            text_font_size=FONT,
-            tags=["ink"],
-        )
-    )
 
 
 def _doublings(values: Sequence[float]) -> FixedTicker:

@@ -9,11 +9,12 @@ import numpy as np
 from bokeh.models import ColumnDataSource, CustomJS, CustomJSHover, HoverTool, LinearColorMapper, TapTool
 from bokeh.plotting import figure
 
+from shardwright.layout.axes import placed_axes
 from shardwright.plan.plan import Plan
 from shardwright.report.charts import hover, plot
 from shardwright.report.palette import groups
 
-AXES = ("pipeline", "tensor", "data")
+AXES = tuple(axis.name for axis in placed_axes())
 ROWS_UP_TO = 8  # nodes: each is a row of its own, with its name; more are tiles
 LABELLED_UP_TO = 128  # GPUs with their rank written in the cell
 GAP = 0.5

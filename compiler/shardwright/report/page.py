@@ -18,15 +18,18 @@ from markupsafe import Markup
 
 import shardwright
 from shardwright.cost.estimate import training_of
+from shardwright.cost.goodput import goodput, goodput_words
 from shardwright.cost.measured import error_words
 from shardwright.data.dataset import noted_steps
 from shardwright.figures import duration, number
 from shardwright.folder import CompiledFolder
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.ir.weights import weights_words
+from shardwright.layout.estimate import Training
 from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.plan.plan import Plan
+from shardwright.records import carried
 from shardwright.report import charts
 from shardwright.report.cluster_map import AXES, cluster_map, held_layers
 from shardwright.report.palette import groups
@@ -36,6 +39,7 @@ from shardwright.report.timeline import StepTimeline, drawn_ranks, step_timeline
 from shardwright.resources import templates_dir
 from shardwright.search.plainer import plainer_words
 from shardwright.search.settle import is_roomy
+from shardwright.watch.journal import read_saves
 
 GIB = 2**30
 LEGEND_UP_TO = 16  # groups with a swatch each; of more, the first and the last
@@ -59,7 +63,11 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
     space = whole_space(Problem(recipe=subject.recipe, graph=subject.graph, cluster=subject.cluster), subject.estimate)
     run = read_run(subject.folder, plan)
     drawn = dict(_charts(subject, timeline, space, run))
-    totals = totals_of(subject)
+    training = training_in(subject)
+    totals = totals_of(subject, training)
+    estimate = dataclasses.replace(subject.estimate, training=training)
+    problem, saves = carried(Problem, subject), read_saves(subject.folder)
+    expected = goodput(problem, estimate, measured=None if saves is None else saves.gbytes_per_second)
     figures = Figures(cast(JsonObject, json.loads(json.dumps(dataclasses.asdict(plan)))))
     environment = Environment(
         loader=FileSystemLoader(templates_dir() / "report"), undefined=StrictUndefined, autoescape=True
@@ -76,6 +84,11 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
         error_words=error_words(subject.estimate.error),
         plainer=_plainer(subject, space),
         totals=totals,
+        goodput=expected,
+        goodput_words=[] if expected is None else goodput_words(expected),
+        predicted_goodput=goodput(problem, estimate),
+        saves=saves,
+        in_words=duration,
         m=figures.marked if totals.is_plans else lambda key, text: text,
         is_same=not subject.is_predicted_anew,
         now=subject.estimate,
@@ -150,20 +163,22 @@ class Totals:
     is_plans: bool
 
 
-def totals_of(subject: CompiledFolder) -> Totals:
+def training_in(subject: CompiledFolder) -> Training:
     """Epochs are counted in steps once the data is prepared, and noted in the folder."""
-    plan, training = subject.plan, subject.plan.predicted.training
-    is_plans = plan.training.epochs is None
-    if not is_plans:
-        steps = noted_steps(plan, subject.folder)
-        training = training_of(steps, subject.cluster, plan.predicted.time)
+    plan = subject.plan
+    if plan.training.epochs is None:
+        return plan.predicted.training
+    return training_of(noted_steps(plan, subject.folder), subject.cluster, plan.predicted.time)
+
+
+def totals_of(subject: CompiledFolder, training: Training) -> Totals:
     return Totals(
         steps=f"{training.steps:,}",
         duration=duration(training.days),
         device_hours=number(training.gpu_hours, 4),
         cost=None if training.cost is None else f"{training.cost:,.0f}",
         is_known=training.steps > 0,
-        is_plans=is_plans,
+        is_plans=subject.plan.training.epochs is None,
     )
 
 

@@ -59,7 +59,7 @@ Row = TypeVar("Row", StepMetrics, Evaluation)
 
 def read_run(folder: Path, plan: Plan) -> MeasuredRun | None:
     """None where no step was finished."""
-    steps = _steps(folder / "run" / "metrics.jsonl")
+    steps = _rows(folder / "run" / "metrics.jsonl", _step)
     if not steps:
         return None
     status = read_status(folder)
@@ -77,29 +77,23 @@ def read_run(folder: Path, plan: Plan) -> MeasuredRun | None:
         first_loss=steps[0].loss,
         last_loss=steps[-1].loss,
         peak_bytes=_peak_bytes(folder / "run" / "summary.json"),
-        evaluations=_evaluations(folder / "run" / "evaluation.jsonl"),
+        evaluations=tuple(_rows(folder / "run" / "evaluation.jsonl", _evaluation)),
     )
 
 
-def _steps(path: Path) -> list[StepMetrics]:
-    def step(row: Mapping[str, Any]) -> StepMetrics:
-        return StepMetrics(
-            step=int(row["step"]),
-            loss=number(row["loss"]),
-            grad_norm=number(row["grad_norm"]),
-            learning_rate=float(row["learning_rate"]),
-            step_seconds=float(row["step_seconds"]),
-            attempt=int(row["attempt"]),
-        )
-
-    return _rows(path, step)
+def _step(row: Mapping[str, Any]) -> StepMetrics:
+    return StepMetrics(
+        step=int(row["step"]),
+        loss=number(row["loss"]),
+        grad_norm=number(row["grad_norm"]),
+        learning_rate=float(row["learning_rate"]),
+        step_seconds=float(row["step_seconds"]),
+        attempt=int(row["attempt"]),
+    )
 
 
-def _evaluations(path: Path) -> tuple[Evaluation, ...]:
-    def evaluation(row: Mapping[str, Any]) -> Evaluation:
-        return Evaluation(step=int(row["step"]), loss=number(row["loss"]), perplexity=number(row["perplexity"]))
-
-    return tuple(_rows(path, evaluation))
+def _evaluation(row: Mapping[str, Any]) -> Evaluation:
+    return Evaluation(step=int(row["step"]), loss=number(row["loss"]), perplexity=number(row["perplexity"]))
 
 
 def _rows(path: Path, row_of: Callable[[Mapping[str, Any]], Row]) -> list[Row]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from shardwright.cost.estimate import price
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import Estimate
 from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy, free_axes
 from shardwright.rules.registry import check_layout
 from shardwright.search.compare import LostRegion, binding_constraint, lost_regions, pareto_front
+from shardwright.search.partial import may_recompute_less, recompute_less
 from shardwright.search.plainer import Plainer, plainer
 from shardwright.search.search import search
-from shardwright.search.settle import is_roomy, settled_estimate
+from shardwright.search.settle import is_roomy, settle, settled_estimate
 from shardwright.search.space import candidates, without_layout_pins
 
 VERDICTS = ("runs", "tight", "does not fit", "ruled out")
@@ -72,15 +74,20 @@ def whole_space(problem: Problem, chosen: Estimate) -> Space:
         if error is not None:
             forbidden.append((strategy, error.code, error.message))
             continue
-        estimate = settled_estimate(everywhere, strategy, found)
+        layout, memory = settle(everywhere, strategy)
         pinned = _is_pinned(recipe, strategy)
-        if pinned and estimate.feasible:
-            within.append(estimate)
-        legal.append(_legal_point(free, estimate, pinned))
+        priced = [(price(layout, memory, found), pinned)]
+        if less := recompute_less(everywhere, layout, memory):
+            priced.append((price(*less, found), pinned and may_recompute_less(problem)))
+        within += [estimate for estimate, inside in priced if inside and estimate.feasible]
+        legal += [_legal_point(free, *each) for each in priced]
+    if chosen.feasible and all(point.strategy != chosen.strategy for point in legal):
+        within.append(chosen)  # it recomputes as many layers as the recipe says, not as the search would
+        legal.append(_legal_point(free, chosen, True))
     stride = max(1, -(-len(forbidden) // MOST_FORBIDDEN))
     drawn = [
-        _forbidden_point(recipe, settled_estimate(everywhere, strategy, ()), code, reason)
-        for strategy, code, reason in forbidden[::stride]
+        _point(settled_estimate(everywhere, s, ()), "ruled out", code, reason, _is_pinned(recipe, s))
+        for s, code, reason in forbidden[::stride]
     ]
     result = search(problem)
     winner = result.ranked[0] if result.ranked else chosen
@@ -113,25 +120,18 @@ def _is_pinned(recipe: Recipe, strategy: Strategy) -> bool:
 
 def _legal_point(recipe: Recipe, estimate: Estimate, pinned: bool) -> Point:
     error = next((d for d in estimate.diagnostics if d.severity == "error"), None)
-    verdict = "does not fit" if error else "runs" if is_roomy(recipe, estimate.memory) else "tight"
+    if error is not None:
+        return _point(estimate, "does not fit", error.code, error.message, pinned)
+    return _point(estimate, "runs" if is_roomy(recipe, estimate.memory) else "tight", "", "", pinned)
+
+
+def _point(estimate: Estimate, verdict: str, code: str, reason: str, pinned: bool) -> Point:
     return Point(
         strategy=estimate.strategy,
         step_seconds=estimate.time.step_seconds,
         peak_bytes=estimate.memory.peak_bytes,
         verdict=verdict,
-        code=error.code if error else "",
-        reason=error.message if error else "",
-        pinned=pinned,
-    )
-
-
-def _forbidden_point(recipe: Recipe, estimate: Estimate, code: str, reason: str) -> Point:
-    return Point(
-        strategy=estimate.strategy,
-        step_seconds=estimate.time.step_seconds,
-        peak_bytes=estimate.memory.peak_bytes,
-        verdict="ruled out",
         code=code,
         reason=reason,
-        pinned=_is_pinned(recipe, estimate.strategy),
+        pinned=pinned,
     )

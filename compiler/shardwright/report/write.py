@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from shardwright.atomic import write_atomically
-from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.diagnostics import Refusal, refusal
 from shardwright.folder import read_folder
 from shardwright.report.timeline import chrome_trace
 
@@ -33,10 +33,5 @@ def write_report(folder: Path, output: Path, trace: Path | None) -> list[tuple[P
 
 
 def _unwritable(path: Path, why: str) -> Refusal:
-    return Refusal(
-        Diagnostic(
-            code="SW3323",
-            message=f"{str(path)!r} cannot be written: {why}",
-            help="Name a file in a folder that exists and that you may write to.",
-        )
-    )
+    help = "Name a file in a folder that exists and that you may write to."
+    return refusal("SW3323", f"{str(path)!r} cannot be written: {why}", help)

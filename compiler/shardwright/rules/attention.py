@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shardwright.diagnostics import Diagnostic
+from shardwright.diagnostics import Diagnostic, found
 from shardwright.ir.recipe import DOCUMENT_KINDS, FLASH
-from shardwright.layout.rule import Candidate, found
+from shardwright.layout.rule import Candidate
 
 FLASH_HEAD_SIZE = 256
 
@@ -27,12 +27,12 @@ def packed_documents(x: Candidate) -> Diagnostic | None:
     packed = [key for key, part in x.recipe.data_parts() if part.kind in DOCUMENT_KINDS and part.packing]
     if not packed or not x.graph.packing:
         return None
-    return Diagnostic(
-        code="SW3125",
-        message=f"a {x.graph.model_type!r} with {x.graph.attention} attention does not keep packed documents apart: "
+    return found(
+        "SW3125",
+        (*packed[0], "packing"),
+        f"a {x.graph.model_type!r} with {x.graph.attention} attention does not keep packed documents apart: "
         f"{x.graph.packing}",
-        help="Write `packing: false` under data: one stream of text cut into sequences; a conversation a sequence.",
-        key=(*packed[0], "packing"),
+        "Write `packing: false` under data: one stream of text cut into sequences; a conversation a sequence.",
     )
 
 
@@ -49,9 +49,9 @@ def flash_attention(x: Candidate) -> Diagnostic | None:
         why = f"takes heads of at most {FLASH_HEAD_SIZE}, and the model's have {x.graph.head_dim}"
     else:
         return None
-    return Diagnostic(
-        code="SW3128",
-        message=f"flash attention {why}",
-        help="Write `attention: sdpa`, which takes torch's own fused kernels.",
-        key=("model", "attention"),
+    return found(
+        "SW3128",
+        "model.attention",
+        f"flash attention {why}",
+        "Write `attention: sdpa`, which takes torch's own fused kernels.",
     )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
-from shardwright.diagnostics import Diagnostic, KeyPath
+from shardwright.diagnostics import Diagnostic, KeyPath, found
 from shardwright.engines.table import DEFAULT, ENGINES
 from shardwright.ir.json_value import JsonScalar
 from shardwright.ir.recipe import Recipe
+from shardwright.layout.axes import Axis, Value
 from shardwright.layout.strategy import printed_axes
 
 
@@ -18,9 +20,14 @@ class Limit:
 
     code: str
     key: KeyPath
-    value: Callable[[Recipe], JsonScalar]
+    value: Callable[[Recipe], JsonScalar | Value]
     allowed: tuple[JsonScalar, ...]
     help: str
+
+
+def _beyond_engine(axis: Axis, recipe: Recipe) -> Value | None:
+    """The pin, where the target's engine does not have the axis."""
+    return axis.plain if axis.name in ENGINES[recipe.target].axes else axis.pin(recipe)
 
 
 LATER = "`shardwright estimate` and `shardwright plan` read it already."
@@ -55,7 +62,7 @@ EXECUTABLE: tuple[Limit, ...] = (
         Limit(
             code="SW1909",
             key=(axis.section, axis.name),
-            value=axis.pin,
+            value=partial(_beyond_engine, axis),
             allowed=(axis.plain,),
             help=f"Write `{axis.name}: {str(axis.plain).lower()}`. {LATER if axis.priced else UNKNOWN}",
         )
@@ -67,55 +74,55 @@ EXECUTABLE: tuple[Limit, ...] = (
 
 def check_executable(recipe: Recipe) -> tuple[Diagnostic, ...]:
     """Everything in the recipe that this version cannot run, at once."""
-    found = [refuse(limit, recipe) for limit in EXECUTABLE if limit.value(recipe) not in limit.allowed]
+    errors = [refuse(limit, recipe) for limit in EXECUTABLE if limit.value(recipe) not in limit.allowed]
     if recipe.data is None:
-        found.append(
-            Diagnostic(
-                code="SW1910",
-                message="the recipe has no `data` section, so there is nothing to train on",
-                help="Add for example `data: {kind: text, path: corpus/*.txt, tokenizer: byte}`, or `kind: synthetic`.",
-                key=("data",),
+        errors.append(
+            found(
+                "SW1910",
+                "data",
+                "the recipe has no `data` section, so there is nothing to train on",
+                "Add for example `data: {kind: text, path: corpus/*.txt, tokenizer: byte}`, or `kind: synthetic`.",
             )
         )
-    found += check_tokenizers(recipe)
+    errors += check_tokenizers(recipe)
     world = (recipe.cluster.nodes or 1) * recipe.cluster.gpus_per_node
     if world > LARGEST_WORLD:
-        found.append(
-            Diagnostic(
-                code="SW1915",
-                message=f"the cluster has {world} GPUs; this version compiles for at most {LARGEST_WORLD}",
-                help=f"plan.json has an entry for each rank. Give fewer nodes. {LATER}",
-                key=("cluster", "nodes"),
+        errors.append(
+            found(
+                "SW1915",
+                "cluster.nodes",
+                f"the cluster has {world} GPUs; this version compiles for at most {LARGEST_WORLD}",
+                f"plan.json has an entry for each rank. Give fewer nodes. {LATER}",
             )
         )
-    return tuple(found)
+    return tuple(errors)
 
 
 def check_tokenizers(recipe: Recipe) -> Iterator[Diagnostic]:
     parts = recipe.tokenized()
     for key, part in parts:
         if part.tokenizer is None:
-            yield Diagnostic(
-                code="SW1911",
-                message=f"{part.kind} data needs a tokenizer",
-                help="Add `tokenizer: byte` (256 symbols), or the folder of a Hugging Face tokenizer.",
-                key=key,
+            yield found(
+                "SW1911",
+                key,
+                f"{part.kind} data needs a tokenizer",
+                "Add `tokenizer: byte` (256 symbols), or the folder of a Hugging Face tokenizer.",
             )
         elif part.kind == "chat" and part.tokenizer == "byte" and part.template is None:
-            yield Diagnostic(
-                code="SW1402",
-                message="chat data needs a chat template, and the byte tokenizer has none",
-                help="Add `template:`, a Jinja2 chat template, or take the tokenizer of an instruction-tuned model.",
-                key=key,
+            yield found(
+                "SW1402",
+                key,
+                "chat data needs a chat template, and the byte tokenizer has none",
+                "Add `template:`, a Jinja2 chat template, or take the tokenizer of an instruction-tuned model.",
             )
     names = [part.tokenizer for _, part in parts if part.tokenizer is not None]
     for key, part in parts:
         if part.tokenizer is not None and part.tokenizer != names[0]:
-            yield Diagnostic(
-                code="SW1401",
-                message=f"the tokenizer {part.tokenizer!r} stands beside {names[0]!r}: a model has one",
-                help=f"Write `tokenizer: {names[0]}` for every part of the data, and for the validation data.",
-                key=(*key, "tokenizer"),
+            yield found(
+                "SW1401",
+                (*key, "tokenizer"),
+                f"the tokenizer {part.tokenizer!r} stands beside {names[0]!r}: a model has one",
+                f"Write `tokenizer: {names[0]}` for every part of the data, and for the validation data.",
             )
 
 
@@ -123,10 +130,10 @@ def refuse(limit: Limit, recipe: Recipe) -> Diagnostic:
     value = limit.value(recipe)
     name = ".".join(str(part) for part in limit.key)
     shown = "this section" if value == "given" else f"`{str(value).lower() if isinstance(value, bool) else value}`"
-    return Diagnostic(
-        code=limit.code,
-        message=f"{name}: {shown} is valid, but this version does not run it",
-        help=limit.help,
-        key=limit.key,
-        valid=tuple(str(v).lower() if isinstance(v, bool) else str(v) for v in limit.allowed if v is not None),
+    return found(
+        limit.code,
+        limit.key,
+        f"{name}: {shown} is valid, but this version does not run it",
+        limit.help,
+        tuple(str(v).lower() if isinstance(v, bool) else str(v) for v in limit.allowed if v is not None),
     )

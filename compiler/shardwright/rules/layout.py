@@ -5,15 +5,16 @@ Lines are of DeepSpeed 0.19.8.
 
 from __future__ import annotations
 
-from shardwright.diagnostics import Diagnostic
+from shardwright.diagnostics import Diagnostic, found
 from shardwright.engines.table import ENGINES
 from shardwright.ir.model_graph import ModelGraph
+from shardwright.ir.words import PartialCheckpointing
 from shardwright.layout.axes import rank_axes
-from shardwright.layout.divisors import nearest_divisors, nearest_multiples
+from shardwright.layout.divisors import misfit, nearest_divisors, nearest_multiples
 from shardwright.layout.experts import experts_of
-from shardwright.layout.rule import Candidate, found
-from shardwright.model.chunked import proved_chunked
-from shardwright.partition.stages import most_stages, too_few_layers
+from shardwright.layout.rule import Candidate
+from shardwright.model.support import proved_chunked
+from shardwright.partition.stages import layers_of_a_stage, most_stages, too_few_layers
 from shardwright.partition.tensor import indivisible
 from shardwright.rules.precision import half_on_cpu, no_peak
 
@@ -23,17 +24,18 @@ SLOW_LINK_BYTES_PER_SECOND = 200e9 / 8  # 200 Gb/s
 def world_size(x: Candidate) -> Diagnostic | None:
     """dp = world / (tp pp) (pipe/module.py:174)."""
     s, world = x.strategy, x.cluster.world_size
-    if s.world_size == world:
+    pinned = [axis.name for axis in rank_axes() if axis.is_free and axis.pin(x.recipe) is not None]
+    wrong = misfit(s.degrees(), world, complete=True, blamed=pinned)
+    if wrong is None:
         return None
-    axes = [axis for axis in rank_axes() if axis.is_free]
-    key = next((axis.name for axis in reversed(axes) if axis.pin(x.recipe) is not None), axes[0].name)
+    culprit, near = wrong
     shown = [f"{a.name} {s.degrees()[a.name]}" for a in rank_axes() if a.is_free or s.degrees()[a.name] != a.plain]
     return found(
         "SW3101",
-        f"parallelism.{key}",
+        f"parallelism.{culprit}",
         f"{' x '.join(shown)} = {s.world_size}, but {x.cluster.nodes} nodes x {x.cluster.gpus_per_node} GPUs = {world}",
         "The product must be the number of GPUs; leave tensor, pipeline or data at auto to have it computed.",
-        nearest_divisors(world, getattr(s, key)),
+        near,
     )
 
 
@@ -79,6 +81,24 @@ def layers(x: Candidate) -> Diagnostic | None:
     if most_stages(x.graph) >= x.strategy.stages:
         return None
     return too_few_layers(x.graph, x.strategy)
+
+
+def checkpointed_layers(x: Candidate) -> Diagnostic | None:
+    """{full: N} counts layers of each stage. Stages are cut by time and memory, so one may have a few fewer than the
+    others: it recomputes all of them. More than an even share would mean `full`."""
+    s, choice = x.strategy, x.strategy.activation_checkpointing
+    share = layers_of_a_stage(x.graph, s)
+    if not isinstance(choice, PartialCheckpointing) or choice.full <= share:
+        return None
+    stages = (
+        f"spread evenly {s.stages} stages have {share} each, or fewer" if s.stages > 1 else f"the model has {share}"
+    )
+    return found(
+        "SW3135",
+        "parallelism.activation_checkpointing",
+        f"activation_checkpointing {choice} recomputes {choice.full} layers of a stage, but {stages}",
+        f"Write full to recompute every layer, or {{full: N}} with N below {share}.",
+    )
 
 
 def dualpipev_alone(x: Candidate) -> Diagnostic | None:
@@ -170,7 +190,11 @@ def not_yet(x: Candidate) -> Diagnostic | None:
     wrong = {a: v for a, v in x.strategy.beyond_plain() if not a.priced or not (a.runs or a.name in known)}
     if not wrong:
         return None
-    plain = [f"{axis.name}: {str(axis.plain).lower()}" for axis in x.strategy.values() if not axis.runs]
+    plain = [
+        f"{axis.name}: {str(axis.plain).lower()}"
+        for axis in x.strategy.values()
+        if axis in wrong or not (axis.runs or axis.name in known)
+    ]
     named = ", ".join(f"{axis.name} {str(value).lower()}" for axis, value in wrong.items())
     priced = "" if all(axis.priced for axis in wrong) else ", which has no numbers for it either"
     return found(

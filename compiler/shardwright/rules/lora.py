@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shardwright.diagnostics import Diagnostic
+from shardwright.diagnostics import Diagnostic, found
 from shardwright.ir.lora import known_modules, target_modules
-from shardwright.layout.rule import Candidate, found
+from shardwright.layout.rule import Candidate
 
 
 def no_pipeline(x: Candidate) -> Diagnostic | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shardwright.diagnostics import Diagnostic
+from shardwright.diagnostics import Diagnostic, found
 from shardwright.layout.offload import has_room, offloaded_bytes
-from shardwright.layout.rule import Candidate, found
+from shardwright.layout.rule import Candidate
 
 
 def host_memory(x: Candidate) -> Diagnostic | None:

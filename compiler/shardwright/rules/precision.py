@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from shardwright.diagnostics import Diagnostic, KeyPath
+from shardwright.diagnostics import Diagnostic, found
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.words import Precision
-
-_KEY: KeyPath = ("training", "precision")
 
 
 def no_peak(precision: Precision, cluster: Cluster) -> Diagnostic | None:
     if precision in cluster.gpu.peak_flops:
         return None
-    return Diagnostic(
-        code="SW3118",
-        message=f"gpu {cluster.gpu.name} has no {precision} peak",
-        help="Choose a precision that the GPU computes in, or give its peak in an inline gpu's peak_tflops.",
-        key=_KEY,
-        valid=tuple(cluster.gpu.peak_flops),
+    return found(
+        "SW3118",
+        "training.precision",
+        f"gpu {cluster.gpu.name} has no {precision} peak",
+        "Choose a precision that the GPU computes in, or give its peak in an inline gpu's peak_tflops.",
+        tuple(cluster.gpu.peak_flops),
     )
 
 
 def half_on_cpu(precision: Precision, cluster: Cluster) -> Diagnostic | None:
     if precision != "fp16" or not cluster.gpu.is_cpu:
         return None
-    return Diagnostic(
-        code="SW3119",
-        message="DeepSpeed refuses to run precision fp16 on a CPU",
-        help="Write bf16 or fp32, or name the GPU that it is for.",
-        key=_KEY,
-        valid=("bf16", "fp32"),
+    return found(
+        "SW3119",
+        "training.precision",
+        "DeepSpeed refuses to run precision fp16 on a CPU",
+        "Write bf16 or fp32, or name the GPU that it is for.",
+        ("bf16", "fp32"),
     )

@@ -10,7 +10,7 @@ from shardwright.layout.axes import rank_axes
 from shardwright.layout.problem import Problem
 from shardwright.layout.rule import Candidate, Rule, rule
 from shardwright.layout.strategy import Strategy
-from shardwright.rules import attention, layout, lora, offload
+from shardwright.rules import attention, context, layout, lora, offload
 
 _DEGREES = [axis.name for axis in rank_axes()]
 
@@ -33,6 +33,7 @@ GENERAL_RULES: dict[str, Rule] = {
     "SW3130": rule(layout.not_causal),
     "SW3131": rule(layout.own_loss),
     "SW3132": rule(layout.no_expert_parallelism),
+    "SW3135": rule(layout.checkpointed_layers, "activation_checkpointing", "pipeline", "schedule"),
 }
 
 # What this project's own modules do not run, under whatever engine. A target that is only estimated has none of them.
@@ -47,6 +48,10 @@ RUNTIME_RULES: dict[str, Rule] = {
     "SW1432": rule(lora.no_pipeline, "pipeline"),
     "SW1433": rule(lora.no_tensor, "tensor"),
     "SW1434": rule(lora.modules),
+    "SW3141": rule(context.row, "context"),
+    "SW3142": rule(context.heads, "context", "tensor"),
+    "SW3143": rule(context.model_type, "context"),
+    "SW3144": rule(context.dropout, "context"),
     "SW3119": rule(layout.fp16_on_cpu),
     "SW3120": rule(layout.zero_3_slow_links, "zero_stage"),
 }

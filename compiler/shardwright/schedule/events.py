@@ -8,7 +8,7 @@ it has queued and waits for all of it (batch_isend_irecv). Messages of one direc
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwright.schedule.streams import (
@@ -80,10 +80,7 @@ def simulate(
         _Rank(
             number=rank,
             program=grouped(stream(schedule, count, rank, micro_batches), schedule),
-            stage_seconds=[
-                {FORWARD: forward_seconds[stage], BACKWARD: backward_seconds[stage]}
-                for stage in (rank, stages - 1 - rank)
-            ],
+            seconds={FORWARD: forward_seconds, BACKWARD: backward_seconds},
             stages=(rank, stages - 1 - rank),
         )
         for rank in range(count)
@@ -114,9 +111,8 @@ class _Links:
     def post(self, rank: int, now: float, instruction: Instruction) -> _Message:
         """The message, which the rank has come to now; it starts where the other end has, too."""
         link, end = link_of(instruction, rank)
-        number = self._posted[link, end]
-        self._posted[link, end] = number + 1
-        messages = self._messages[link]
+        number, messages = self._posted[link, end], self._messages[link]
+        self._posted[link, end] += 1
         if number == len(messages):
             messages.append(_Message([None, None]))
         message = messages[number]
@@ -131,13 +127,13 @@ class _Links:
 
 @dataclass(slots=True, kw_only=True)
 class _Rank:
-    """One pipeline rank: where its program stands, and what it has done. stages, stage_seconds: by an instruction's
-    phase. waiting: messages that the next instruction waits for."""
+    """One pipeline rank: where its program stands, and what it has done. stages: by an instruction's phase. seconds: by
+    its name, of all stages. waiting: messages that the next instruction waits for."""
 
     number: int
     program: list[Instruction | tuple[Instruction, ...]]
     stages: tuple[int, int]
-    stage_seconds: list[dict[str, float]]
+    seconds: Mapping[str, Sequence[float]]
     now: float = 0.0
     at: int = 0
     waiting: list[_Message] | None = None
@@ -173,11 +169,12 @@ class _Rank:
         return True
 
     def _compute(self, step: Instruction) -> None:
-        start, self.now = self.now, self.now + self.stage_seconds[step.phase][step.name]
+        start, stage = self.now, self.stages[step.phase]
+        self.now += self.seconds[step.name][stage]
         self.done.append(
             Interval(
                 name=step.name,
-                stage=self.stages[step.phase],
+                stage=stage,
                 micro_batch=step.micro_batch,
                 start_seconds=start,
                 stop_seconds=self.now,

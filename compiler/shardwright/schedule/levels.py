@@ -37,9 +37,9 @@ class Levels:
     left: Floats
     right: Floats
     work: Floats
-    repeat_at: int
-    round_levels: int
-    repeats: int
+    repeat_at: int = 0
+    round_levels: int = 0
+    repeats: int = 0
 
 
 def makespans(
@@ -84,12 +84,10 @@ def _run(levels: Levels, added: Floats) -> Floats:
     around = np.lib.stride_tricks.sliding_window_view(padded, ranks, axis=0).transpose(0, 2, 1)
     reached = np.empty(around.shape)
 
-    add, largest = np.add, np.maximum.reduce
-
     def run(start: int, stop: int) -> None:
         for level in range(start, stop):
-            add(around, added[level], reached)
-            largest(reached, axis=0, out=own)
+            np.add(around, added[level], reached)
+            np.maximum.reduce(reached, axis=0, out=own)
 
     first, after = levels.repeat_at, levels.repeat_at + levels.round_levels
     run(0, first)
@@ -105,34 +103,24 @@ def _run(levels: Levels, added: Floats) -> Floats:
     return result
 
 
-@functools.lru_cache(maxsize=256)
 def one_forward_one_backward_levels(ranks: int, micro_batches: int) -> Levels:
     """Level t is step t of TrainSchedule: ranks of t's parity go forward after an exchange with the rank before, the
-    others backward after one with the rank behind. All passes are there in steps 2 p - 1 to 2 m - 2."""
-    kept = min(micro_batches, ranks + 1)
-    step, rank = np.arange(2 * (kept + ranks - 1))[:, None], np.arange(ranks)[None, :]
+    others backward after one with the rank behind. No round repeats in a step of fewer micro-batches than ranks, and
+    longer ones have a closed form."""
+    step, rank = np.arange(2 * (micro_batches + ranks - 1))[:, None], np.arange(ranks)[None, :]
     is_forward = (step + rank) % 2 == 0
-    forward = is_forward & (step - rank >= 0) & ((step - rank) // 2 < kept)
+    forward = is_forward & (step - rank >= 0) & ((step - rank) // 2 < micro_batches)
     number = (step + rank + 1) // 2 - ranks
-    backward = ~is_forward & (number >= 0) & (number < kept)
+    backward = ~is_forward & (number >= 0) & (number < micro_batches)
     # The rank before goes backward in the same step; its gradient comes first.
     came_back = np.zeros_like(forward)
     came_back[:, 1:] = is_forward[:, 1:] & backward[:, :-1]
     left = (came_back.astype(float) + forward) * (rank > 0)
     right = np.zeros_like(left)
     right[:, :-1] = left[:, 1:]
-    repeats = micro_batches - kept + 1 if kept > ranks else 0
-    return Levels(
-        left=left,
-        right=right,
-        work=np.stack([forward, backward], axis=2).astype(float),
-        repeat_at=2 * ranks - 1 if repeats else 0,
-        round_levels=2 if repeats else 0,
-        repeats=repeats,
-    )
+    return Levels(left=left, right=right, work=np.stack([forward, backward], axis=2).astype(float))
 
 
-@functools.lru_cache(maxsize=256)
 def dualpipev_levels(ranks: int, micro_batches: int) -> Levels:
     """From the streams of at most 2 p + 2 micro-batches; a round more for each further one."""
     kept = min(micro_batches, 2 * ranks + 2)
@@ -166,12 +154,11 @@ def _of_streams(ranks: int, micro_batches: int) -> Levels:
             links: dict[Link, int] = defaultdict(int)
             counts[event] = links
             for instruction in group:
-                key = link_of(instruction, rank)
-                link = key[0]
-                number = posted[key]
-                posted[key] = number + 1
+                link, end = link_of(instruction, rank)
+                message = (link, posted[link, end])
+                posted[link, end] += 1
                 links[link] += 1
-                together.join(event, seen.setdefault((link, number), event))
+                together.join(event, seen.setdefault(message, event))
     members: dict[tuple[int, int], list[int]] = defaultdict(list)
     for event in counts:
         members[together.root(event)].append(event[0])
@@ -183,7 +170,7 @@ def _of_streams(ranks: int, micro_batches: int) -> Levels:
         work[level, rank] = events[rank][number][1]
         for peer, side in ((rank - 1, left), (rank + 1, right)):
             side[level, rank] = max(links.get((rank, peer), 0), links.get((peer, rank), 0))
-    return Levels(left=left, right=right, work=work, repeat_at=0, round_levels=0, repeats=0)
+    return Levels(left=left, right=right, work=work)
 
 
 def _events(ranks: int, rank: int, micro_batches: int) -> list[tuple[tuple[Instruction, ...], list[int]]]:
@@ -233,8 +220,6 @@ class _Together:
         return event
 
     def join(self, a: tuple[int, int], b: tuple[int, int]) -> None:
-        if a == b:
-            return
         first, second = self.root(a), self.root(b)
         if first != second:
             self._above[first] = second

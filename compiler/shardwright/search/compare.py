@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.axes import AXES, Value
-from shardwright.layout.estimate import Estimate, Time
+from shardwright.layout.estimate import Estimate
 from shardwright.layout.strategy import Strategy
 from shardwright.search.settle import is_roomy
 
@@ -82,8 +82,8 @@ def because(recipe: Recipe, estimate: Estimate, winner: Estimate) -> str:
         return f"{_gib(estimate)} GiB against {_gib(winner)}"
     if is_roomy(recipe, winner.memory) and not is_roomy(recipe, estimate.memory):
         return f"{_gib(estimate)} of {estimate.memory.capacity_bytes / 2**30:.0f} GiB: memory_headroom keeps more free"
-    part = max(PARTS, key=lambda name: _seconds(estimate.time, name) - _seconds(winner.time, name))
-    theirs, ours = _seconds(estimate.time, part), _seconds(winner.time, part)
+    part = max(PARTS, key=lambda name: getattr(estimate.time, name) - getattr(winner.time, name))
+    theirs, ours = getattr(estimate.time, part), getattr(winner.time, part)
     return f"{PARTS[part]}: {theirs:.3g} s against {ours:.3g} s" if theirs > ours else "equal in step time"
 
 
@@ -96,19 +96,14 @@ def binding_constraint(winner: Estimate, beyond_memory: Estimate | None) -> str:
             f"memory: {beyond_memory.strategy.describe()} would take {faster:.0%} less time, "
             f"but needs {_gib(beyond_memory)} of {winner.memory.capacity_bytes / 2**30:.0f} GiB"
         )
-    part = max(PARTS, key=lambda name: _seconds(winner.time, name))
-    return f"{PARTS[part]}: {_seconds(winner.time, part) / step:.0%} of the step; more memory would not make it faster"
+    part = max(PARTS, key=lambda name: getattr(winner.time, name))
+    return f"{PARTS[part]}: {getattr(winner.time, part) / step:.0%} of the step; more memory would not make it faster"
 
 
 def hpz_words(s: Strategy) -> str:
     """ "" without it; it follows from the layout and is no key of a recipe."""
     ranks = s.hpz_partition_size
     return "" if ranks == 1 else f"a second copy inside each node, shared out over {ranks} ranks (hpZ)"
-
-
-def _seconds(time: Time, part: str) -> float:
-    value: float = getattr(time, part)
-    return value
 
 
 def _gib(estimate: Estimate) -> str:

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardwright.cost.compute import peak_flops
 from shardwright.cost.estimate import SECONDS_PER_DAY
 from shardwright.cost.shapes import model_shapes
 from shardwright.cost.timing import FORWARDS_PER_STEP, forward_flops_per_token
-from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.diagnostics import Refusal, refusal
 from shardwright.ir.cluster import Cluster
 from shardwright.layout.axes import worlds
 from shardwright.layout.problem import Problem
 from shardwright.search.search import search
 
 MOST_GPUS = 65_536  # as many as a plan.json lists: beyond it no answer could be compiled
-
-
 HOURS_PER_DAY = 24
 TRIED_SHARES = (0.0, 0.25, 0.5)
 """Of the way from the nodes that perfect scaling needs to those that the recipe's own batch needs."""
@@ -115,70 +112,46 @@ def size_cluster(problem: Problem) -> tuple[Problem, Sizing | None]:
         return problem, None
     steps, days = recipe.training.known_steps, recipe.training.days_at_most
     if not steps or days is None:
-        raise Refusal(
-            Diagnostic(
-                code="SW3003",
-                message="nodes: auto needs the number of steps, and `epochs` does not tell it before the data is read",
-                help="Give training.steps or training.tokens, or the number of nodes.",
-                key=("cluster", "nodes"),
-            )
+        raise refusal(
+            "SW3003",
+            "nodes: auto needs the number of steps, and `epochs` does not tell it before the data is read",
+            "Give training.steps or training.tokens, or the number of nodes.",
+            key=("cluster", "nodes"),
         )
     limit = days * SECONDS_PER_DAY / steps
     fewest = _work_seconds(problem) / limit / cluster.gpus_per_node
-    smaller: tuple[int, float | None] | None = None
+    gpus = cluster.gpus_per_node
+    smaller: int | None = None
+    smaller_days: float | None = None
     fastest: tuple[float, int] | None = None
-    for nodes in _sizes(problem):
+    for nodes in sorted(world // gpus for world in worlds(problem) if world % gpus == 0 and world <= MOST_GPUS):
         if nodes < fewest:
-            smaller = (nodes, None)
+            smaller = nodes
             continue
         sized = _with_nodes(problem, nodes)
         ranked = search(sized).ranked
         seconds = ranked[0].time.step_seconds if ranked else None  # of the plan that would be chosen
         if seconds is not None and seconds <= limit:
-            return sized, _sizing(problem, nodes, seconds * steps, days, smaller)
+            if smaller is not None and smaller_days is None:  # the bound may have skipped it
+                below = search(_with_nodes(problem, smaller)).ranked
+                smaller_days = below[0].training.days if below else None
+            return sized, Sizing(
+                nodes=nodes,
+                days=seconds * steps / SECONDS_PER_DAY,
+                days_at_most=days,
+                smaller_nodes=smaller,
+                smaller_days=smaller_days,
+            )
         if seconds is not None:
             fastest = min(fastest or (seconds, nodes), (seconds, nodes))
-        smaller = (nodes, None if seconds is None else seconds * steps / SECONDS_PER_DAY)
-    raise Refusal(_too_slow(days, steps, fastest, cluster))
-
-
-def _sizing(
-    problem: Problem,
-    nodes: int,
-    seconds: float,
-    days: float,
-    smaller: tuple[int, float | None] | None,
-) -> Sizing:
-    """The next smaller cluster is searched where the bound had skipped it."""
-    below: float | None = None
-    if smaller is not None:
-        below = smaller[1]
-        if below is None:
-            ranked = search(_with_nodes(problem, smaller[0])).ranked
-            below = ranked[0].training.days if ranked else None
-    return Sizing(
-        nodes=nodes,
-        days=seconds / SECONDS_PER_DAY,
-        days_at_most=days,
-        smaller_nodes=None if smaller is None else smaller[0],
-        smaller_days=below,
-    )
+        smaller, smaller_days = nodes, None if seconds is None else seconds * steps / SECONDS_PER_DAY
+    raise _too_slow(days, steps, fastest, cluster)
 
 
 def _with_nodes(problem: Problem, nodes: int) -> Problem:
     section = dataclasses.replace(problem.recipe.cluster, nodes=nodes)
-    return Problem(
-        recipe=dataclasses.replace(problem.recipe, cluster=section),
-        graph=problem.graph,
-        cluster=dataclasses.replace(problem.cluster, nodes=nodes),
-    )
-
-
-def _sizes(problem: Problem) -> Iterator[int]:
-    """Every number of nodes that some degrees make up, ascending."""
-    cluster = problem.cluster
-    gpus, found = cluster.gpus_per_node, worlds(problem)
-    yield from sorted(world // gpus for world in found if world % gpus == 0 and world <= MOST_GPUS)
+    recipe = dataclasses.replace(problem.recipe, cluster=section)
+    return dataclasses.replace(problem, recipe=recipe, cluster=dataclasses.replace(problem.cluster, nodes=nodes))
 
 
 def _work_seconds(problem: Problem) -> float:
@@ -194,7 +167,7 @@ def _work_seconds(problem: Problem) -> float:
     return forwards * forward * tokens / peak_flops(cluster.gpu, training.precision)
 
 
-def _too_slow(days: float, steps: int, fastest: tuple[float, int] | None, cluster: Cluster) -> Diagnostic:
+def _too_slow(days: float, steps: int, fastest: tuple[float, int] | None, cluster: Cluster) -> Refusal:
     if fastest is None:
         message = f"no cluster of up to {MOST_GPUS} x {cluster.gpu.name} has a layout that fits"
         help_text = "A larger GPU, a shorter sequence or fewer pins would help; `plan` with a number says more."
@@ -205,7 +178,7 @@ def _too_slow(days: float, steps: int, fastest: tuple[float, int] | None, cluste
             f"The fastest has {_nodes(nodes)}: {seconds * steps / SECONDS_PER_DAY:.3g} days. A larger "
             "global_batch_size lets more GPUs work at once; fewer tokens, a faster GPU or a later deadline help, too."
         )
-    return Diagnostic(code="SW3204", message=message, help=help_text, key=("training", "days_at_most"))
+    return refusal("SW3204", message, help_text, key=("training", "days_at_most"))
 
 
 def _nodes(count: int) -> str:

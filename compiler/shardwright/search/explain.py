@@ -15,7 +15,7 @@ from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy, layout_axes
 from shardwright.search.compare import because, binding_constraint
 from shardwright.search.plainer import Plainer, plainer
-from shardwright.search.search import SearchResult, search
+from shardwright.search.search import SearchResult, place_key, search
 from shardwright.search.sensitivity import Sensitivity, sensitivities
 from shardwright.search.settle import as_planned, is_roomy, with_hpz, without_hpz
 from shardwright.search.space import without_layout_pins
@@ -88,29 +88,34 @@ def explain(problem: Problem, chosen: Estimate) -> PlanExplanation:
     within = search(problem)
     pinned = pinned_keys(recipe)
     everywhere = search(dataclasses.replace(problem, recipe=without_layout_pins(recipe))) if pinned else within
-    after = _after(within, chosen)
+    inside = [e.strategy for e in within.ranked]
+    after = list(within.ranked[inside.index(chosen.strategy) + 1 if chosen.strategy in inside else 0 :])
     beyond_pins = not after and bool(pinned)
     if beyond_pins:
         after = [e for e in everywhere.ranked if e.strategy != chosen.strategy]
-    order = [e.strategy for e in everywhere.ranked]
     return PlanExplanation(
         chosen=chosen,
         breakdown=break_down(layout, chosen),
         binding=binding_constraint(chosen, within.beyond_memory),
         keys=tuple(_reason(recipe, everywhere, chosen, axis.name, axis.name in pinned) for axis in layout_axes()),
-        place=order.index(chosen.strategy) + 1 if chosen.strategy in order else None,
-        layouts=len(order),
+        place=_place(recipe, everywhere, chosen),
+        layouts=len(everywhere.ranked),
         next_best=tuple(alternative(recipe, e, chosen) for e in after[:NEXT]),
         beyond_pins=beyond_pins,
         sensitivity=sensitivities(problem, chosen),
         rejected=everywhere.rejected,
         second_copy=_second_copy(layout, chosen),
-        plainer=plainer(recipe, within.ranked) if _is_best(within, chosen) else None,
+        plainer=plainer(recipe, within.ranked) if inside[:1] == [chosen.strategy] else None,
     )
 
 
-def _is_best(within: SearchResult, chosen: Estimate) -> bool:
-    return bool(within.ranked) and within.ranked[0].strategy == chosen.strategy
+def _place(recipe: Recipe, everywhere: SearchResult, chosen: Estimate) -> int | None:
+    """Where the search would rank it: how many layers a recipe says to recompute need not be what the search tries."""
+    order = [e.strategy for e in everywhere.ranked]
+    if chosen.strategy in order:
+        return order.index(chosen.strategy) + 1
+    key = place_key(recipe, chosen)
+    return 1 + sum(place_key(recipe, e) < key for e in everywhere.ranked) if chosen.feasible else None
 
 
 def _second_copy(layout: Layout, chosen: Estimate) -> SecondCopy | None:
@@ -145,12 +150,6 @@ def alternative(recipe: Recipe, estimate: Estimate, chosen: Estimate) -> Alterna
         slower=step / chosen.time.step_seconds - 1,
         because=because(recipe, chosen, estimate) if is_better else because(recipe, estimate, chosen),
     )
-
-
-def _after(within: SearchResult, chosen: Estimate) -> list[Estimate]:
-    order = [e.strategy for e in within.ranked]
-    place = order.index(chosen.strategy) + 1 if chosen.strategy in order else 0
-    return list(within.ranked[place:])
 
 
 def _reason(recipe: Recipe, everywhere: SearchResult, chosen: Estimate, key: str, pinned: bool) -> KeyReason:

@@ -51,7 +51,8 @@ def plainer(recipe: Recipe, ranked: Sequence[Estimate]) -> Plainer | None:
         strategy=found.strategy,
         slower=found.time.step_seconds / best.time.step_seconds - 1,
         without=tuple(sorted(mine - _machinery(found.strategy))),
-        gives_up=_given_up(best.strategy, found.strategy),
+        # Both need each rank to have the whole model.
+        gives_up=(FOR_SCRIPTS, "LoRA") if found.strategy.is_whole and not best.strategy.is_whole else (),
     )
 
 
@@ -66,8 +67,3 @@ def plainer_words(found: Plainer) -> str:
 def _machinery(s: Strategy) -> frozenset[str]:
     """What a layout has beyond data parallelism and ZeRO. hpZ is none: nobody chooses it, and nothing is lost by it."""
     return frozenset(axis.machinery.format(value) for axis, value in s.beyond_plain() if axis.machinery)
-
-
-def _given_up(best: Strategy, other: Strategy) -> tuple[str, ...]:
-    """accelerate/ and LoRA need each rank to have the whole model."""
-    return (FOR_SCRIPTS, "LoRA") if other.is_whole and not best.is_whole else ()

@@ -8,13 +8,15 @@ from dataclasses import dataclass, fields
 
 from shardwright.cost.estimate import does_not_fit, price
 from shardwright.cost.layout import Layout
-from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.diagnostics import Diagnostic, Refusal, refusal
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.recipe import Recipe
+from shardwright.layout.axes import AXES
 from shardwright.layout.estimate import Estimate, Memory
 from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.rules.registry import UNCOUNTABLE_CODES, check_layout
+from shardwright.search.partial import recompute_less
 from shardwright.search.settle import estimate_strategy, is_roomy, settle
 from shardwright.search.space import as_today, candidates, nearest
 from shardwright.search.walk import RejectedRegion, Rejections, legal_layouts
@@ -42,7 +44,8 @@ def search(problem: Problem) -> SearchResult:
     """Never raises for a layout that is illegal: that one is in `rejected`. Deterministic but for `seconds`.
 
     Exhaustive, with two bounds: a rule forbids all that it does not read about, and where a micro-batch does not fit no
-    larger one does (activations and logits grow with it, nothing shrinks).
+    larger one does (activations and logits grow with it, nothing shrinks). Beside a layout that recomputes all layers
+    stands the one that recomputes as few of them as fit, where fewer do.
     """
     recipe = problem.recipe
     started = time.perf_counter()
@@ -57,8 +60,9 @@ def search(problem: Problem) -> SearchResult:
                 beyond.append((layout, memory, warnings))
                 break
             feasible.append(price(layout, memory, warnings))
-    # A plan that the prediction's error could push out of memory comes after those that it could not.
-    feasible.sort(key=lambda e: (not is_roomy(recipe, e.memory), rank_key(recipe, e)))
+            if less := recompute_less(problem, layout, memory):
+                feasible.append(price(*less, warnings))
+    feasible.sort(key=lambda e: place_key(recipe, e))
     closest = beyond_memory = None
     if feasible:
         priced = [price(*b) for b in beyond if b[1].peak_bytes <= MORE_MEMORY * b[1].capacity_bytes]
@@ -74,22 +78,21 @@ def search(problem: Problem) -> SearchResult:
     )
 
 
+def place_key(recipe: Recipe, estimate: Estimate) -> tuple[bool, tuple[float | int | str, ...]]:
+    """A plan that the prediction's error could push out of memory comes after those that it could not."""
+    return not is_roomy(recipe, estimate.memory), rank_key(recipe, estimate)
+
+
 def rank_key(recipe: Recipe, estimate: Estimate) -> tuple[float | int | str, ...]:
-    """By the objective (a fixed cluster costs what its time costs), then the simpler layout, then the text."""
-    s = estimate.strategy
+    """By the objective (a fixed cluster costs what its time costs), then the simpler layout, then the other keys."""
+    strategy = estimate.strategy
     goal = estimate.memory.peak_bytes if recipe.objective == "memory" else estimate.time.step_seconds
     other = estimate.time.step_seconds if recipe.objective == "memory" else estimate.memory.peak_bytes
     # Nine digits: what floating-point noise decides would not be a choice.
-    return (
-        float(f"{goal:.9g}"),
-        s.pipeline,
-        s.tensor,
-        s.zero_stage,
-        float(f"{other:.9g}"),
-        s.micro_batch_size,
-        s.activation_checkpointing,
-        s.schedule,
-    )
+    regions = (getattr(strategy, axis.name) for axis in AXES if axis.region)
+    rest = (getattr(strategy, axis.name) for axis in reversed(AXES) if axis.section)
+    words = (value if isinstance(value, int) else str(value) for value in rest)
+    return (float(f"{goal:.9g}"), *regions, float(f"{other:.9g}"), *words)
 
 
 def choose(problem: Problem) -> Estimate:
@@ -99,7 +102,7 @@ def choose(problem: Problem) -> Estimate:
     if result.ranked:
         return result.ranked[0]
     if result.closest is not None:
-        raise Refusal(_nothing_fits(result.closest, cluster))
+        raise _nothing_fits(result.closest, cluster)
     raise Refusal(*why_not(problem))
 
 
@@ -163,32 +166,26 @@ def baselines(problem: Problem) -> tuple[Estimate, ...]:
 
     Pins on the layout do not apply. Where none fits, the one nearest to fitting; none where the batch does not divide.
     """
-    recipe = problem.recipe
-    found: list[Estimate] = []
-    for zero_stage in (2, 3):
-        plain = as_today(recipe, zero_stage=zero_stage)
-        result = search(dataclasses.replace(problem, recipe=plain))
-        best = result.ranked[0] if result.ranked else result.closest
-        if best is not None:
-            found.append(best)
-    return tuple(found)
+    recipes = (as_today(problem.recipe, zero_stage=zero_stage) for zero_stage in (2, 3))
+    results = [search(dataclasses.replace(problem, recipe=recipe)) for recipe in recipes]
+    best = (result.ranked[0] if result.ranked else result.closest for result in results)
+    return tuple(estimate for estimate in best if estimate is not None)
 
 
-def _nothing_fits(closest: Estimate, cluster: Cluster) -> Diagnostic:
+def _nothing_fits(closest: Estimate, cluster: Cluster) -> Refusal:
     memory = closest.memory
     fullest = max(memory.stages, key=lambda stage: stage.peak_bytes)
     states = fullest.parameters_bytes + fullest.gradients_bytes + fullest.optimizer_bytes
-    largest = max(states, fullest.activations_bytes, fullest.workspace_bytes)
-    if largest == states:
-        remedy = "Most of it is model states: more nodes, or GPUs with more memory, would help."
-    elif largest == fullest.activations_bytes:
-        remedy = "Most of it is activations: a shorter sequence, or GPUs with more memory, would help."
-    else:
-        remedy = "Most of it is workspace (logits, buffers, the libraries' own): GPUs with more memory would help."
-    return Diagnostic(
-        code="SW3202",
-        message=f"the model does not fit anywhere on {cluster.world_size} x {cluster.gpu.name}: "
+    _, remedy = max(
+        (states, "model states: more nodes, or GPUs with more memory,"),
+        (fullest.activations_bytes, "activations: a shorter sequence, or GPUs with more memory,"),
+        (fullest.workspace_bytes, "workspace (logits, buffers, the libraries' own): GPUs with more memory"),
+        key=lambda part: part[0],
+    )
+    return refusal(
+        "SW3202",
+        f"the model does not fit anywhere on {cluster.world_size} x {cluster.gpu.name}: "
         f"the closest layout needs {memory.peak_bytes / 2**30:.1f} GiB of {memory.capacity_bytes / 2**30:.1f} GiB",
-        help=f"The closest layout is {closest.strategy.describe()}. {remedy}",
+        f"The closest layout is {closest.strategy.describe()}. Most of it is {remedy} would help.",
         key=("cluster", "nodes"),
     )

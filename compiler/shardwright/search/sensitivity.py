@@ -31,15 +31,9 @@ def sensitivities(problem: Problem, chosen: Estimate) -> tuple[Sensitivity, ...]
     found: list[Sensitivity] = []
     for resource, (matters, better) in RESOURCES.items():
         if matters(cluster):
-            there = better(cluster)
-            ranked = search(dataclasses.replace(problem, cluster=there)).ranked
-            found.append(
-                Sensitivity(
-                    resource=resource,
-                    same=estimate_strategy(dataclasses.replace(problem, cluster=there), chosen.strategy),
-                    best=ranked[0] if ranked else None,
-                )
-            )
+            there = dataclasses.replace(problem, cluster=better(cluster))
+            same, best = estimate_strategy(there, chosen.strategy), next(iter(search(there).ranked), None)
+            found.append(Sensitivity(resource=resource, same=same, best=best))
     return tuple(found)
 
 
@@ -55,10 +49,8 @@ def _with_gpu(cluster: Cluster, **changes: object) -> Cluster:
     return dataclasses.replace(cluster, gpu=changed)
 
 
-Better = Callable[[Cluster], Cluster]
-
 # resource -> whether a cluster has a use for it, and the cluster with more of it
-RESOURCES: dict[str, tuple[Callable[[Cluster], bool], Better]] = {
+RESOURCES: dict[str, tuple[Callable[[Cluster], bool], Callable[[Cluster], Cluster]]] = {
     "inter_node_bandwidth": (
         lambda c: c.nodes > 1,
         lambda c: dataclasses.replace(c, inter_node_bytes_per_second=c.inter_node_bytes_per_second * MORE),
@@ -67,10 +59,7 @@ RESOURCES: dict[str, tuple[Callable[[Cluster], bool], Better]] = {
         lambda c: c.gpus_per_node > 1,
         lambda c: dataclasses.replace(c, intra_node_bytes_per_second=c.intra_node_bytes_per_second * MORE),
     ),
-    "memory": (
-        lambda c: True,
-        lambda c: _with_gpu(c, memory_gib=c.gpu.memory_gib * MORE),
-    ),
+    "memory": (lambda c: True, lambda c: _with_gpu(c, memory_gib=c.gpu.memory_gib * MORE)),
     "memory_bandwidth": (
         lambda c: True,
         lambda c: _with_gpu(c, hbm_bytes_per_second=c.gpu.hbm_bytes_per_second * MORE),

@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwright.cost.collectives import group_of
-from shardwright.cost.constants import Constants, default_constants
+from shardwright.cost.constants import Constants
 from shardwright.cost.estimate import price
 from shardwright.cost.layout import Layout, lay_out, placed
 from shardwright.cost.memory import cautious_bytes, estimate_memory, logits_are_peak
+from shardwright.cost.replaced import constants_of
 from shardwright.cost.stages import PricedStages
 from shardwright.cost.timing import data_seconds
 from shardwright.diagnostics import Diagnostic, Refusal
@@ -23,7 +24,7 @@ from shardwright.layout.estimate import Estimate, Memory
 from shardwright.layout.hpz import asks_for_none
 from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
-from shardwright.model.chunked import proved_chunked
+from shardwright.model.support import proved_chunked
 from shardwright.partition.placing import place_layers
 from shardwright.rules.registry import check_layout, is_countable
 
@@ -34,15 +35,14 @@ def estimate_strategy(problem: Problem, strategy: Strategy) -> Estimate:
     Raises Refusal (SW3101, SW3102, SW3115 and every other broken rule) where they do not, and for axes that the cost
     model does not know: there is nothing to count.
     """
-    diagnostics = _countable(problem, strategy)
-    return settled_estimate(problem, strategy, diagnostics)
+    return settled_estimate(problem, strategy, _countable(problem, strategy))
 
 
 def as_planned(problem: Problem, strategy: Strategy, boundaries: tuple[int, ...]) -> tuple[Layout, Estimate]:
     """What a plan has decided, priced by this version: nothing is settled or placed anew. Raises as
     estimate_strategy."""
     diagnostics = _countable(problem, strategy)
-    layout = placed(lay_out(problem, strategy, default_constants()), boundaries)
+    layout = placed(lay_out(problem, strategy, constants_of(problem.recipe)), boundaries)
     return layout, price(layout, estimate_memory(layout), diagnostics)
 
 
@@ -80,7 +80,7 @@ def settle(problem: Problem, strategy: Strategy, constants: Constants | None = N
 def place(problem: Problem, strategy: Strategy, constants: Constants | None = None) -> Layout:
     """The strategy as it is, with its layers on stages."""
     recipe, graph = problem.recipe, problem.graph
-    layout = lay_out(problem, strategy, constants or default_constants())
+    layout = lay_out(problem, strategy, constants or constants_of(problem.recipe))
     return placed(layout, place_layers(recipe, graph, strategy, PricedStages(layout)))
 
 
@@ -108,12 +108,12 @@ def _settle_hpz(layout: Layout, memory: Memory) -> tuple[Layout, Memory]:
 def with_hpz(layout: Layout) -> Layout | None:
     """The same layout with the second copy; None where the recipe wants none, where no data group has several ranks on
     each of several nodes, and where DeepSpeed cannot: below ZeRO-3, and under offload (the loss freezes,
-    DeepSpeed#6926)."""
+    DeepSpeed#6926). Beside context ranks it is not tried."""
     s, recipe = layout.strategy, layout.recipe
     own = ENGINES[recipe.target].traits.hpz and recipe.assume.kernels == "auto" and not asks_for_none(recipe.extra)
-    if not own or s.zero_stage != 3 or s.pipeline > 1 or s.offload != "none":
+    if not own or s.zero_stage != 3 or s.pipeline > 1 or s.context > 1 or s.offload != "none":
         return None
-    group = group_of(layout.cluster, s.data, s.tensor)
+    group = group_of(layout.cluster, s.shards, s.tensor)
     if not 1 < group.ranks_per_node < group.ranks or group.ranks % group.ranks_per_node:
         return None
     return replace(layout, strategy=replace(s, hpz_partition_size=group.ranks_per_node))

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.recipe import Recipe
-from shardwright.layout.axes import AXES, Value, choices, degrees_that_fill, rank_axes, world_of
+from shardwright.layout.axes import AXES, Value, choices, degrees_that_fill, rank_axes, whole, world_of
 from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy, free_axes
 
@@ -32,7 +32,6 @@ def placements(problem: Problem) -> Iterator[Placement]:
 
     Nothing where the pins themselves do not multiply out (see `nearest`).
     """
-    problem = problem
     for degrees in degrees_that_fill(problem):
         settled: dict[str, Value] = {**degrees}
         walked: list[tuple[str, tuple[Value, ...]]] = []
@@ -69,12 +68,12 @@ def nearest(recipe: Recipe, cluster: Cluster) -> Strategy:
 
     def room(name: str) -> int:
         """What the other degrees leave of the world to this one; 0 where they do not divide it."""
-        others = world_of({axis.name: int(values[axis.name]) for axis in rank_axes()}) // int(values[name])
+        others = world_of({axis.name: whole(values[axis.name]) for axis in rank_axes()}) // whole(values[name])
         return 0 if cluster.world_size % others else cluster.world_size // others
 
     *others, last = (axis.name for axis in rank_axes())
     if pins[last] is None:
-        values[last] = max(1, cluster.world_size // world_of({name: int(values[name]) for name in (*others, last)}))
+        values[last] = max(1, cluster.world_size // world_of({name: whole(values[name]) for name in (*others, last)}))
     free = next((name for name in others if pins[name] is None and room(name)), None)
     if free is not None:
         values[free] = room(free)
@@ -98,5 +97,5 @@ def as_today(recipe: Recipe, *, zero_stage: int) -> Recipe:
 
 def _strategy(recipe: Recipe, values: Mapping[str, Value]) -> Strategy:
     """values: of all keys of the recipe. `loss: auto` is settled in search.settle."""
-    at_once = int(values["micro_batch_size"]) * int(values["data"])
+    at_once = whole(values["micro_batch_size"]) * whole(values["data"])
     return _make(**values, gradient_accumulation_steps=max(1, recipe.training.global_batch_size // at_once))

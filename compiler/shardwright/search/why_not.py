@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwright.diagnostics import Diagnostic, Refusal
-from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import Estimate
 from shardwright.layout.problem import Problem
 from shardwright.search.compare import because
-from shardwright.search.search import pinned_estimate, rank_key
-from shardwright.search.settle import is_roomy
+from shardwright.search.search import pinned_estimate, place_key
 
 CHOSEN, LOSES, WINS, FORBIDDEN, TOO_LARGE = "chosen", "loses", "wins", "forbidden", "does not fit"
 MEMORY_CODE = "SW3201"
@@ -41,23 +39,19 @@ def why_not(problem: Problem, chosen: Estimate) -> WhyNotAnswer:
     errors = [d for d in best.diagnostics if d.severity == "error"]
     if errors:
         verdict = TOO_LARGE if all(d.code == MEMORY_CODE for d in errors) else FORBIDDEN
-        return WhyNotAnswer(verdict=verdict, estimate=best, diagnostics=best.diagnostics, because=errors[0].message)
-    if best.strategy == chosen.strategy:
-        return WhyNotAnswer(verdict=CHOSEN, estimate=best, diagnostics=best.diagnostics, because="")
-    if not chosen.feasible or _place(asked, best) < _place(asked, chosen):
-        reason = because(asked, chosen, best) if chosen.feasible else "the plan itself does not run"
-        return WhyNotAnswer(verdict=WINS, estimate=best, diagnostics=best.diagnostics, because=reason)
-    return WhyNotAnswer(
-        verdict=LOSES, estimate=best, diagnostics=best.diagnostics, because=because(asked, best, chosen)
-    )
+        reason = errors[0].message
+    elif best.strategy == chosen.strategy:
+        verdict, reason = CHOSEN, ""
+    elif not chosen.feasible:
+        verdict, reason = WINS, "the plan itself does not run"
+    elif place_key(asked, best) < place_key(asked, chosen):
+        verdict, reason = WINS, because(asked, chosen, best)
+    else:
+        verdict, reason = LOSES, because(asked, best, chosen)
+    return WhyNotAnswer(verdict=verdict, estimate=best, diagnostics=best.diagnostics, because=reason)
 
 
 def refused(refusal: Refusal) -> WhyNotAnswer:
     """Where nothing multiplies out to the GPUs and the batch."""
     found = refusal.diagnostics
     return WhyNotAnswer(verdict=FORBIDDEN, estimate=None, diagnostics=tuple(found), because=found[0].message)
-
-
-def _place(recipe: Recipe, estimate: Estimate) -> tuple[bool, tuple[float | int | str, ...]]:
-    """As `search` ranks."""
-    return not is_roomy(recipe, estimate.memory), rank_key(recipe, estimate)

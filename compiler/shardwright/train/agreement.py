@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shardwright.checkpoint.manifest import checksum
 from shardwright.data.fingerprint import fingerprints
-from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.diagnostics import Diagnostic, Refusal, found, refusal
 from shardwright.engines.table import engine_of
 from shardwright.plan.build import CONFIG_FILE, MODEL_DIRECTORY, PLAN_FILE
 from shardwright.plan.plan import Plan
@@ -28,13 +28,11 @@ def check_world(plan: Plan) -> None:
     """Raises Refusal where the world is not the plan's."""
     world = int(os.environ["WORLD_SIZE"])
     if world != plan.strategy.world_size:
-        raise Refusal(
-            Diagnostic(
-                code="SW6003",
-                message=f"the launcher started {world} ranks, the plan is for {plan.strategy.world_size} "
-                f"({plan.nodes} x {plan.gpus_per_node})",
-                help="Give the hosts that the plan was made for, or compile for the cluster at hand.",
-            )
+        raise refusal(
+            "SW6003",
+            f"the launcher started {world} ranks, the plan is for {plan.strategy.world_size} "
+            f"({plan.nodes} x {plan.gpus_per_node})",
+            "Give the hosts that the plan was made for, or compile for the cluster at hand.",
         )
 
 
@@ -82,11 +80,9 @@ def disagreement(gathered: Sequence[tuple[str, Digests]], help_text: str) -> Dia
     told = "; ".join(f"host {host} has another {', '.join(names)}" for host, names in list(others.items())[:8])
     more = f" (and {len(others) - 8} more hosts)" if len(others) > 8 else ""
     than = next(iter(agreeing), "the others")
-    return Diagnostic(
-        code="SW6011",
-        message=f"{told}{more} than {than}: they would train something else together",
-        help=f"{help_text} `shardwright doctor` compares the folders. No step was trained.",
-    )
+    message = f"{told}{more} than {than}: they would train something else together"
+    help = f"{help_text} `shardwright doctor` compares the folders. No step was trained."
+    return found("SW6011", None, message, help)
 
 
 def _changed(plan: Plan, found: Digests) -> tuple[Diagnostic, ...]:

@@ -13,6 +13,7 @@ from shardwright.checkpoint.lineage import Line, current_line, line_from_json, n
 from shardwright.checkpoint.step_folders import set_aside
 from shardwright.lease import Lease
 from shardwright.plan.plan import Plan
+from shardwright.records import carried
 from shardwright.train.ownership import take
 from shardwright.watch.journal import AttemptRecord, read_attempt_record, write_attempt_record
 
@@ -51,14 +52,7 @@ def begin_attempt(
         shutil.rmtree(run / leftovers, ignore_errors=True)
     for log in () if ranks_live else (run / "logs").glob("rank-*.log"):
         log.unlink()
-    record = AttemptRecord(
-        number=attempt.number,
-        resume=attempt.resume,
-        step=attempt.step,
-        steps=plan.training.steps,
-        line=asdict(line),
-        lease=lease,
-    )
+    record = carried(AttemptRecord, attempt, steps=plan.training.steps, line=asdict(line), lease=lease)
     write_attempt_record(folder, record)
     return attempt
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.diagnostics import Refusal, refusal
 
 VARIABLE = "SHARDWRIGHT_ENV_FILE"
 TAKEN = "SHARDWRIGHT_ENV_TAKEN"
@@ -46,13 +46,11 @@ def _values() -> dict[str, str]:
     try:
         return {**_read(Path(path)), TAKEN: path} if path else {}
     except OSError as error:
-        raise Refusal(
-            Diagnostic(
-                code="SW6012",
-                message=f"the values of launch.env_from did not reach this host: {error}",
-                help="launch.sh sends them by ssh when it starts. Try `ssh HOST true` from where it was started, and "
-                "see that /dev/shm is not full there.",
-            )
+        raise refusal(
+            "SW6012",
+            f"the values of launch.env_from did not reach this host: {error}",
+            "launch.sh sends them by ssh when it starts. Try `ssh HOST true` from where it was started, and "
+            "see that /dev/shm is not full there.",
         ) from None
 
 

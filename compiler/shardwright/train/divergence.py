@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.diagnostics import Refusal, refusal
 from shardwright.plan.plan import Plan
 
 
@@ -27,7 +27,7 @@ class Divergence:
         self.finite = math.isfinite(loss)
         self._in_a_row = 0 if self.finite else self._in_a_row + 1
         if 0 < self._limit <= self._in_a_row:
-            raise Refusal(self._stopped(step, loss))
+            raise self._stopped(step, loss)
         if not self.finite:
             after = f"the run ends after {self._limit} in a row" if self._limit else "the run goes on all the same"
             return self._once("SW6310", f"step {step}: the loss is {loss}; {after} (training.stop_after_nonfinite)")
@@ -41,14 +41,14 @@ class Divergence:
         self._told.add(code)
         return [f"warning[{code}]: {message}"]
 
-    def _stopped(self, step: int, loss: float) -> Diagnostic:
+    def _stopped(self, step: int, loss: float) -> Refusal:
         n = self._in_a_row
         steps = f"steps {step - n + 1} to {step}" if n > 1 else f"step {step}"
-        return Diagnostic(
-            code="SW6311",
-            message=f"the loss is no finite number any more ({loss}, in {steps}): training ended, as "
+        return refusal(
+            "SW6311",
+            f"the loss is no finite number any more ({loss}, in {steps}): training ended, as "
             f"training.stop_after_nonfinite: {self._limit} says",
-            help="Nothing is trained by such steps. `shardwright run` goes on from the newest checkpoint with a finite "
+            "Nothing is trained by such steps. `shardwright run` goes on from the newest checkpoint with a finite "
             "loss: before that compile again with a lower training.optimizer.lr, more warm-up or precision: bf16, or "
             "look for the samples that cause it.",
         )

@@ -47,44 +47,41 @@ class AttemptSummary:
         """A collective call."""
         peak, seconds = self._peak_bytes(), self._median()
         predicted = self._plan.predicted
+        memory = f"peak memory {peak / GIB:.2f} GiB (plan {predicted.memory.peak_bytes / GIB:.2f})"
         if seconds is None:
-            return f"peak memory {peak / GIB:.2f} GiB (plan {predicted.memory.peak_bytes / GIB:.2f})"
-        tokens = self._tokens_per_second_per_gpu(seconds)
-        reached = rate(tokens, is_cpu=self._plan.is_cpu)
+            return memory
+        reached = rate(self._tokens_per_second_per_gpu(seconds), is_cpu=self._plan.is_cpu)
         return (
             f"{seconds:.3g} s a step (plan {predicted.time.step_seconds:.3g}), {reached} "
-            f"(plan {predicted.time.tokens_per_second_per_gpu:,.0f}), peak memory {peak / GIB:.2f} GiB "
-            f"(plan {predicted.memory.peak_bytes / GIB:.2f})"
+            f"(plan {predicted.time.tokens_per_second_per_gpu:,.0f}), {memory}"
         )
 
     def write(self, folder: Path, status: str, step: int, attempt: int) -> None:
         """run/summary.json, by rank 0. A collective call. Values of steps are null where too few were trained."""
         peak, seconds = self._peak_bytes(), self._median()
         predicted = self._plan.predicted
-        measured: dict[str, JsonValue] = {
-            "step_seconds": seconds,
-            "tokens_per_second_per_gpu": None if seconds is None else self._tokens_per_second_per_gpu(seconds),
-            "mfu": None if seconds is None else predicted.time.mfu * predicted.time.step_seconds / seconds,
-            "peak_bytes": peak,
+        if dist.get_rank() != 0:
+            return
+        document: dict[str, JsonValue] = {
+            "status": status,
+            "step": step,
+            "attempt": attempt,
+            "steps_measured": len(self._seconds),
+            "predicted": {
+                "step_seconds": predicted.time.step_seconds,
+                "tokens_per_second_per_gpu": predicted.time.tokens_per_second_per_gpu,
+                "mfu": predicted.time.mfu,
+                "peak_bytes": predicted.memory.peak_bytes,
+            },
+            "measured": {
+                "step_seconds": seconds,
+                "tokens_per_second_per_gpu": None if seconds is None else self._tokens_per_second_per_gpu(seconds),
+                "mfu": None if seconds is None else predicted.time.mfu * predicted.time.step_seconds / seconds,
+                "peak_bytes": peak,
+            },
+            "loss": dict(zip(("first", "last"), self._losses, strict=False)),
         }
-        planned: dict[str, JsonValue] = {
-            "step_seconds": predicted.time.step_seconds,
-            "tokens_per_second_per_gpu": predicted.time.tokens_per_second_per_gpu,
-            "mfu": predicted.time.mfu,
-            "peak_bytes": predicted.memory.peak_bytes,
-        }
-        if dist.get_rank() == 0:
-            losses: dict[str, JsonValue] = dict(zip(("first", "last"), self._losses, strict=False))
-            document: dict[str, JsonValue] = {
-                "status": status,
-                "step": step,
-                "attempt": attempt,
-                "steps_measured": len(self._seconds),
-                "predicted": planned,
-                "measured": measured,
-                "loss": losses,
-            }
-            write_json(folder / "run" / "summary.json", document)
+        write_json(folder / "run" / "summary.json", document)
 
     def _median(self) -> float | None:
         return statistics.median(self._seconds) if self._seconds else None

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardwright.checkpoint.index import checkpoint_root
-from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.diagnostics import Refusal, refusal
 from shardwright.lease import Held, Lease, Owner, read_owner, this_process
 from shardwright.plan.plan import Plan
 from shardwright.watch.journal import read_attempt_record
@@ -47,14 +47,12 @@ def take(lease: Lease, folder: Path, handed: str | None = None) -> None:
     try:
         dead = lease.take(handed, say=lambda text: print(text, file=sys.stderr, flush=True))
     except Held as held:
-        raise Refusal(_another(folder, held)) from None
+        raise _another(folder, held) from None
     except OSError as error:
-        raise Refusal(
-            Diagnostic(
-                code="SW6209",
-                message=f"{str(error.filename or folder)!r} cannot be written: {error.strerror or error}",
-                help="Make room or give permission there, then `run` again.",
-            )
+        raise refusal(
+            "SW6209",
+            f"{str(error.filename or folder)!r} cannot be written: {error.strerror or error}",
+            "Make room or give permission there, then `run` again.",
         ) from None
     for owner in dict.fromkeys(dead):
         print(f"the run on {owner.place} ended without a word; what it held is taken over", file=sys.stderr, flush=True)
@@ -88,27 +86,22 @@ def check_alone(plan: Plan, folder: Path, rank: int) -> None:
     path = folder / "run" / "lease"
     owner = read_owner(path)
     if owner is not None and owner.role == RANKS and owner.lives() and owner.parent != os.getppid():
-        raise Refusal(_another(folder, Held(path, owner)))
+        raise _another(folder, Held(path, owner))
 
 
 def taken_over(owner: Owner, folder: Path) -> Refusal:
-    return Refusal(
-        Diagnostic(
-            code="SW6216",
-            message=f"another run ({owner.place}) has taken over {str(folder)!r} while this one did not move",
-            help="This one ends, and has written nothing since. `shardwright status` says how the other is doing.",
-        )
+    return refusal(
+        "SW6216",
+        f"another run ({owner.place}) has taken over {str(folder)!r} while this one did not move",
+        "This one ends, and has written nothing since. `shardwright status` says how the other is doing.",
     )
 
 
-def _another(folder: Path, held: Held) -> Diagnostic:
+def _another(folder: Path, held: Held) -> Refusal:
     owner = held.owner
     if owner.folder == str(folder.resolve()):
         message = f"another run of {str(folder)!r} is alive: {owner.place}"
     else:
         message = f"a run of {owner.folder!r} ({owner.place}) writes its checkpoints to {str(held.path.parent)!r}"
-    return Diagnostic(
-        code="SW6006",
-        message=message,
-        help="`shardwright status` says how it is doing; `shardwright stop` ends it with a checkpoint.",
-    )
+    help = "`shardwright status` says how it is doing; `shardwright stop` ends it with a checkpoint."
+    return refusal("SW6006", message, help)

@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import distributed as dist
 
 from shardwright.checkpoint.lineage import Origin
@@ -21,7 +20,8 @@ from shardwright.checkpoint.resume_notes import other_data, other_schedule
 from shardwright.checkpoint.write import load_checkpoint, prepare_root, save_checkpoint
 from shardwright.data.dataset import resolve
 from shardwright.data.prepare import LARGEST_UNPREPARED_BYTES, prepare
-from shardwright.engines.protocol import StepResult, runtime_of
+from shardwright.engines.protocol import HeldParameter, StepResult, runtime_of
+from shardwright.ir.json_value import JsonValue
 from shardwright.lease import Lease
 from shardwright.modules.batches import Batches, HeldOut, MicroBatch
 from shardwright.modules.dropout import seed_dropout
@@ -32,11 +32,11 @@ from shardwright.train.agreement import check_same_data, check_same_files, check
 from shardwright.train.attempt import Attempt, begin_on_ranks
 from shardwright.train.confidential import forget_environment, load_environment
 from shardwright.train.divergence import Divergence
-from shardwright.train.live import live_record
 from shardwright.train.measured import AttemptSummary
 from shardwright.train.ownership import RANKS, lease_of, taken_over
 from shardwright.train.tracking import Tracking
-from shardwright.watch.journal import Evaluations, Metrics, write_json, write_status
+from shardwright.watch.journal import Evaluations, Metrics, Saves, write_json, write_status
+from shardwright.watch.watch import Watch
 
 
 class Session:
@@ -57,6 +57,7 @@ class Session:
         self._lease, resume = lease, attempt.resume
         self._batches = Batches(self.plan, data)
         self._trainer = runtime_of(self.plan).build_trainer(self.plan, folder, resumes=bool(resume))
+        self.engine, self.device = self._trainer.engine, self._trainer.device
         write_json(folder / "run" / "ranks" / f"rank-{rank:05d}.json", live_record(self._trainer.held(), rank))
         self.data_rank = self.plan.ranks[rank].data
         seed_dropout(self.plan, rank)
@@ -68,24 +69,17 @@ class Session:
                 print(warning, flush=True)
         self._saved = self.done
         self._held_out = HeldOut(self.plan, data.validation, self.data_rank) if data.validation else None
-        self._measured = AttemptSummary(self.plan, self._trainer.device)
+        self._measured = AttemptSummary(self.plan, self.device)
         self._divergence = Divergence(self.plan)
         first = rank == 0
         self._metrics = Metrics(folder, self.attempt, self.done) if first else None
+        self._saves = Saves(folder, self.attempt, self.done) if first else None
         self._evaluations = Evaluations(folder, self.attempt, self.done) if first and self.plan.validation else None
         self._tracking = Tracking(self.plan, folder, self.done) if first else None
         # Rank 0 alone has the file, and each must know whether the step that is resumed from lacks its line.
         told = [self._evaluations.step if self._evaluations else 0]
         dist.broadcast_object_list(told, src=0)
         self._evaluated = told[0]
-
-    @property
-    def engine(self) -> Any:
-        return self._trainer.engine
-
-    @property
-    def device(self) -> torch.device:
-        return self._trainer.device
 
     def steps(self) -> range:
         """Those still to train, counted from 1."""
@@ -151,13 +145,16 @@ class Session:
         return bool(every) and self.done % (every or 1) == 0
 
     def save(self, *, last: bool = False) -> None:
-        """A checkpoint of the step that is done; nothing where it has one. last: nothing is trained after it, so that a
-        copy that fails (checkpoint.upload_to) is an error and not a warning."""
+        """A checkpoint of the step that is done, with a line in run/saves.jsonl; nothing where it has one. last:
+        nothing is trained after it, so that a copy that fails (checkpoint.upload_to) is an error and not a warning."""
         self._check_lease()
         if self._saved != self.done:
             last = last or self.done == self.plan.training.steps
             origin = replace(self._origin, finite=self._divergence.finite)
-            save_checkpoint(self.plan, self.folder, self._trainer, self.done, last=last, origin=origin)
+            began = time.perf_counter()
+            nodes = save_checkpoint(self.plan, self.folder, self._trainer, self.done, last=last, origin=origin)
+            if self._saves:
+                self._saves.write(self.done, time.perf_counter() - began, sum(nodes), max(nodes))
             self._saved = self.done
 
     def _check_lease(self) -> None:
@@ -177,6 +174,36 @@ class Session:
             self._lease.release()
 
 
+def live_record(held: Mapping[str, HeldParameter], rank: int) -> dict[str, JsonValue]:
+    """parameter_bytes: resident parameters in the compute dtype (under ZeRO-3, this data rank's partitions).
+
+    shapes: Hugging Face name -> the shape of this rank's part, before ZeRO's flattening.
+    """
+    return {
+        "rank": rank,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "parameter_bytes": sum(p.resident_bytes for p in held.values()),
+        "shapes": {name: list(p.shape) for name, p in held.items()},
+    }
+
+
+def begin_session(
+    plan: Plan, folder: Path, rank: int, resume: str | None, lease: Lease | None, watch: Watch | None = None
+) -> Session:
+    """Opens the process groups and begins the attempt. resume, lease: as begin_on_ranks takes them."""
+    runtime_of(plan).open_groups(plan)
+    forget_environment()  # every rank is there
+    check_same_files(plan, folder)
+    attempt = begin_on_ranks(plan, folder, rank, resume, lease)
+    if watch is not None:
+        watch.begin(attempt.number)
+        watch.at("reading its data and building its part of the model", 0)
+    if rank == 0:
+        write_status(folder, "running", attempt.number)
+    return Session(plan, folder, rank, attempt, lease)
+
+
 @contextmanager
 def open_session(folder: str | os.PathLike[str], resume: str = "auto") -> Iterator[Session]:
     """For a script of one's own, started by `deepspeed` (or torchrun) with the plan's number of ranks.
@@ -191,15 +218,9 @@ def open_session(folder: str | os.PathLike[str], resume: str = "auto") -> Iterat
     runtime = runtime_of(plan)
     runtime.prepare_process(plan, own_loop=True)
     check_world(plan)
-    runtime.open_groups(plan)
-    forget_environment()
-    check_same_files(plan, path)
     lease = lease_of(plan, path, RANKS) if rank == 0 else None
     try:
-        attempt = begin_on_ranks(plan, path, rank, resume, lease)
-        if rank == 0:
-            write_status(path, "running", attempt.number)
-        session = Session(plan, path, rank, attempt, lease)
+        session = begin_session(plan, path, rank, resume, lease)
         yield session
         session.save(last=True)
         session.finish("done" if session.done == session.plan.training.steps else "preempted")

@@ -10,12 +10,13 @@ from __future__ import annotations
 import importlib.util
 import secrets
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shardwright.diagnostics import Diagnostic
-from shardwright.ir.json_value import JsonValue
+from shardwright.diagnostics import Diagnostic, found
 from shardwright.ir.recipe import WandbSection
 from shardwright.plan.plan import Plan
 from shardwright.watch.journal import read_json, write_json
@@ -31,12 +32,9 @@ def missing_trackers(plan: Plan) -> tuple[Diagnostic, ...]:
         "tensorboard": tracking is not None and tracking.tensorboard,
         "wandb": tracking is not None and tracking.wandb is not None,
     }
+    help = "pip install 'shardwright[tracking]', or take it out of the recipe and compile again."
     return tuple(
-        Diagnostic(
-            code="SW6501",
-            message=f"tracking.{name} needs the package {name}, which is not installed",
-            help="pip install 'shardwright[tracking]', or take it out of the recipe and compile again.",
-        )
+        found("SW6501", None, f"tracking.{name} needs the package {name}, which is not installed", help)
         for name, asked in wanted.items()
         if asked and importlib.util.find_spec(name) is None
     )
@@ -53,35 +51,31 @@ class Tracking:
             return
         run_id = _run_id(folder, fresh=resumed_step == 0)
         if tracking.tensorboard:
-            self._start("tensorboard", lambda: self._tensorboard(folder, resumed_step))
+            with self._given_up("tensorboard"):
+                self._trackers["tensorboard"] = self._tensorboard(folder, resumed_step)
         if tracking.wandb is not None:
-            section = tracking.wandb
-            self._start("wandb", lambda: self._wandb(section, plan, folder, run_id))
+            with self._given_up("wandb"):
+                self._trackers["wandb"] = self._wandb(tracking.wandb, plan, folder, run_id)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, tracker in list(self._trackers.items()):
-            try:
+            with self._given_up(name):
                 tracker(step, values)
-            except Exception as error:
-                self._give_up(name, error)
 
     def close(self) -> None:
         for close in self._closers:
-            try:
+            with self._given_up("tracking"):
                 close()
-            except Exception as error:
-                self._give_up("tracking", error)
 
-    def _start(self, name: str, make: Callable[[], Tracker]) -> None:
+    @contextmanager
+    def _given_up(self, name: str) -> Iterator[None]:
+        """Where it raises."""
         try:
-            self._trackers[name] = make()
+            yield
         except Exception as error:
-            self._give_up(name, error)
-
-    def _give_up(self, name: str, error: Exception) -> None:
-        self._trackers.pop(name, None)
-        what = str(error).splitlines()[0] if str(error) else type(error).__name__
-        print(f"warning: {name} stops here, the run goes on: {what}", file=sys.stderr, flush=True)
+            self._trackers.pop(name, None)
+            what = str(error).splitlines()[0] if str(error) else type(error).__name__
+            print(f"warning: {name} stops here, the run goes on: {what}", file=sys.stderr, flush=True)
 
     def _tensorboard(self, folder: Path, resumed_step: int) -> Tracker:
         from torch.utils.tensorboard import SummaryWriter
@@ -99,9 +93,6 @@ class Tracking:
     def _wandb(self, section: WandbSection, plan: Plan, folder: Path, run_id: str) -> Tracker:
         import wandb
 
-        strategy: dict[str, JsonValue] = {
-            name: getattr(plan.strategy, name) for name in plan.strategy.__dataclass_fields__
-        }
         run: Any = wandb.init(
             project=section.project,
             entity=section.entity,
@@ -109,7 +100,12 @@ class Tracking:
             id=run_id,
             resume="allow",
             dir=str(folder / "run"),
-            config={"recipe_hash": plan.recipe_hash, "strategy": strategy, "gpu": plan.gpu, "nodes": plan.nodes},
+            config={
+                "recipe_hash": plan.recipe_hash,
+                "strategy": asdict(plan.strategy),
+                "gpu": plan.gpu,
+                "nodes": plan.nodes,
+            },
         )
         # A step that is trained again after a crash is logged again: the step is a value, not wandb's own counter.
         run.define_metric("step")

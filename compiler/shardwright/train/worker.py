@@ -16,10 +16,10 @@ from shardwright.engines.protocol import runtime_of
 from shardwright.lease import Lease
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
-from shardwright.train.confidential import blotter, forget_environment, take_environment
+from shardwright.train.confidential import blotter, take_environment
 from shardwright.train.ownership import RANKS, check_alone, lease_of, take_on_rank_0
 from shardwright.watch.events import RankFailed, event_object, is_echo
-from shardwright.watch.journal import read_attempt_record, write_json, write_status
+from shardwright.watch.journal import read_attempt_record, write_json
 from shardwright.watch.watch import Watch
 
 if TYPE_CHECKING:
@@ -97,8 +97,7 @@ def _train(plan: Plan, folder: Path, rank: int, watch: Watch, lease: Lease | Non
     """lease: rank 0's. Returns the exit code: 0, or what a scheduler wants of a run that was told to stop."""
     runtime = runtime_of(plan)
     runtime.prepare_process(plan, own_loop=False)
-    from shardwright.train.agreement import check_same_files, check_world
-    from shardwright.train.attempt import begin_on_ranks
+    from shardwright.train.agreement import check_world
 
     stop = _StopRequest(folder)
     check_world(plan)
@@ -109,18 +108,9 @@ def _train(plan: Plan, folder: Path, rank: int, watch: Watch, lease: Lease | Non
         resume = None
     watch.join()
     watch.at("connecting to the other ranks", 0)
-    runtime.open_groups(plan)
-    forget_environment()  # every rank is there
-    check_same_files(plan, folder)
-    attempt = begin_on_ranks(plan, folder, rank, resume, lease)
-    watch.begin(attempt.number)
-    watch.at("reading its data and building its part of the model", 0)
-    if rank == 0:
-        write_status(folder, "running", attempt.number)
+    from shardwright.train.session import begin_session
 
-    from shardwright.train.session import Session
-
-    session = Session(plan, folder, rank, attempt, lease)
+    session = begin_session(plan, folder, rank, resume, lease, watch)
     status = train_steps(session, watch, stop)
     session.finish(status)
     watch.leave()

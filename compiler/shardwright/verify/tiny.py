@@ -7,6 +7,7 @@ import dataclasses
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.ir.lora import LoraSection
 from shardwright.ir.recipe import Recipe
+from shardwright.ir.words import PartialCheckpointing
 from shardwright.layout.strategy import Strategy
 
 STEPS, EVERY, LENGTH, SEED, WARMUP = 6, 3, 32, 11, 2
@@ -20,16 +21,20 @@ MODEL, TOKENS, HELD_OUT = "model", "tokens", "held-out"
 
 
 def tiny_strategy(s: Strategy) -> Strategy:
-    """Degrees above 1 become 2; the fewest micro-batches that still accumulate, and that the schedule needs."""
+    """Degrees above 1 become 2; the fewest micro-batches that still accumulate, and that the schedule needs; of some
+    layers that are recomputed in each stage, one."""
     pipeline, data = min(s.pipeline, 2), min(s.data, 2)
     accumulation = min(s.gradient_accumulation_steps, 2)
     if s.schedule == "dualpipev":
         accumulation = 2 * pipeline
+    checkpointing = s.activation_checkpointing
     return dataclasses.replace(
         s,
+        activation_checkpointing=PartialCheckpointing(full=1) if checkpointing != s.checkpointing else checkpointing,
         tensor=min(s.tensor, 2),
         pipeline=pipeline,
         data=data,
+        context=min(s.context, 2),
         micro_batch_size=min(s.micro_batch_size, 2),
         gradient_accumulation_steps=accumulation,
         hpz_partition_size=1,  # the copy has one node

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 LOSS_ABSOLUTE, NORM_RELATIVE, WEIGHT_ABSOLUTE, RATE_ABSOLUTE = 1e-5, 1e-4, 2e-5, 1e-12
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Comparison:
     """worst: the largest difference (ir/apart.py: infinite, never NaN), in the unit that `what` names; it passes up to
     limit."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.compile import compile_recipe
-from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.diagnostics import Refusal, refusal
 from shardwright.ir.apart import series_apart, weights_apart
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.model_graph import ModelGraph
@@ -28,6 +28,7 @@ from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.lower.folder import write_folder
 from shardwright.model.build import build_model_graph
+from shardwright.optional_packages import missing_peft
 from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
 from shardwright.search.deadline import size_cluster
@@ -68,12 +69,9 @@ def verify_recipe(recipe: Recipe, say: Say) -> Verdict:
         wanted, plan = _prepare(recipe, graph, strategy, small, folder)
         say(f"training it on {small.world_size} rank{'' if small.world_size == 1 else 's'}")
         checks = _measure(folder, plan, wanted, say)
-    except Refusal as refusal:
-        if not any(d.code == "SW5403" for d in refusal.diagnostics):
+    except BaseException as error:
+        if not isinstance(error, Refusal) or all(d.code != "SW5403" for d in error.diagnostics):
             shutil.rmtree(folder, ignore_errors=True)
-        raise
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
     return Verdict(
@@ -89,13 +87,11 @@ def verify_recipe(recipe: Recipe, say: Say) -> Verdict:
 def _planned(recipe: Recipe) -> tuple[ModelGraph, Strategy]:
     """The layout that `compile` would take."""
     if recipe.model.trust_remote_code is not None:
-        raise Refusal(
-            Diagnostic(
-                code="SW5402",
-                message="a model with code of its own has no tiny copy here",
-                help="`verify` shrinks transformers' own types. Compile a small recipe for `gpu: cpu` and run that.",
-                key=("model", "trust_remote_code"),
-            )
+        raise refusal(
+            "SW5402",
+            "a model with code of its own has no tiny copy here",
+            "`verify` shrinks transformers' own types. Compile a small recipe for `gpu: cpu` and run that.",
+            ("model", "trust_remote_code"),
         )
     cluster = resolve_cluster(recipe.cluster)
     problem, _ = size_cluster(Problem(recipe=recipe, graph=build_model_graph(recipe.model), cluster=cluster))
@@ -172,7 +168,7 @@ def _tiny_model(graph: ModelGraph, strategy: Strategy, folder: Path) -> int:
         model.save_pretrained(folder / tiny.MODEL)
         config.save_pretrained(folder / tiny.MODEL)
     except Exception as error:  # whatever a type's own code raises at this size
-        raise Refusal(_no_copy(graph, f"{type(error).__name__}: {error}")) from None
+        raise _no_copy(graph, f"{type(error).__name__}: {error}") from None
     return int(config.get_text_config().vocab_size)
 
 
@@ -183,7 +179,7 @@ def _compiled(graph: ModelGraph, document: JsonObject, folder: Path) -> Plan:
         compiled = compile_recipe(load_recipe(folder / "recipe.json"))
     except Refusal as refusal:
         first = refusal.diagnostics[0]
-        raise Refusal(_no_copy(graph, f"{first.code}: {first.message}")) from None
+        raise _no_copy(graph, f"{first.code}: {first.message}") from None
     write_folder(folder / "out", compiled.files)
     return compiled.plan
 
@@ -192,8 +188,6 @@ def _with_adapters(model: nn.Module, plan: Plan) -> nn.Module:
     """As a plain peft run has it."""
     if plan.lora is None:
         return model
-    from shardwright.ir.lora import missing_peft
-
     if absent := missing_peft():
         raise Refusal(absent)
     import torch
@@ -214,11 +208,11 @@ def _with_adapters(model: nn.Module, plan: Plan) -> nn.Module:
     return adapted_model
 
 
-def _no_copy(graph: ModelGraph, why: str) -> Diagnostic:
-    return Diagnostic(
-        code="SW5402",
-        message=f"{graph.architecture} cannot be verified on a tiny copy: {' '.join(why.split())[:300]}",
-        help="`shardwright models TYPE` says what is proved of its type.",
+def _no_copy(graph: ModelGraph, why: str) -> Refusal:
+    return refusal(
+        "SW5402",
+        f"{graph.architecture} cannot be verified on a tiny copy: {' '.join(why.split())[:300]}",
+        "`shardwright models TYPE` says what is proved of its type.",
     )
 
 
@@ -233,13 +227,16 @@ def _measure(folder: Path, plan: Plan, wanted: Reference, say: Say) -> tuple[Com
     used = {name: weight for name, weight in wanted.weights.items() if name not in wanted.unused}
     if plan.lora is not None:
         used = {name.replace(".default.", "."): weight for name, weight in used.items()}  # as peft saves them
+    mine = {name: weight for name, weight in first.items() if name in used or name not in wanted.unused}
     trained = (
-        _check("losses", f"of {tiny.STEPS} steps", _off(rows, "loss", wanted.losses), LOSS_ABSOLUTE),
-        _check("gradient norms", "relative", _off(rows, "grad_norm", wanted.grad_norms, relative=True), NORM_RELATIVE),
-        _check("learning rates", "", _off(rows, "learning_rate", wanted.learning_rates), RATE_ABSOLUTE),
-        _check("weights", "trained, saved and exported", _trained_apart(first, used, wanted.unused), WEIGHT_ABSOLUTE),
+        Comparison("losses", f"of {tiny.STEPS} steps", _off(rows, "loss", wanted.losses), LOSS_ABSOLUTE),
+        Comparison(
+            "gradient norms", "relative", _off(rows, "grad_norm", wanted.grad_norms, relative=True), NORM_RELATIVE
+        ),
+        Comparison("learning rates", "", _off(rows, "learning_rate", wanted.learning_rates), RATE_ABSOLUTE),
+        Comparison("weights", "trained, saved and exported", weights_apart(mine, used), WEIGHT_ABSOLUTE),
         *_held_out(out, wanted),
-        _check("split", "ranks that hold other bytes than planned", float(held), 0.0),
+        Comparison("split", "ranks that hold other bytes than planned", float(held), 0.0),
     )
     if not all(check.passed for check in trained):
         return trained
@@ -250,9 +247,9 @@ def _measure(folder: Path, plan: Plan, wanted: Reference, say: Say) -> tuple[Com
     resumed = _exported(plan, out, folder / "again")
     return (
         *trained,
-        _check("resume", "losses, against the uninterrupted run", _off(again, "loss", losses), LOSS_ABSOLUTE),
+        Comparison("resume", "losses, against the uninterrupted run", _off(again, "loss", losses), LOSS_ABSOLUTE),
         *(dataclasses.replace(check, name=f"resumed {check.name}") for check in _held_out(out, wanted)),
-        _check("resumed weights", "against the uninterrupted run", weights_apart(resumed, first), WEIGHT_ABSOLUTE),
+        Comparison("resumed weights", "against the uninterrupted run", weights_apart(resumed, first), WEIGHT_ABSOLUTE),
     )
 
 
@@ -263,19 +260,11 @@ def _held_out(out: Path, wanted: Reference) -> tuple[Comparison, ...]:
     found = _lines(out / "run" / "evaluation.jsonl")
     steps = [row["step"] for row in found] == list(wanted.held_out)
     off = series_apart([row["loss"] for row in found], list(wanted.held_out.values())) if steps else math.inf
-    return (_check("held-out losses", f"after each {tiny.EVERY} steps", off, LOSS_ABSOLUTE),)
-
-
-def _check(name: str, what: str, worst: float, limit: float) -> Comparison:
-    return Comparison(name=name, what=what, worst=worst, limit=limit)
+    return (Comparison("held-out losses", f"after each {tiny.EVERY} steps", off, LOSS_ABSOLUTE),)
 
 
 def _off(rows: list[Row], key: str, wanted: Sequence[float | None], *, relative: bool = False) -> float:
     return series_apart([row[key] for row in rows], wanted, relative=relative)
-
-
-def _trained_apart(weights: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], unused: frozenset[str]) -> float:
-    return weights_apart({name: w for name, w in weights.items() if name in wanted or name not in unused}, wanted)
 
 
 def _exported(plan: Plan, out: Path, target: Path) -> dict[str, torch.Tensor]:
@@ -314,7 +303,6 @@ def _held(out: Path, rank: int) -> int:
 
 def _launch(out: Path) -> None:
     """The command itself, in a process group that can be ended as one. Raises Refusal: SW5403."""
-    environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error"}
     process = subprocess.Popen(
         own_command("run", str(out)),
         stdout=subprocess.PIPE,
@@ -322,7 +310,7 @@ def _launch(out: Path) -> None:
         text=True,
         errors="replace",
         start_new_session=True,
-        env=environment,
+        env={**os.environ, "TRANSFORMERS_VERBOSITY": "error"},
     )
     try:
         output, _ = process.communicate(timeout=LAUNCH_SECONDS)
@@ -342,10 +330,8 @@ def _launch(out: Path) -> None:
 
 
 def _not_finished(out: Path, why: str) -> Refusal:
-    return Refusal(
-        Diagnostic(
-            code="SW5403",
-            message=f"the tiny copy did not train to its end: {' '.join(why.split())[:300]}",
-            help=f"Its folder is kept: `shardwright logs {out}` has all of its output.",
-        )
+    return refusal(
+        "SW5403",
+        f"the tiny copy did not train to its end: {' '.join(why.split())[:300]}",
+        f"Its folder is kept: `shardwright logs {out}` has all of its output.",
     )

@@ -1,7 +1,6 @@
 """What the ranks and rank 0 say to each other, how it stands on the wire, and how each side proves that it belongs.
 
-TCP, one message a line: a JSON object in UTF-8 whose `kind` is one of the classes
-below, with exactly that class's fields.
+TCP, one message a line: a JSON object in UTF-8 whose `kind` is one of _KINDS, with exactly that class's fields.
 
     rank 0 -> peer   challenge  at once, with a nonce
     peer -> rank 0   hello      within HELLO_SECONDS, in MOST_HELLO_BYTES: who it is, a nonce of its own, its proof
@@ -25,10 +24,10 @@ import json
 import secrets
 import socket
 from dataclasses import asdict, dataclass
-from typing import Annotated, Literal
+from typing import Any
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-
+from shardwright.records import read_record
+from shardwright.safe_read import parse_json
 from shardwright.watch.stall import Stack
 
 MOST_LINE_BYTES = 2**18
@@ -37,95 +36,90 @@ HELLO_SECONDS = 10.0
 WELCOME_SECONDS = 30.0
 
 
-class _Strict:
-    """Exactly a class's fields, of exactly their types."""
-
-    __slots__ = ()
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Challenge(_Strict):
+class Challenge:
     nonce: str
-    kind: Literal["challenge"] = "challenge"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hello(_Strict):
+class Hello:
     rank: int
     host: str
     pid: int
     nonce: str
     proof: str
-    kind: Literal["hello"] = "hello"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome(_Strict):
+class Welcome:
     proof: str
-    kind: Literal["welcome"] = "welcome"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepDone(_Strict):
+class StepDone:
     """step: the last one that is finished."""
 
     step: int
-    kind: Literal["step"] = "step"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StackTaken(_Strict):
+class StackTaken:
     """The answer to dump."""
 
     stack: Stack
-    kind: Literal["stack"] = "stack"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failed(_Strict):
+class Failed:
     """The rank's own error; it ends itself."""
 
     cause: str
-    kind: Literal["failed"] = "failed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bye(_Strict):
+class Bye:
     """Training is over for the rank: its line may break."""
 
-    kind: Literal["bye"] = "bye"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dump(_Strict):
+class Dump:
     """Every rank is to write its threads' stacks and to say where it is."""
 
-    kind: Literal["dump"] = "dump"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class End(_Strict):
+class End:
     """Every rank is to end itself."""
 
     cause: str
-    kind: Literal["end"] = "end"
 
 
 Message = Challenge | Hello | Welcome | StepDone | StackTaken | Failed | Bye | Dump | End
-_READER: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])
+_KINDS: dict[str, type[Message]] = {
+    "challenge": Challenge,
+    "hello": Hello,
+    "welcome": Welcome,
+    "step": StepDone,
+    "stack": StackTaken,
+    "failed": Failed,
+    "bye": Bye,
+    "dump": Dump,
+    "end": End,
+}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
 def encode(message: Message) -> bytes:
     """The line, newline included. A lone surrogate (of a file's name, say) becomes a question mark."""
-    return json.dumps(asdict(message), ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+    document = {"kind": _NAMES[type(message)], **asdict(message)}
+    return json.dumps(document, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
 
 
 def decode(line: bytes) -> Message | None:
     """None for anything but a message."""
     try:
-        return _READER.validate_json(line)
-    except ValidationError:
+        document: Any = parse_json(line.decode("utf-8"))
+        return read_record(_KINDS[document.pop("kind")], document)
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

@@ -90,11 +90,7 @@ def emit(descriptor: int, event: Event) -> None:
 
 def read_events(lines: Iterable[str]) -> list[Event]:
     """In the order of arrival: clocks of several hosts are not compared."""
-    found = []
-    for line in lines:
-        if (event := parse_event(line)) is not None:
-            found.append(event)
-    return found
+    return [event for line in lines if (event := parse_event(line)) is not None]
 
 
 def parse_event(line: str) -> Event | None:
@@ -111,12 +107,11 @@ def parse_event(line: str) -> Event | None:
 
 def _event(document: dict[str, Any]) -> Event | None:
     """None where it does not say which rank it is about."""
-    kind, rank = document.get("kind"), document.get("rank")
+    kind, rank, text = document.get("kind"), document.get("rank"), str(document.get("text") or "")
+    if kind == RunStalled.kind:
+        return RunStalled(ranks=tuple(document.get("ranks") or ()), text=text)
     if kind not in (RankFailed.kind, RankLost.kind):
-        text = str(document.get("text") or "")
-        return (
-            RunStalled(ranks=tuple(document.get("ranks") or ()), text=text) if kind == "stalled" else RunNote(text=text)
-        )
+        return RunNote(text=text)
     if not isinstance(rank, int):
         return None
     host, stage = document.get("host"), document.get("stage")
@@ -126,25 +121,20 @@ def _event(document: dict[str, Any]) -> Event | None:
     return RankFailed(rank=rank, host=host, stage=stage, **texts)
 
 
+_ECHOES = (
+    *("Connection closed by peer", "Connection reset", "Broken pipe"),
+    *("DistNetworkError", "DistStoreError", "gloo", "NCCL"),
+)
+
+
 def is_echo(cause: str) -> bool:
     """Whether an error is what a rank says when its peer went away, and so not the cause."""
-    signs = (
-        "Connection closed by peer",
-        "Connection reset",
-        "Broken pipe",
-        "DistNetworkError",
-        "DistStoreError",
-        "gloo",
-        "NCCL",
-    )
-    return any(sign in cause for sign in signs)
+    return any(sign in cause for sign in _ECHOES)
 
 
 def first_cause(events: Iterable[Event]) -> RankFailed | RankLost | None:
     """The earliest error of a rank's own, else the rank that went away first, else the first echo."""
-    events = list(events)
-    failed = [e for e in events if isinstance(e, RankFailed)]
-    own = [e for e in failed if not is_echo(e.cause)]
-    lost = [e for e in events if isinstance(e, RankLost)]
-    first: list[RankFailed | RankLost] = [*own, *lost, *failed]
-    return first[0] if first else None
+    said = [e for e in events if isinstance(e, RankFailed | RankLost)]
+    # A stable sort: the first of each kind stays in front.
+    said.sort(key=lambda e: 1 if isinstance(e, RankLost) else 2 if is_echo(e.cause) else 0)
+    return said[0] if said else None

@@ -21,26 +21,7 @@ from pathlib import Path
 
 from shardwright.ir.json_value import JsonValue
 from shardwright.plan.plan import Plan
-from shardwright.watch.channel import (
-    HELLO_SECONDS,
-    MOST_HELLO_BYTES,
-    MOST_LINE_BYTES,
-    Bye,
-    Challenge,
-    Dump,
-    End,
-    Failed,
-    Hello,
-    LineReader,
-    Message,
-    StackTaken,
-    StepDone,
-    decode,
-    encode,
-    new_nonce,
-    proves,
-    welcome_to,
-)
+from shardwright.watch import channel
 from shardwright.watch.events import RankFailed, RankLost, RunNote, RunStalled, emit, first_cause
 from shardwright.watch.journal import write_status
 from shardwright.watch.stall import Stack, culprits, describe
@@ -77,9 +58,9 @@ class _Peer:
 
     def __init__(self, connection: socket.socket, came: float) -> None:
         self.connection, self.came = connection, came
-        self.lines = LineReader(connection, MOST_HELLO_BYTES)
-        self.challenge = Challenge(nonce=new_nonce())
-        self.hello: Hello | None = None
+        self.lines = channel.LineReader(connection, channel.MOST_HELLO_BYTES)
+        self.challenge = channel.Challenge(nonce=channel.new_nonce())
+        self.hello: channel.Hello | None = None
         self.said_why = False
 
 
@@ -124,7 +105,7 @@ class Hub(threading.Thread):
             except Exception:  # whatever one peer brings about, the others are heard
                 self._complain(traceback.format_exc())
         now = time.monotonic()
-        for peer in [p for p in self._strangers if now - p.came > HELLO_SECONDS]:
+        for peer in [p for p in self._strangers if now - p.came > channel.HELLO_SECONDS]:
             self._forget(peer)
         self._check_absent(now)
         self._check_stall(now)
@@ -153,7 +134,7 @@ class Hub(threading.Thread):
             try:
                 connection.setblocking(False)
                 keep_alive(connection)
-                connection.sendall(encode(peer.challenge))
+                connection.sendall(channel.encode(peer.challenge))
             except OSError:
                 self._forget(peer)
             if len(self._strangers) > MOST_STRANGERS + len(self.plan.ranks):
@@ -162,10 +143,10 @@ class Hub(threading.Thread):
     def _hear(self, peer: _Peer) -> None:
         lines = peer.lines.read()
         for line in lines or ():
-            message = decode(line)
+            message = channel.decode(line)
             if peer.hello is not None:
                 self._take(peer, peer.hello.rank, message)
-            elif not isinstance(message, Hello) or not self._admit(peer, message):
+            elif not isinstance(message, channel.Hello) or not self._admit(peer, message):
                 self._forget(peer)
                 return
         if lines is None:
@@ -173,19 +154,19 @@ class Hub(threading.Thread):
             if peer.hello is not None and not peer.said_why:
                 self._lost(peer.hello)
 
-    def _admit(self, peer: _Peer, hello: Hello) -> bool:
-        if not proves(self._token, peer.challenge, hello):
+    def _admit(self, peer: _Peer, hello: channel.Hello) -> bool:
+        if not channel.proves(self._token, peer.challenge, hello):
             self._complain(f"a peer that calls itself rank {hello.rank} does not have this run's token: dropped")
             return False
         if not 0 <= hello.rank < len(self.plan.ranks) or hello.rank in self._came:
             self._complain(f"a second peer calls itself rank {hello.rank}, or there is no such rank: dropped")
             return False
         try:
-            peer.connection.sendall(encode(welcome_to(self._token, peer.challenge, hello)))
+            peer.connection.sendall(channel.encode(channel.welcome_to(self._token, peer.challenge, hello)))
         except OSError:
             return False
         del self._strangers[peer]
-        peer.hello, peer.lines.most_bytes = hello, MOST_LINE_BYTES
+        peer.hello, peer.lines.most_bytes = hello, channel.MOST_LINE_BYTES
         self._peers[hello.rank] = peer
         self._came.add(hello.rank)
         self._moved = time.monotonic()
@@ -193,19 +174,19 @@ class Hub(threading.Thread):
             forget_token(self.folder)
         return True
 
-    def _take(self, peer: _Peer, rank: int, message: Message | None) -> None:
+    def _take(self, peer: _Peer, rank: int, message: channel.Message | None) -> None:
         """What a rank may not say is passed over: it has proved to be one of ours, and its line is its life."""
         match message:
-            case StepDone(step=step):
+            case channel.StepDone(step=step):
                 self._advance(rank, step)
-            case StackTaken(stack=stack):
+            case channel.StackTaken(stack=stack):
                 if self._stacks is not None:
                     self._stacks[rank] = stack
-            case Failed(cause=cause):
+            case channel.Failed(cause=cause):
                 peer.said_why = True
                 self._causes.append(self._failed(rank, cause))
                 self._trouble()
-            case Bye():
+            case channel.Bye():
                 peer.said_why = True
 
     def _failed(self, rank: int, cause: str) -> RankFailed:
@@ -234,7 +215,7 @@ class Hub(threading.Thread):
         if self._strangers:
             self._forget(next(iter(self._strangers)))
 
-    def _lost(self, hello: Hello) -> None:
+    def _lost(self, hello: channel.Hello) -> None:
         stage = self.plan.ranks[hello.rank].pipeline
         lost = RankLost(rank=hello.rank, host=hello.host, stage=stage, pid=hello.pid)
         self._causes.append(lost)
@@ -260,7 +241,7 @@ class Hub(threading.Thread):
             return
         cause = (first.cause if isinstance(first, RankFailed) else "") or "went away without a word"
         self._write_status("failed", rank=first.rank, host=first.host, stage=first.stage, cause=cause)
-        self._tell_all(End(cause=f"rank {first.rank} on {first.host}: {cause}"))
+        self._tell_all(channel.End(cause=f"rank {first.rank} on {first.host}: {cause}"))
 
     def _write_status(self, status: str, **more: JsonValue) -> None:
         try:
@@ -268,11 +249,11 @@ class Hub(threading.Thread):
         except OSError as error:
             self._complain(f"run/status.json cannot be written: {error}")
 
-    def _tell_all(self, message: Message) -> None:
+    def _tell_all(self, message: channel.Message) -> None:
         """A rank that is stopped reads no more; its buffer holds what is ever said to it."""
         for peer in list(self._peers.values()):
             with contextlib.suppress(OSError):  # one that is gone is heard of when its line is read
-                peer.connection.sendall(encode(message))
+                peer.connection.sendall(channel.encode(message))
 
     def _check_absent(self, now: float) -> None:
         if self._told_absent or now - self._began < ABSENT_SECONDS:
@@ -295,7 +276,7 @@ class Hub(threading.Thread):
             self._report_stall(stacks)
         elif not self._dumped_at and not self._ends_at and self._peers and now - self._moved > STALL_SECONDS:
             self._dumped_at, self._stacks = now, {}
-            self._tell_all(Dump())
+            self._tell_all(channel.Dump())
 
     def _report_stall(self, stacks: dict[int, Stack]) -> None:
         hosts = {rank: peer.hello.host for rank, peer in self._peers.items() if peer.hello is not None}

@@ -1,21 +1,23 @@
-"""What a run leaves for its readers: run/attempt.json (in), run/metrics.jsonl, run/evaluation.jsonl, run/status.json,
-run/errors/ (out)."""
+"""What a run leaves for its readers: run/attempt.json (in), run/metrics.jsonl, run/evaluation.jsonl, run/saves.jsonl,
+run/status.json, run/errors/ (out)."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO, TypeVar, cast
 
 from shardwright.atomic import write_atomically
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.strict_json import strict_json
 
+Record = TypeVar("Record")
 PROGRESS = "@shardwright "
 """Marks rank 0's progress lines on the launcher's standard output."""
 
@@ -53,14 +55,7 @@ class AttemptRecord:
 def read_attempt_record(folder: Path) -> AttemptRecord:
     """folder: the compiled one. A file of an earlier version lacks some."""
     document = read_json(folder / "run" / "attempt.json")
-    return AttemptRecord(
-        number=_whole(document, "attempt"),
-        resume=_text(document, "resume"),
-        step=_whole(document, "step"),
-        steps=_whole(document, "steps"),
-        line=document.get("line"),
-        lease=_text(document, "lease"),
-    )
+    return _lenient(AttemptRecord, {**document, "number": document.get("attempt")})
 
 
 def write_attempt_record(folder: Path, record: AttemptRecord) -> None:
@@ -85,28 +80,16 @@ class StatusRecord:
 
 
 def read_status(folder: Path) -> StatusRecord:
-    document = read_json(folder / "run" / "status.json")
-    return StatusRecord(
-        status=_text(document, "status"),
-        attempt=_whole(document, "attempt"),
-        step=_whole(document, "step"),
-        rank=_whole(document, "rank"),
-        host=_text(document, "host"),
-        stage=_whole(document, "stage"),
-        cause=_text(document, "cause"),
-        help=_text(document, "help"),
-        stalled=_text(document, "stalled"),
-    )
+    return _lenient(StatusRecord, read_json(folder / "run" / "status.json"))
 
 
-def _whole(document: JsonObject, name: str) -> int | None:
-    value = document.get(name)
-    return value if isinstance(value, int) else None
+_TYPES = {"int | None": int, "str | None": str, "JsonValue": object}
 
 
-def _text(document: JsonObject, name: str) -> str | None:
-    value = document.get(name)
-    return value if isinstance(value, str) else None
+def _lenient(kind: type[Record], document: JsonObject) -> Record:
+    """Without what `kind` has no field for, or a field of another type."""
+    types = {f.name: _TYPES[str(f.type)] for f in fields(cast(Any, kind)) if f.name in document}
+    return kind(**{name: document[name] for name, of in types.items() if isinstance(document[name], of)})
 
 
 _HALF_WRITTEN = 2**62
@@ -153,16 +136,57 @@ class Evaluations:
     def write(self, step: int, loss: float, tokens: int, seconds: float) -> None:
         """loss: over all `tokens`, which are the predicted ones."""
         perplexity = math.exp(min(loss, LARGEST_EXPONENT)) if math.isfinite(loss) else math.nan
-        line = {
-            "step": step,
-            "loss": loss,
-            "perplexity": perplexity,
-            "tokens": tokens,
-            "seconds": seconds,
-            "attempt": self.attempt,
-        }
+        figures = {"step": step, "loss": loss, "perplexity": perplexity, "tokens": tokens, "seconds": seconds}
+        line = {**figures, "attempt": self.attempt}
         self._file.write(strict_json(line) + "\n")
         print(f"validation at step {step}  loss {loss:.4f}  perplexity {perplexity:.2f}", flush=True)
+
+
+class Saves:
+    """run/saves.jsonl: a line per checkpoint that was written, cut back like the metrics."""
+
+    def __init__(self, folder: Path, attempt: int, resumed_step: int) -> None:
+        self.attempt = attempt
+        self._file = _open_cut_back(folder / "run" / "saves.jsonl", resumed_step)
+
+    def write(self, step: int, seconds: float, size: int, node_size: int) -> None:
+        """seconds: that training waited, copies to upload_to included. size: bytes of all ranks' files; node_size: of
+        those of the node that wrote most."""
+        line = {"step": step, "seconds": seconds, "bytes": size, "node_bytes": node_size, "attempt": self.attempt}
+        self._file.write(strict_json(line) + "\n")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredSaves:
+    """Medians: seconds that training waited for a save, GB/s of the node that wrote most."""
+
+    count: int
+    seconds: float
+    gbytes_per_second: float
+
+
+def read_saves(folder: Path) -> MeasuredSaves | None:
+    """folder: the compiled one. None where no save was measured."""
+    found: list[tuple[float, float]] = []
+    try:
+        lines = (folder / "run" / "saves.jsonl").read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        lines = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+            seconds, size = float(row["seconds"]), float(row["node_bytes"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue  # half written
+        if 0 < seconds < math.inf and 0 < size < math.inf:
+            found.append((seconds, size / seconds / 1e9))
+    if not found:
+        return None
+    return MeasuredSaves(
+        count=len(found),
+        seconds=statistics.median(seconds for seconds, _ in found),
+        gbytes_per_second=statistics.median(rate for _, rate in found),
+    )
 
 
 def number(value: object) -> float:

@@ -18,22 +18,9 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.diagnostics import Refusal, refusal
 from shardwright.plan.plan import Plan
-from shardwright.watch.channel import (
-    MOST_LINE_BYTES,
-    Bye,
-    Dump,
-    End,
-    Failed,
-    LineReader,
-    Message,
-    StackTaken,
-    StepDone,
-    call,
-    decode,
-    encode,
-)
+from shardwright.watch import channel
 from shardwright.watch.events import MOST_CHARACTERS, RankFailed, RankLost, emit
 from shardwright.watch.hub import GRACE_SECONDS, Hub, keep_alive, open_server
 from shardwright.watch.journal import read_status, write_status
@@ -106,7 +93,7 @@ class Watch:
         """Rank 0 drops whom it does not know yet where strangers crowd it: then once more."""
         for tries_left in range(CALLS - 1, -1, -1):
             try:
-                return call(address, port, token, self.rank, socket.gethostname(), os.getpid())
+                return channel.call(address, port, token, self.rank, socket.gethostname(), os.getpid())
             except OSError:
                 if not tries_left:
                     raise
@@ -120,26 +107,22 @@ class Watch:
             self._hub.attempt = attempt
 
     def _stranger(self, why: str) -> Refusal:
-        return Refusal(
-            Diagnostic(
-                code="SW6306",
-                message=f"rank {self.rank} on {socket.gethostname()} {why}",
-                help=f"Nodes that are started one by one and share no folder need the same {VARIABLE} in their "
-                "environment: any text that nobody can guess, such as `openssl rand -hex 32` prints, made for the run.",
-            )
+        return refusal(
+            "SW6306",
+            f"rank {self.rank} on {socket.gethostname()} {why}",
+            f"Nodes that are started one by one and share no folder need the same {VARIABLE} in their environment: "
+            "any text that nobody can guess, such as `openssl rand -hex 32` prints, made for the run.",
         )
 
     def _unreachable(self, address: str, port: int, error: Exception) -> Refusal:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         if self.rank == 0:
             message = f"rank 0 cannot listen on {address}:{port}: {first}"
-            help_text = (
-                "Set launch.master_port to a free port of that host, and launch.master_addr to an address of it."
-            )
+            help = "Set launch.master_port to a free port of that host, and launch.master_addr to an address of it."
         else:
             message = f"rank {self.rank} on {socket.gethostname()} cannot reach rank 0 at {address}:{port}: {first}"
-            help_text = "`shardwright doctor` tries every host. Set launch.master_addr to an address that all reach."
-        return Refusal(Diagnostic(code="SW6302", message=message, help=help_text))
+            help = "`shardwright doctor` tries every host. Set launch.master_addr to an address that all reach."
+        return refusal("SW6302", message, help)
 
     def at(self, phase: str, step: int) -> None:
         """step: the last one that is finished. Into the rank's own log but for the steps themselves."""
@@ -148,35 +131,35 @@ class Watch:
         self.phase = phase
         if step != self.step:
             self.step = step
-            self._say(StepDone(step=step))
+            self._say(channel.StepDone(step=step))
 
     def failed(self, event: RankFailed) -> None:
         """This rank's own error, to the launcher's output and to rank 0."""
         self._leaving = True
         emit(self.output, event)
-        self._say(Failed(cause=event.cause[:MOST_CHARACTERS]))
+        self._say(channel.Failed(cause=event.cause[:MOST_CHARACTERS]))
 
     def leave(self) -> None:
         """Training is over for all; the line may break now."""
         self._leaving = True
-        self._say(Bye())
+        self._say(channel.Bye())
 
-    def _say(self, message: Message) -> None:
+    def _say(self, message: channel.Message) -> None:
         if self._line is not None:
             with self._send_lock, contextlib.suppress(OSError):
-                self._line.sendall(encode(message))
+                self._line.sendall(channel.encode(message))
 
     def _watch(self) -> None:
         reader = select.poll()
         reader.register(self.output, 0)
-        lines: LineReader | None = None
+        lines: channel.LineReader | None = None
         while True:
             if any(flags & (select.POLLERR | select.POLLHUP) for _, flags in reader.poll(0)):
                 self._reader_is_gone()
             if self._line is None:
                 time.sleep(0.5)
                 continue
-            lines = lines or LineReader(self._line, MOST_LINE_BYTES)
+            lines = lines or channel.LineReader(self._line, channel.MOST_LINE_BYTES)
             if not select.select([self._line], [], [], 0.5)[0]:
                 continue
             said = lines.read()
@@ -184,10 +167,10 @@ class Watch:
                 self._hub_is_gone()
                 return
             for line in said:
-                match decode(line):
-                    case End(cause=cause):
+                match channel.decode(line):
+                    case channel.End(cause=cause):
                         self._end(cause)
-                    case Dump():
+                    case channel.Dump():
                         self._dump()
 
     def _reader_is_gone(self) -> None:
@@ -217,7 +200,7 @@ class Watch:
         where, collective = place_of(self._main)
         counts = _collectives_started()
         stack = Stack(step=self.step, phase=self.phase, where=where, waits_in=collective, counts=counts)
-        self._say(StackTaken(stack=stack))
+        self._say(channel.StackTaken(stack=stack))
 
     def _end(self, cause: str) -> None:
         """Not the interpreter's way out: the main thread may be in a collective for ever."""

@@ -9,6 +9,7 @@ import pytest
 
 from shardwright.cost.breakdown import break_down
 from shardwright.ir.cluster import Cluster
+from shardwright.ir.words import PartialCheckpointing
 from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.rules.registry import check_layout
@@ -34,6 +35,11 @@ def layouts() -> list[tuple[str, int, Strategy]]:
                 )
             ]
             found += [(model, nodes, s) for s in draw.sample(legal, 25)]
+            full = [s for s in legal if s.activation_checkpointing == "full"]
+            some = PartialCheckpointing(full=1)
+            found += [
+                (model, nodes, dataclasses.replace(s, activation_checkpointing=some)) for s in draw.sample(full, 5)
+            ]
     return found
 
 

@@ -213,3 +213,13 @@ def test_a_last_step_that_trains_nothing_is_said(scheduler: dict[str, Any], said
         training.scheduler, **{"name": "cosine", "min_lr": None, "min_lr_ratio": None, "decay_steps": None, **scheduler}
     )
     assert ends_at_zero(dataclasses.replace(training, scheduler=section)) == said
+
+
+@pytest.mark.parametrize(("name", "said"), [("cosine", True), ("constant", False)])
+def test_explain_prints_that_the_last_step_trains_nothing(
+    name: str, said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pins = {"tensor": 2, "pipeline": 1, "data": 8, "zero_stage": 1, "micro_batch_size": 1, "schedule": "1f1b"}
+    training = {"sequence_length": 2048, "global_batch_size": 256, "steps": 1000, "scheduler": {"name": name}}
+    main(["explain", write_llama(tmp_path, parallelism=pins, training=training)])
+    assert ("the last step's learning rate is 0" in capsys.readouterr().out) == said

@@ -38,9 +38,9 @@ Run = Callable[..., Any]
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """The command's JSON. A recipe's own plan is remembered: `--why-not` would search it for each question."""
-    read = subject.read_recipe
+    read = subject.read_subject
     known = functools.cache(lambda name: read(name))
-    monkeypatch.setattr(subject, "read_recipe", lambda name, overrides: known(name))
+    monkeypatch.setattr(subject, "read_subject", lambda name, overrides: known(name))
 
     def call(*words: str) -> Any:
         capsys.readouterr()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from shardwright.checkpoint import manifest as checkpoint_manifest
+from shardwright.checkpoint.lineage import RUN_FILE, UNKNOWN, line_of, new_line, write_line
 from shardwright.checkpoint.manifest import CHECKSUMS, MANIFEST, damage, read_manifest
 from shardwright.cli import main as cli
 from tests.unit.checkpoint.saved import write_checkpoint
@@ -36,6 +37,10 @@ def fragment(document: dict[str, Any]) -> dict[str, Any]:
 HOSTILE: dict[str, Callable[[Path], object]] = {
     "200,000 brackets": lambda step: (step / MANIFEST).write_text("[" * 200_000),
     "200,000 brackets inside": lambda step: (step / MANIFEST).write_text('{"version": 1, "tensors": ' + "[" * 200_000),
+    "a key of nobody's": changed(lambda d: d.update(comment="hello")),
+    "a fragment with a key of nobody's": changed(lambda d: fragment(d).update(comment="hello")),
+    "a step in words": changed(lambda d: d.update(step="4")),
+    "a name of a megabyte": changed(lambda d: d.update(step="4" * 2**20)),
     "a list": lambda step: (step / MANIFEST).write_text("[1]"),
     "a file elsewhere": changed(lambda d: d["files"].append({"name": "../../x", "size_bytes": 1})),
     "a file from the root": changed(lambda d: d["files"].append({"name": "/etc/passwd", "size_bytes": 1})),
@@ -55,13 +60,27 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
 def test_it_is_damage_in_one_line(kind: str, step: Path, capsys: pytest.CaptureFixture[str]) -> None:
     HOSTILE[kind](step)
     why = damage(step, contents=False)
-    assert why and "\n" not in why
+    assert why and "\n" not in why and len(why) < 1000
     assert cli.main(["export", str(step), "-o", str(step.parent / "hf")]) == 1
     error = capsys.readouterr().err
     assert "error[SW6201]" in error and "Traceback" not in error
+
+
+def test_one_from_before_rows_and_digests_is_read(step: Path) -> None:
+    changed(lambda d: [d.pop(key) for key in ("rows", "finite", "data")])(step)
+    manifest = read_manifest(step)
+    assert (manifest.rows, manifest.finite, manifest.data) == ((), True, {})
 
 
 def test_one_that_is_too_large_is_not_read(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_manifest, "_MOST_MANIFEST_BYTES", 100)
     with pytest.raises(ValueError, match="larger than"):
         read_manifest(step)
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"run": "a", "before": [], "mine": 1}', '{"run": 7}', "\xff"])
+def test_a_line_that_is_none_is_of_no_known_run(text: str, step: Path) -> None:
+    write_line(step, line := new_line())
+    assert line_of(step) == line
+    (step / RUN_FILE).write_text(text, encoding="latin-1")
+    assert line_of(step) == UNKNOWN

@@ -14,6 +14,7 @@ import pytest
 from shardwright.cli import estimate as estimate_command
 from shardwright.cli import plan as plan_command
 from shardwright.diagnostics import Refusal
+from shardwright.search.deadline import OtherBatch
 from tests.unit.model.factory import SMALL_LLAMA, graph_of
 
 PINNED = {
@@ -87,9 +88,6 @@ def test_one_json_line_a_recipe_in_order(tmp_path: Path, capsys: pytest.CaptureF
     "axis",
     [
         {"expert": 2},
-        {"context": 2},
-        {"context": 2, "data": 1},
-        {"context": 2, "data": "auto"},
         {"expert": 8, "tensor": "auto", "pipeline": "auto", "data": "auto"},
     ],
 )
@@ -101,7 +99,7 @@ def test_no_numbers_for_an_axis_that_is_not_priced(
     assert call(estimate_command, "--json", path) == 1
     line = json.loads(capsys.readouterr().out)
     assert set(line) == {"recipe", "feasible", "diagnostics"} and line["feasible"] is False
-    assert "SW3115" in [d["code"] for d in line["diagnostics"]] or axis == {"context": 2}
+    assert "SW3115" in [d["code"] for d in line["diagnostics"]]
     assert call(estimate_command, path) == 1 and not capsys.readouterr().out
     assert call(plan_command, "--json", path) == 1
     found = json.loads(capsys.readouterr().out)
@@ -248,3 +246,19 @@ def test_flops_that_were_not_traced_are_told(
             assert (words in told) == (source != "traced")
         assert call(command, "--json", path) == 0
         assert first(json.loads(capsys.readouterr().out))["flops_source"] == source
+
+
+def test_plan_says_that_the_batch_keeps_the_cluster_large(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it does is in tests/unit/search/test_deadline.py."""
+    smaller = OtherBatch(global_batch_size=12, nodes=1, days=2.0, cost=None, cost_now=None)
+    monkeypatch.setattr("shardwright.search.deadline.other_batch", lambda problem, sizing: smaller)
+    cluster = {"nodes": "auto", "gpus_per_node": 8, "gpu": "h100-sxm-80gb"}
+    training = {"sequence_length": 128, "global_batch_size": 16, "steps": 10, "days_at_most": 30}
+    path = write(tmp_path, "auto.yaml", parallelism={}, cluster=cluster, training=training)
+    words = "the batch of 16 bounds it"
+    assert call(plan_command, path) == 0 and words in capsys.readouterr().out
+    assert call(plan_command, "--json", path) == 0
+    sizing = json.loads(capsys.readouterr().out)["sizing"]
+    assert words in sizing["bound"] and sizing["other_batch"]["global_batch_size"] == 12

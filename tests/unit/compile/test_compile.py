@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from shardwright.compile import compile_recipe, estimate_recipe, read_inputs, read_problem, size_recipe
+from shardwright.cost.goodput import goodput
 from shardwright.diagnostics import Refusal
 from shardwright.plan.serialize import plan_from_json
 from shardwright.recipe.load import load_recipe
@@ -43,6 +44,26 @@ def test_the_beginnings_of_the_column_are_what_compile_goes_through(write_recipe
     assert (plan.strategy, plan.predicted.time) == (estimate.strategy, estimate.time)
     assert (plan.nodes, plan.model.config_hash) == (problem.cluster.nodes, problem.graph.config_hash)
     assert compiled.error == estimate.error and plan_from_json(compiled.files["plan.json"].decode()) == plan
+
+
+def test_auto_saves_are_settled_once(write_recipe: Callable[..., Path]) -> None:
+    """In the plan as a number, the same each time; of a recipe that says its own nothing is changed."""
+    changes = {"training.steps": 10**6, "checkpoint.every_steps": "auto", "cluster.node_mtbf_hours": 2}
+    recipe = load_recipe(write_recipe(changes))
+    compiled, again = compile_recipe(recipe), compile_recipe(recipe)
+    expected = goodput(*estimate_recipe(recipe))
+    assert expected is not None and 1 < expected.auto_interval_steps < 10**6
+    assert compiled.plan.checkpoint.every_steps == expected.interval_steps == expected.auto_interval_steps
+    assert compiled.files == again.files
+    assert json.loads(compiled.files["recipe.resolved.json"])["checkpoint"]["every_steps"] == "auto"
+    often = load_recipe(write_recipe({**changes, "cluster.node_mtbf_hours": 0.5}))
+    assert (compile_recipe(often).plan.checkpoint.every_steps or 0) < expected.auto_interval_steps
+    for every in (None, 7):
+        plain = compile_recipe(load_recipe(write_recipe({"checkpoint.every_steps": every})))
+        assert plain.plan.checkpoint.every_steps == every
+        assert not {"node_mtbf_hours", "checkpoint_gbytes_per_second"} & set(
+            json.loads(plain.files["recipe.resolved.json"])["cluster"]
+        )
 
 
 def test_independent_errors_come_together(write_recipe: Callable[..., Path]) -> None:

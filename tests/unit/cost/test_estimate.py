@@ -14,6 +14,7 @@ from shardwright.cost.estimate import training_of
 from shardwright.diagnostics import Refusal
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.recipe import Recipe
+from shardwright.ir.words import PartialCheckpointing
 from shardwright.layout.estimate import Estimate
 from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
@@ -61,7 +62,7 @@ def sized(recipe: Recipe, batch: int, gpus: int, nodes: int) -> Recipe:
     zero_stage=st.integers(0, 3),
     micro_batch=st.sampled_from([1, 3]),
     accumulation=st.sampled_from([1, 2, 8, 32]),
-    checkpointing=st.sampled_from(["none", "selective", "full"]),
+    checkpointing=st.sampled_from(["none", "selective", "full", PartialCheckpointing(full=1)]),
     schedule=st.sampled_from(["1f1b", "dualpipev"]),
     virtual_stages=st.sampled_from([1, 2]),
     sequence_parallel=st.booleans(),

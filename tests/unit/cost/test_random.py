@@ -15,6 +15,7 @@ from shardwright.ir.cluster import Cluster
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
+from shardwright.ir.words import PartialCheckpointing
 from shardwright.layout.estimate import Estimate
 from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
@@ -73,7 +74,9 @@ def layouts(draw: st.DrawFn) -> tuple[Recipe, ModelGraph, Cluster, Strategy]:
         zero_stage=draw(st.sampled_from((0, 1, 2, 3))),
         micro_batch_size=micro,
         gradient_accumulation_steps=accumulation,
-        activation_checkpointing=draw(st.sampled_from(("none", "selective", "full"))),
+        activation_checkpointing=draw(
+            st.sampled_from(("none", "selective", "full", PartialCheckpointing(full=1), PartialCheckpointing(full=3)))
+        ),
         schedule=draw(st.sampled_from(("1f1b", "dualpipev"))),
         offload=draw(st.sampled_from(("none", "none", "optimizer", "parameters"))),
     )

@@ -12,7 +12,7 @@ import pytest
 from shardwright.data.dataset import steps_of_epochs, with_steps
 from shardwright.data.megatron import open_megatron
 from shardwright.data.order import EpochOrder, MixtureOrder
-from shardwright.data.packing import pack
+from shardwright.data.whole import pack
 from shardwright.diagnostics import Refusal
 from shardwright.ir.recipe import ValidationSection
 from shardwright.plan.plan import PlanScheduler

@@ -32,6 +32,7 @@ from tests.parity.harness import (
 CASES = {
     "gpt2": Case(model="gpt2", zero_stage=0, checkpointing="selective"),
     "llama-tied-bf16": Case(model="llama-tied", zero_stage=0, precision="bf16", checkpointing="full"),
+    "llama-partial": Case(model="llama", zero_stage=0, checkpointing={"full": 1}),
     "gpt2-lora": Case(model="gpt2", zero_stage=0, lora_rank=4),
     "llama-chunked": Case(model="llama", zero_stage=0, loss="chunked", clipping=0.0),
 }

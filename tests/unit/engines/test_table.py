@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import pytest
+
+from shardwright.cli.main import main
+from shardwright.diagnostics import Refusal
 from shardwright.engines.kernels import KERNELS
 from shardwright.engines.table import DEFAULT, ENGINES, engine_of
 from shardwright.plan.serialize import read_plan
@@ -19,6 +24,21 @@ def test_a_plan_finds_its_engine() -> None:
     (case,) = TESTS.glob("cases/llama-pp2-tp2/expected")
     plan = read_plan(case)
     assert plan.target == "deepspeed" and engine_of(plan) is ENGINES[plan.target]
+
+
+@pytest.mark.parametrize("target", ["deepseed", "megatron"])
+def test_a_plan_for_an_engine_that_runs_nothing_is_refused(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (case,) = TESTS.glob("cases/llama-pp2-tp2/expected")
+    plan = json.loads((case / "plan.json").read_text())
+    (tmp_path / "plan.json").write_text(json.dumps({**plan, "target": target}))
+    with pytest.raises(Refusal) as caught:
+        engine_of(read_plan(tmp_path))
+    assert [d.code for d in caught.value.diagnostics] == ["SW6001"]
+    assert main(["run", str(tmp_path)]) == 1
+    told = capsys.readouterr().err
+    assert f"target: {target}" in told and "deepspeed, reference" in told and "shardwright compile" in told
 
 
 def test_the_recipe_offers_the_table() -> None:

@@ -11,13 +11,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from shardwright.diagnostics import Refusal
-from shardwright.hf import tail
 from shardwright.hf.objective import is_causal
 from shardwright.hf.packing import why_not_packed
 from shardwright.hf.probe import find_cut
-from shardwright.hf.tail import why_not_chunked
 from shardwright.model import graph
 from tests.unit.model.factory import SMALL_LLAMA
+from tests.zoo import chunks
+from tests.zoo.chunks import why_not_chunked
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_logits(model: Any, value: float) -> None:
 
 
 def test_a_gradient_that_is_not_the_first(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, calls = tail._gradients, []
+    plain, calls = chunks._gradients, []
 
     def planted(logits: torch.Tensor, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
         found = plain(logits, parameters)
@@ -63,7 +63,7 @@ def test_a_gradient_that_is_not_the_first(model: Any, monkeypatch: pytest.Monkey
             found[1] = torch.full_like(found[1], math.nan)
         return found
 
-    monkeypatch.setattr(tail, "_gradients", planted)
+    monkeypatch.setattr(chunks, "_gradients", planted)
     assert "the gradients of its chunks differ by inf" in why_not_chunked(model, tokens(13))
 
 

@@ -13,6 +13,7 @@ from shardwright.launch.failure import report_failure
 from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
 from shardwright.watch.events import EVENT
+from shardwright.watch.journal import PROGRESS
 
 
 @pytest.fixture
@@ -20,10 +21,10 @@ def plan(write_recipe: Callable[..., Path]) -> Plan:
     return compile_recipe(load_recipe(write_recipe())).plan
 
 
-def reported(plan: Plan, folder: Path, log: str) -> tuple[int, dict[str, object]]:
+def reported(plan: Plan, folder: Path, log: str, launcher_code: int = 1) -> tuple[int, dict[str, object]]:
     (folder / "run").mkdir()
     (folder / "run" / "launcher.log").write_text(log)
-    code = report_failure(plan, folder, 1, 1)
+    code = report_failure(plan, folder, 1, launcher_code)
     return code, json.loads((folder / "run" / "status.json").read_text())
 
 
@@ -49,10 +50,19 @@ def test_a_host_that_was_switched_off(plan: Plan, tmp_path: Path, capsys: pytest
 
 @pytest.mark.parametrize(
     ("log", "words"),
+    [("", "was ended while the run came up: killed (signal 9)"), (f"{PROGRESS}{{}}\n", "was ended: killed (signal 9)")],
+)
+def test_an_engine_without_a_launcher_ends_with_its_only_rank(plan: Plan, tmp_path: Path, log: str, words: str) -> None:
+    _, status = reported(plan, tmp_path, log, launcher_code=-9)
+    assert words in str(status["cause"])
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
     [
         ("b: ssh: connect to host b port 22: No route\npdsh@a: b: ssh exited with exit code 255\n", "host b: no ssh"),
         (f"{KILLED}\npdsh@a: b: ssh exited with exit code 247\n", "a rank on host b was ended while the run came up"),
-        ("b: No module named shardwright\npdsh@a: b: ssh exited with exit code 1\n", "launcher on host b ended"),
+        ("b: No module named shardwright\npdsh@a: b: ssh exited with exit code 1\n", "`deepspeed` on host b ended"),
         ("RuntimeError: Using hostfile at /h but host=b was not reachable via ssh. If you\n", "host b: no ssh to it"),
         ("nothing of use\n", "no rank said why"),
     ],

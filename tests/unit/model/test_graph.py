@@ -15,6 +15,7 @@ from shardwright.ir.json_value import JsonValue
 from shardwright.model.build import build_model_graph
 from shardwright.model.config import resolve_config
 from tests.unit.model.factory import LLAMA_8B, LLAMA_405B, SMALL_GPT2, SMALL_LLAMA, graph_of, model_section
+from tests.zoo import configs
 
 
 @pytest.mark.parametrize(
@@ -170,3 +171,9 @@ def test_an_encoder_decoder_trains_only_when_its_decoder_is_meant() -> None:
     assert refused(both) == [("SW2017", (*C, "is_encoder_decoder"))]
     alone = resolve_config({"model_type": "mbart", "is_encoder_decoder": False, "is_decoder": True}, C, True)
     assert not alone.is_encoder_decoder
+
+
+@pytest.mark.parametrize("model_type", ["emu3", "mllama"])
+def test_a_class_that_keeps_only_the_text_part_of_its_type(model_type: str) -> None:
+    """The built model's own configuration is of a type that is no causal LM by name."""
+    assert build_model_graph(model_section(configs.tiny_config(model_type))).layers

@@ -13,7 +13,7 @@ from shardwright.model import build, cache
 from shardwright.model.popular import graphs
 from shardwright.model.popular.shipped import shipped_config, shipped_ids
 from tests.unit.model.factory import model_section
-from tools.write_graphs import PATH, config_text, trace
+from tools.write_graphs import PATH, archive_of, config_text, trace
 
 OF_EACH_TYPE = list(
     {str((shipped_config(model_id) or {})["model_type"]): model_id for model_id in shipped_ids()}.values()
@@ -53,7 +53,7 @@ def test_the_same_graphs_are_the_same_bytes() -> None:
     texts = [config_text(model_id) for model_id in ("openai-community/gpt2", "Qwen/Qwen3-32B")]
     found = {text: graph for text in texts if (graph := graphs.shipped_graph(text, "auto"))}
     assert len(found) == 2
-    assert graphs.archive_of(found) == graphs.archive_of(dict(reversed(found.items())))
+    assert archive_of(found) == archive_of(dict(reversed(found.items())))
 
 
 @pytest.mark.parametrize(

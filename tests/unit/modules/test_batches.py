@@ -41,7 +41,7 @@ def test_data_ranks_share_out_the_global_batch(shuffle: bool) -> None:
     batches = Batches(plan(), dataset(30, shuffle=shuffle))
     for step in (1, 2, 3, 7):
         seen = [m.input_ids for rank in (0, 1) for m in batches.micro_batches(step, rank)]
-        assert torch.cat(seen)[:, 0].div(4).sort().values.tolist() == sorted(batches.indices(step).tolist())
+        assert torch.cat(seen)[:, 0].div(4).sort().values.tolist() == sorted(batches.data.order.indices(step).tolist())
 
 
 def test_micro_batch_m_of_a_rank() -> None:

@@ -21,7 +21,7 @@ from shardwright.modules.materialize import DrawnByLayer, Filler, empty_model
 from shardwright.modules.weights import conv1d_to_linear
 from shardwright.plan.plan import Plan, PlanLora
 from shardwright.plan.serialize import plan_to_json, read_plan
-from shardwright.train.live import live_record
+from shardwright.train.session import live_record
 from tests.zoo.configs import tiny_config
 
 CASE = Path(__file__).parents[2] / "cases" / "qwen2-tp2-zero3" / "expected"

@@ -12,6 +12,7 @@ import pytest
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.recipe import Recipe
+from shardwright.ir.words import CHECKPOINTING
 from shardwright.layout.estimate import Estimate
 from shardwright.layout.problem import Problem
 from shardwright.layout.rule import Candidate
@@ -58,7 +59,9 @@ def every(recipe: Recipe, config: dict[str, JsonValue]) -> list[Estimate]:
 def test_it_finds_what_enumeration_finds(config: dict[str, JsonValue], nodes: int, batch: int, objective: str) -> None:
     recipe = recipe_of(config, cluster={"nodes": nodes}, training={"global_batch_size": batch}, objective=objective)
     result = search(problem_of(recipe, graph_of(config)))
-    assert list(result.ranked) == every(recipe, config)
+    # How many layers to recompute is no axis: tests/unit/search/test_partial.py.
+    tried = [e for e in result.ranked if e.strategy.activation_checkpointing in CHECKPOINTING]
+    assert tried == every(recipe, config)
 
 
 def test_a_rule_reads_what_it_says() -> None:

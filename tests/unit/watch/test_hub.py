@@ -17,6 +17,7 @@ import pytest
 from shardwright.compile import compile_recipe
 from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
+from shardwright.watch import channel
 from shardwright.watch import hub as hub_module
 from shardwright.watch.channel import (
     MOST_HELLO_BYTES,
@@ -145,6 +146,14 @@ def test_who_is_no_rank_is_dropped_and_changes_nothing(ear: Ear, ranks: dict[int
     ear.still_hears(ranks)
 
 
+def test_who_comes_before_the_ranks_takes_no_rank_s_place(ear: Ear) -> None:
+    """Each rank is still to come, so that nothing but its proof tells it from a stranger."""
+    for rank in range(4):
+        with pytest.raises(PermissionError):
+            ear.rank(rank, token="another run's")
+    ear.still_hears({rank: ear.rank(rank) for rank in range(4)})
+
+
 def test_a_rank_is_taken_once_and_there_are_no_others(ear: Ear, ranks: dict[int, socket.socket]) -> None:
     for number in (0, 2, 3, 4, 99, -1):
         with pytest.raises(PermissionError):
@@ -155,7 +164,7 @@ def test_a_rank_is_taken_once_and_there_are_no_others(ear: Ear, ranks: dict[int,
 def test_a_peer_that_stops_in_a_line_is_dropped_after_a_while(
     ear: Ear, ranks: dict[int, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub_module, "HELLO_SECONDS", 0.3)
+    monkeypatch.setattr(channel, "HELLO_SECONDS", 0.3)
     silent, half = ear.stranger(), ear.stranger()
     half.sendall(b'{"kind": "hel')
     assert is_dropped(silent) and is_dropped(half)

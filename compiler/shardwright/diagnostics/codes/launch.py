@@ -1,5 +1,5 @@
 """SW5xxx: one line a code, what is wrong in general. 51 the compiled folder, 52 what launches it, 53 the hosts,
-54 the proof on a tiny copy."""
+54 the proof on a tiny copy, 55 measurements."""
 
 LAUNCH_CODES: dict[str, str] = {
     "SW5101": "the output path is not a folder",
@@ -36,4 +36,7 @@ LAUNCH_CODES: dict[str, str] = {
     "SW5401": "the layout does not compute what one process computes",
     "SW5402": "the model has no tiny copy to verify",
     "SW5403": "the tiny copy does not train to its end",
+    "SW5501": "the recipe's device is not in this machine",
+    "SW5502": "a measurement did not come to its end",
+    "SW5503": "no layout of the recipe ran to its end",
 }

@@ -58,6 +58,7 @@ RECIPE_CODES: dict[str, str] = {
     "SW1223": "a pod patch of what the plan or another key decides",
     "SW1301": "no file is where the recipe says",
     "SW1302": "a file that the recipe names is not of the right kind",
+    "SW1303": "measurements that are not the recipe's",
     "SW1401": "data that needs two tokenizers",
     "SW1402": "chat data without a chat template",
     "SW1431": "the chunked loss is not proved for this model type",

@@ -5,7 +5,7 @@ RUN_CODES: dict[str, str] = {
     "SW6002": "the installed packages are outside the range that the plan was made for",
     "SW6003": "the cluster is not the one the plan was made for",
     "SW6004": "the plan cannot run on this kind of machine",
-    "SW6005": "the deepspeed launcher cannot be started",
+    "SW6005": "the run cannot be started from here",
     "SW6006": "another run of this folder, or into its checkpoints, is alive",
     "SW6007": "the pretrained weights are not where the plan says",
     "SW6008": "the model's own code is not what was compiled",

@@ -33,8 +33,7 @@ def accelerate_files(plan: Plan) -> dict[str, bytes]:
 
 def plain_config(plan: Plan) -> JsonObject:
     """For `accelerate launch`. No optimizer: the script has its own, and Accelerate refuses two."""
-    config = {key: value for key, value in _script_config(plan).items() if key != "optimizer"}
-    return checked(config)
+    return checked({key: value for key, value in _script_config(plan).items() if key != "optimizer"})
 
 
 def trainer_config(plan: Plan) -> JsonObject:
@@ -47,11 +46,7 @@ def trainer_config(plan: Plan) -> JsonObject:
             "torch_adam": plan.strategy.offload == "none" or plan.gpu == "cpu",
         },
     }
-    return {
-        **_script_config(plan),
-        "gradient_clipping": "auto",
-        "optimizer": optimizer,
-    }
+    return {**_script_config(plan), "gradient_clipping": "auto", "optimizer": optimizer}
 
 
 def _script_config(plan: Plan) -> dict[str, JsonValue]:

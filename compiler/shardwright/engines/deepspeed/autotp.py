@@ -91,12 +91,9 @@ def autotp_config(plan: Plan) -> JsonObject | Diagnostic | None:
         return _warning(plan.tensor_parallel.modules[0], f"is of a {plan.model.model_type}, not proved under AutoTP")
     if head.rpartition(".")[2] not in _HEADS:
         return _warning(plan.tensor_parallel.modules[-1], f"has an output embedding that is called {head!r}")
-    grouped: dict[str, list[JsonValue]] = {}
-    kinds: dict[str, JsonObject] = {}
-    for pattern, spec in specs.items():
-        kind = repr(spec)
-        kinds[kind] = spec
-        grouped.setdefault(kind, []).append(pattern)
+    kinds: list[JsonObject] = []
+    for spec in specs.values():
+        kinds += [spec] if spec not in kinds else []
     # Without an mpu DeepSpeed 0.19.8 counts the batch over all ranks, tensor ranks too, and asserts on the true one
     # (runtime/config.py, _batch_assertion): the two numbers that hold per rank are enough.
     rest = {key: value for key, value in for_scripts(plan).items() if key != "train_batch_size"}
@@ -106,7 +103,7 @@ def autotp_config(plan: Plan) -> JsonObject | Diagnostic | None:
         "partition_config": {
             "use_default_specs": False,
             "strict_mode": True,
-            "layer_specs": [{"patterns": patterns, **kinds[kind]} for kind, patterns in grouped.items()],
+            "layer_specs": [{"patterns": [p for p in specs if specs[p] == kind], **kind} for kind in kinds],
         },
     }
     return checked({**rest, "tensor_parallel": section})

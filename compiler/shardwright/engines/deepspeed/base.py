@@ -23,6 +23,7 @@ from shardwright.engines.deepspeed.live import (
 )
 from shardwright.engines.protocol import Counters, HeldParameter, LiveFragment
 from shardwright.modules.batches import MicroBatch
+from shardwright.modules.context.rows import own_piece
 from shardwright.modules.learning_rate import decay_groups
 from shardwright.modules.loss import CausalLoss, ChunkedLoss
 from shardwright.plan.plan import Plan
@@ -75,23 +76,28 @@ class DeepSpeedTrainer:
         """Packing makes the number of labels that count differ between micro-batches and ranks: the loss is a mean over
         those of the global batch."""
         predicted = self._sum(sum(m.predicted for m in micro_batches))
-        self.loss_fn.scale = len(micro_batches) * self.plan.strategy.data / predicted
+        self.loss_fn.scale = len(micro_batches) * self.plan.strategy.shards / predicted
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rate
 
+    def piece(self, batch: MicroBatch) -> MicroBatch:
+        """This rank's share of a micro-batch of its data rank."""
+        return own_piece(batch, self.plan.ranks[dist.get_rank()].context, self.plan.strategy.context)
+
     def _sum(self, number: int) -> int:
-        """Over data ranks."""
+        """Over data ranks. number: the same on the context ranks of each."""
         total = torch.tensor([number], dtype=torch.float64, device=self.device)
         dist.all_reduce(total, group=self.grid.get_data_parallel_group())
-        return int(total.item())
+        return int(total.item()) // self.plan.strategy.context
 
 
 def causal_loss(plan: Plan, grid: PipelineParallelGrid) -> CausalLoss:
     sizes = plan.tensor_parallel.vocabulary_sizes
     kind = ChunkedLoss if plan.model.loss == "chunked" else CausalLoss
-    if not sizes:
-        return kind()
-    return kind(grid.get_slice_parallel_group(), sum(sizes[: grid.get_slice_parallel_rank()]))
+    cut = (grid.get_slice_parallel_group(), sum(sizes[: grid.get_slice_parallel_rank()])) if sizes else ()
+    loss = kind(*cut)
+    loss.shifted = plan.strategy.context > 1
+    return loss
 
 
 def _buffers(module: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:

@@ -18,7 +18,7 @@ from shardwright.modules.batches import HeldOut, MicroBatch
 from shardwright.modules.loss import ChunkedLoss, compute_loss_inside, micro_batch_loss
 from shardwright.modules.materialize import Filler
 from shardwright.modules.precision import DTYPES
-from shardwright.modules.recompute import apply_recompute
+from shardwright.modules.recompute import recompute_as_planned
 from shardwright.modules.tensor.split import TensorSplitter
 from shardwright.plan.plan import Plan
 
@@ -29,12 +29,11 @@ class DataTrainer(DeepSpeedTrainer):
     def __init__(self, plan: Plan, model: nn.Module, config: dict[str, Any], filler: Filler) -> None:
         super().__init__(plan, filler.transposed)
         strategy = plan.strategy
-        topology = PipeModelDataParallelTopology(num_pp=1, num_mp=strategy.tensor, num_dp=strategy.data)
+        topology = PipeModelDataParallelTopology(num_pp=1, num_mp=strategy.tensor, num_dp=strategy.shards)
         self.grid = PipelineParallelGrid(topology=topology)
         self.secondary_group = secondary_group(plan)
-        layers = list(model.get_submodule(plan.model.cut.stack).children())
         self._cut_and_fill(model, config, filler)
-        apply_recompute(layers, strategy.activation_checkpointing, plan.model.attention_module)
+        recompute_as_planned(model, plan)
         self.loss_fn = causal_loss(plan, self.grid)
         if isinstance(self.loss_fn, ChunkedLoss):
             compute_loss_inside(model, self.loss_fn)
@@ -87,7 +86,7 @@ class DataTrainer(DeepSpeedTrainer):
                 norm = self._zero0_grad_norm()
             self.engine.step()
         dist.all_reduce(total, group=self.grid.get_data_parallel_group())
-        mean = total.item() / (len(micro_batches) * self.plan.strategy.data)
+        mean = total.item() / (len(micro_batches) * self.plan.strategy.shards)
         return StepResult(loss=mean, grad_norm=norm if norm is not None else float(self.engine.get_global_grad_norm()))
 
     @torch.no_grad()
@@ -103,7 +102,7 @@ class DataTrainer(DeepSpeedTrainer):
         return total.item(), predicted
 
     def _loss(self, m: MicroBatch) -> torch.Tensor:
-        return micro_batch_loss(self.engine, self.loss_fn, m, self.plan.model.attention, self.device)
+        return micro_batch_loss(self.engine, self.loss_fn, self.piece(m), self.plan.model.attention, self.device)
 
     def _zero0_grad_norm(self) -> float:
         """DeepSpeed keeps no norm at ZeRO-0 in fp32, and none at all without clipping."""

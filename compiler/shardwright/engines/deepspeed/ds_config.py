@@ -20,7 +20,8 @@ def ds_config(plan: Plan) -> JsonObject:
     """
     strategy, training, optimizer = plan.strategy, plan.training, plan.optimizer
     config: dict[str, JsonValue] = {
-        "train_batch_size": training.global_batch_size,
+        # To DeepSpeed context ranks are data ranks, each with rows of its own.
+        "train_batch_size": training.global_batch_size * strategy.context,
         "train_micro_batch_size_per_gpu": strategy.micro_batch_size,
         "gradient_accumulation_steps": strategy.gradient_accumulation_steps,
         "gradient_clipping": training.gradient_clipping,  # left out, DeepSpeed clips at 1.0

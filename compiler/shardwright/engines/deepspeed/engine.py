@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardwright.engines.deepspeed.extra import check_extra
 from shardwright.engines.deepspeed.names import ACCELERATE, AUTOTP_FILE, DS_CONFIG
 from shardwright.engines.deepspeed.rules import RULES
 from shardwright.engines.engine import Engine, Traits
@@ -26,4 +27,6 @@ DEEPSPEED = Engine(
         hpz=True,
     ),
     rules=RULES,
+    check_extra=check_extra,
+    axes=frozenset({"context"}),
 )

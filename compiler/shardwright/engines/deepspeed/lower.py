@@ -6,7 +6,6 @@ from shardwright.diagnostics import Diagnostic
 from shardwright.engines.deepspeed.accelerate import accelerate_files
 from shardwright.engines.deepspeed.autotp import autotp_config
 from shardwright.engines.deepspeed.ds_config import checked, ds_config
-from shardwright.engines.deepspeed.extra import check_extra
 from shardwright.engines.deepspeed.names import AUTOTP_FILE, DS_CONFIG
 from shardwright.engines.deepspeed.zero import zero_section
 from shardwright.ir.json_value import JsonObject
@@ -14,19 +13,20 @@ from shardwright.ir.recipe import ELEMENT_BYTES
 from shardwright.plan.plan import Plan
 from shardwright.strict_json import json_bytes
 
-__all__ = ["check_extra", "files", "plan_section"]
-
 
 def plan_section(plan: Plan) -> JsonObject:
     """zero_optimization, from the fullest rank's part of the model before ZeRO-3 shares it out."""
-    parts = plan.strategy.data if plan.strategy.zero_stage == 3 else 1
+    parts = plan.strategy.shards if plan.strategy.zero_stage == 3 else 1
     held = max(rank.parameter_bytes for rank in plan.ranks) // ELEMENT_BYTES[plan.training.precision]
     return zero_section(plan.strategy, numel=held * parts, is_cpu=plan.is_cpu)
 
 
 def files(plan: Plan) -> tuple[dict[str, bytes], tuple[Diagnostic, ...]]:
     """ds_config.json, and for scripts of the user's own what they can be given."""
-    found = {DS_CONFIG: json_bytes(checked(ds_config(plan))), **accelerate_files(plan)}
+    found = {DS_CONFIG: json_bytes(checked(ds_config(plan)))}
+    if plan.strategy.context > 1:
+        return found, ()  # a script of one's own would feed each context rank rows of its own
+    found |= accelerate_files(plan)
     autotp = autotp_config(plan)
     if isinstance(autotp, Diagnostic):
         return found, (autotp,)

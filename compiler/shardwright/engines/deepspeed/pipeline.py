@@ -20,8 +20,9 @@ from shardwright.hf.adapters import adapt
 from shardwright.hf.skeleton import Skeleton, State
 from shardwright.hf.tail import Tail
 from shardwright.ir.partition import ModuleSplit
+from shardwright.modules.context.ranks import CONTEXT
 from shardwright.modules.materialize import Filler
-from shardwright.modules.recompute import apply_recompute
+from shardwright.modules.recompute import recompute_as_planned
 from shardwright.modules.tensor.split import TensorSplitter
 from shardwright.plan.plan import Plan
 
@@ -31,8 +32,9 @@ class StageModel:
 
     def __init__(self, model: nn.Module, plan: Plan, filler: Filler) -> None:
         self.plan, self.filler = plan, filler
-        tokens = (plan.strategy.micro_batch_size, plan.training.sequence_length)
+        tokens = (plan.strategy.micro_batch_size, plan.training.sequence_length // plan.strategy.context)
         self.skeleton = Skeleton(model, plan.model.cut, tokens)
+        self.skeleton.keywords = CONTEXT.keywords
         self.tail = Tail(model) if plan.model.loss == "chunked" else None
         self.group: dist.ProcessGroup | None = None
         self.names: dict[int, str] = {}  # id of a parameter -> its Hugging Face name
@@ -45,8 +47,7 @@ class StageModel:
         if layer not in ("embedding", "head"):
             self.filler.fill([layer])
             self._cut([m for m in plan.tensor_parallel.modules if m.module.startswith(layer + ".")])
-            decoder = model.get_submodule(layer)
-            apply_recompute([decoder], plan.strategy.activation_checkpointing, plan.model.attention_module)
+            recompute_as_planned(model, plan, [layer])
             return [layer]
         modules = plan.model.embedding_modules if layer == "embedding" else plan.model.head_modules
         self.filler.fill(modules)
@@ -116,7 +117,9 @@ class Stages(PipelineModule):
         layers = [name for s in plan.stages for name in s.layers]
         specs = [LayerSpec(Piece, stage, name, i - 1) for i, name in enumerate(layers)]
         strategy = plan.strategy
-        topology = PipeModelDataParallelTopology(num_pp=strategy.pipeline, num_mp=strategy.tensor, num_dp=strategy.data)
+        topology = PipeModelDataParallelTopology(
+            num_pp=strategy.pipeline, num_mp=strategy.tensor, num_dp=strategy.shards
+        )
         super().__init__(layers=specs, topology=topology, loss_fn=loss_fn)
         self._last_spec = len(specs)
         self._packings: dict[tuple[str, int], Packing] = {}
@@ -168,7 +171,7 @@ class Stages(PipelineModule):
         if embedding == head:
             return {}
         for name in plan.model.shared_parameters:
-            for data in range(plan.strategy.data):
+            for data in range(plan.strategy.shards):
                 for tensor in range(plan.strategy.tensor):
                     ranks = [self._topo.get_rank(pipe=p, data=data, model=tensor) for p in sorted({embedding, head})]
                     group = dist.new_group(ranks=ranks)

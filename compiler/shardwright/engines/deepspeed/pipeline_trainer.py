@@ -39,14 +39,14 @@ class PipelineTrainer(DeepSpeedTrainer):
 
     def evaluate(self, held_out: HeldOut) -> tuple[float, int]:
         predicted = self._sum(held_out.predicted)
-        self.loss_fn.scale = held_out.at_once * self.plan.strategy.data / max(1, predicted)
+        self.loss_fn.scale = held_out.at_once * self.plan.strategy.shards / max(1, predicted)
         wired, loss = map(self._wire, held_out), 0.0
         for _ in range(0, len(held_out), held_out.at_once):
             loss += float(self.engine.eval_batch(data_iter=wired, num_micro_batches=held_out.at_once))
         self.engine.module.train()
         return loss, predicted
 
-    @staticmethod
-    def _wire(m: MicroBatch) -> tuple[Any, torch.Tensor]:
+    def _wire(self, whole: MicroBatch) -> tuple[Any, torch.Tensor]:
+        m = self.piece(whole)
         inputs = m.input_ids if m.position_ids is None else (m.input_ids, m.position_ids)
         return inputs, m.labels

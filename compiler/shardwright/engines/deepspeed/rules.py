@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardwright.diagnostics import Diagnostic
+from shardwright.diagnostics import Diagnostic, found
 from shardwright.ir.json_value import JsonValue
-from shardwright.layout.rule import Candidate, Rule, found, rule
+from shardwright.layout.rule import Candidate, Rule, rule
 
 _TIMERS = "DeepSpeed's pipeline engine starts the timers of the backward pass twice, and fails"
 IN_A_PIPELINE = {"wall_clock_breakdown": _TIMERS, "flops_profiler": _TIMERS}

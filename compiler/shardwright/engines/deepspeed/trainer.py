@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from deepspeed import comm as dist
 
@@ -11,6 +12,7 @@ from shardwright.engines.deepspeed.data_trainer import DataTrainer
 from shardwright.engines.deepspeed.fixes import apply_fixes
 from shardwright.engines.deepspeed.pipeline_trainer import PipelineTrainer
 from shardwright.engines.protocol import Trainer
+from shardwright.modules.context.ranks import CONTEXT
 from shardwright.modules.dropout import TENSOR_RANDOM
 from shardwright.modules.lora import add_adapters
 from shardwright.modules.materialize import Filler
@@ -33,5 +35,17 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer
     config = json.loads((folder / "ds_config.json").read_text(encoding="utf-8"))
     trainer = (PipelineTrainer if plan.strategy.pipeline > 1 else DataTrainer)(plan, model, config, filler)
     random_is_cut = plan.model.dropout > 0 and plan.strategy.tensor > 1
+    CONTEXT.use(_context_group(plan))
     TENSOR_RANDOM.use(trainer.grid.get_slice_parallel_rank() if random_is_cut else None)
     return trainer
+
+
+def _context_group(plan: Plan) -> Any:
+    """Collective: each rank makes all of the groups. Its own, or None."""
+    if plan.strategy.context == 1:
+        return None
+    members: dict[tuple[int, ...], list[int]] = {}
+    for r in plan.ranks:
+        members.setdefault((r.pipeline, r.data, r.tensor), []).append(r.rank)
+    groups = [(ranks, dist.new_group(ranks)) for ranks in members.values()]
+    return next(group for ranks, group in groups if dist.get_rank() in ranks)

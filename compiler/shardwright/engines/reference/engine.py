@@ -11,6 +11,7 @@ REFERENCE = Engine(
     runtime="shardwright.engines.reference.runtime",
     lowering="shardwright.engines.reference.lower",
     program="python",
+    reads_hosts=False,
     traits=Traits(
         selective_repeats_projections=True,
         fuses_accumulation=False,
@@ -21,5 +22,5 @@ REFERENCE = Engine(
         chunked_loss=True,
         hpz=False,
     ),
-    rules=RULES,
+    rules=RULES,  # SW1921 refuses `extra`
 )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shardwright.diagnostics import Diagnostic
+from shardwright.diagnostics import Diagnostic, found
 from shardwright.ir.json_value import JsonScalar
-from shardwright.layout.rule import Candidate, found, rule
+from shardwright.layout.rule import Candidate, rule
 
 
 def one_process(x: Candidate) -> Diagnostic | None:

@@ -16,7 +16,7 @@ from shardwright.modules.loss import CausalLoss, ChunkedLoss, compute_loss_insid
 from shardwright.modules.materialize import Filler
 from shardwright.modules.names import named_buffers, named_parameters
 from shardwright.modules.precision import DTYPES
-from shardwright.modules.recompute import apply_recompute
+from shardwright.modules.recompute import recompute_as_planned
 from shardwright.modules.weights import conv1d_to_linear, open_model
 from shardwright.plan.plan import Plan
 
@@ -25,11 +25,10 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Referen
     """resumes: a checkpoint is loaded next, so that no weights are read or drawn."""
     model, weights = open_model(plan, folder, resumes=resumes)
     transposed = conv1d_to_linear(model)
-    layers = list(model.get_submodule(plan.model.cut.stack).children())
     # Before the adapters, which have their values.
     Filler(model, weights, {}, transposed, 0).fill([""])
     add_adapters(model, plan)
-    apply_recompute(layers, plan.strategy.activation_checkpointing, plan.model.attention_module)
+    recompute_as_planned(model, plan)
     return ReferenceTrainer(plan, model, transposed)
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwright.diagnostics import Diagnostic
+from shardwright.diagnostics import Diagnostic, found
 from shardwright.launch.doctor.messages import MeetingRequest
 from shardwright.launch.doctor.remote import Probe, ProbedHost
 from shardwright.launchers.table import LAUNCHERS
@@ -107,13 +107,12 @@ def links(met: Sequence[ProbedHost], assumed: Assumed) -> HostCheck:
 
 
 def _slow(where: str, rate: float, planned: float, key: str) -> Diagnostic:
-    return Diagnostic(
-        code="SW5312",
-        severity="warning",
-        message=f"{where}: {_gbits(rate)} Gb/s, the plan assumes {_gbits(planned)}",
-        help=f"If this is what the cluster gives, compile again with --set {key}: another layout may be faster. Else "
-        "look at the card that NCCL takes (NCCL_DEBUG=INFO) and at who else uses the network.",
+    message = f"{where}: {_gbits(rate)} Gb/s, the plan assumes {_gbits(planned)}"
+    help = (
+        f"If this is what the cluster gives, compile again with --set {key}: another layout may be faster. Else "
+        "look at the card that NCCL takes (NCCL_DEBUG=INFO) and at who else uses the network."
     )
+    return found("SW5312", None, message, help, severity="warning")
 
 
 def _gbits(bytes_per_second: float) -> str:
@@ -121,4 +120,4 @@ def _gbits(bytes_per_second: float) -> str:
 
 
 def red(code: str, message: str, help_text: str) -> Diagnostic:
-    return Diagnostic(code=code, message=message, help=help_text)
+    return found(code, None, message, help_text)

@@ -22,15 +22,7 @@ from pathlib import Path
 
 from shardwright.engines.table import ENGINES
 from shardwright.ir.json_value import JsonObject
-from shardwright.launch.doctor.messages import (
-    HostFacts,
-    MeetingRequest,
-    Met,
-    ProbeRequest,
-    facts_object,
-    message_of,
-    met_object,
-)
+from shardwright.launch.doctor import messages
 
 _ENGINES = (name for engine in ENGINES.values() for name in engine.packages)
 PACKAGES = tuple(dict.fromkeys(("torch", *_ENGINES, "transformers", "shardwright", "peft", "flash_attn")))
@@ -43,16 +35,16 @@ MARK = "@shardwright-probe "
 
 
 def main() -> int:
-    request = message_of(ProbeRequest, json.loads(sys.stdin.readline()))
+    request = messages.message_of(messages.ProbeRequest, json.loads(sys.stdin.readline()))
     os.environ.update(request.environment)
-    _answer(facts_object(_facts(request)))
+    _answer(messages.facts_object(_facts(request)))
     for line in sys.stdin:
-        meeting = message_of(MeetingRequest, json.loads(line))
+        meeting = messages.message_of(messages.MeetingRequest, json.loads(line))
         try:
-            _answer(met_object(_meet(meeting)))
+            _answer(messages.met_object(_meet(meeting)))
         except Exception as error:  # whatever gloo raises is the answer
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            _answer(met_object(Met(error=text)))
+            _answer(messages.met_object(messages.Met(error=text)))
         sys.stdout.flush()
         os._exit(0)  # gloo's threads may wait for peers that are not there
     return 0
@@ -62,10 +54,10 @@ def _answer(message: JsonObject) -> None:
     print(MARK + json.dumps(message), flush=True)
 
 
-def _facts(request: ProbeRequest) -> HostFacts:
+def _facts(request: messages.ProbeRequest) -> messages.HostFacts:
     folder = Path(request.folder)
     checkpoints = folder / request.checkpoints
-    return HostFacts(
+    return messages.HostFacts(
         time=time.time(),
         hostname=socket.gethostname(),
         python=platform.python_version(),
@@ -161,7 +153,7 @@ def _free_port(port: int | None) -> int | None:
         return int(s.getsockname()[1])
 
 
-def _meet(meeting: MeetingRequest) -> Met:
+def _meet(meeting: messages.MeetingRequest) -> messages.Met:
     """A TCP connection to the master's port, then an all-reduce over all hosts, as training would open it."""
     from datetime import timedelta
 
@@ -174,7 +166,7 @@ def _meet(meeting: MeetingRequest) -> Met:
     rank, world, limit = meeting.rank, meeting.world, meeting.seconds
     end = time.monotonic() + limit
     if rank and (why := _cannot_connect(meeting.address, meeting.port, limit)):
-        return Met(unreachable=why)
+        return messages.Met(unreachable=why)
     left = timedelta(seconds=limit)
     store = TCPStore(meeting.address, meeting.port, world, is_master=rank == 0, timeout=left, wait_for_workers=False)
     # One process a host, on its first GPU: the bandwidth of one GPU's share of the network.
@@ -184,7 +176,7 @@ def _meet(meeting: MeetingRequest) -> Met:
     total = torch.ones(1, device=device)
     distributed.all_reduce(total)
     links = measure(rank, world, device, min(MEASURING_SECONDS, max(0.0, end - time.monotonic() - 2)))
-    return Met(sum=int(total.item()), links=links)
+    return messages.Met(sum=int(total.item()), links=links)
 
 
 def _cannot_connect(address: str, port: int, limit: float) -> str | None:

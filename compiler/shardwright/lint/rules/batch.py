@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwright.layout.hpz import HPZ
-from shardwright.lint.subject import Found, LintedConfig
+from shardwright.lint.subject import Fault, LintedConfig, rule
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
@@ -20,38 +20,38 @@ def data_ranks(subject: LintedConfig) -> int | None:
     return world // sequence
 
 
-def no_batch_size(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4201")
+def no_batch_size(subject: LintedConfig) -> Iterator[Fault]:
     if subject.audience == "deepspeed" and subject.get(TRAIN) is None and subject.get(MICRO) is None:
-        yield Found(
-            code="SW4201",
-            key=(),
-            message=f"neither `{TRAIN}` nor `{MICRO}` is given: DeepSpeed refuses the file",
-            help=f"Give one of them, such as {MICRO}: 1.",
+        yield Fault(
+            (),
+            f"neither `{TRAIN}` nor `{MICRO}` is given: DeepSpeed refuses the file",
+            f"Give one of them, such as {MICRO}: 1.",
         )
 
 
-def contradiction(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4202")
+def contradiction(subject: LintedConfig) -> Iterator[Fault]:
     train, micro, steps = (subject.integer(key) for key in (TRAIN, MICRO, STEPS))
     ranks = data_ranks(subject)
     if not train or not micro or not steps:
         return
     if ranks is not None and train != micro * steps * ranks:
-        yield Found(
-            code="SW4202",
-            key=(TRAIN,),
-            message=f"{TRAIN} {train} is not {micro} x {steps} x {ranks} data ranks = {micro * steps * ranks}",
-            help=f"Leave {STEPS} out, and DeepSpeed works it out; or write {micro * steps * ranks}.",
+        yield Fault(
+            (TRAIN,),
+            f"{TRAIN} {train} is not {micro} x {steps} x {ranks} data ranks = {micro * steps * ranks}",
+            f"Leave {STEPS} out, and DeepSpeed works it out; or write {micro * steps * ranks}.",
         )
     elif ranks is None and train % (micro * steps):
-        yield Found(
-            code="SW4202",
-            key=(TRAIN,),
-            message=f"{TRAIN} {train} is no multiple of {micro} x {steps}: no number of ranks makes it up",
-            help=f"Leave {STEPS} out, and DeepSpeed works it out.",
+        yield Fault(
+            (TRAIN,),
+            f"{TRAIN} {train} is no multiple of {micro} x {steps}: no number of ranks makes it up",
+            f"Leave {STEPS} out, and DeepSpeed works it out.",
         )
 
 
-def does_not_divide(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4203")
+def does_not_divide(subject: LintedConfig) -> Iterator[Fault]:
     train = subject.integer(TRAIN)
     given = {key: value for key in (MICRO, STEPS) if (value := subject.integer(key))}
     filled = any(subject.get(key) == "auto" for key in (MICRO, STEPS))
@@ -62,35 +62,32 @@ def does_not_divide(subject: LintedConfig) -> Iterator[Found]:
     if train % (per_rank * (ranks or 1)) == 0:
         return
     parts = [f"{value} of {key}" for key, value in given.items()] + ([f"{ranks} data ranks"] if ranks else [])
-    yield Found(
-        code="SW4203",
-        key=(TRAIN,),
-        message=f"{TRAIN} {train} does not divide by {' x '.join(parts)}",
-        help=f"Take a multiple of {per_rank * (ranks or 1)}; DeepSpeed rounds down and then refuses the file.",
+    yield Fault(
+        (TRAIN,),
+        f"{TRAIN} {train} does not divide by {' x '.join(parts)}",
+        f"Take a multiple of {per_rank * (ranks or 1)}; DeepSpeed rounds down and then refuses the file.",
     )
 
 
-def groups_do_not_divide(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4204")
+def groups_do_not_divide(subject: LintedConfig) -> Iterator[Fault]:
     world = subject.world_size
     for key in (("tensor_parallel", "autotp_size"), ("sequence_parallel_size",), ("zero_optimization", HPZ)):
         size = subject.integer(*key)
         if world is not None and size is not None and size > 1 and world % size:
             if key[-1] == HPZ and (subject.stage != 3 or size > world):
                 continue  # a larger group is cut down to the world
-            yield Found(
-                code="SW4204",
-                key=key,
-                message=f"{'.'.join(key)}: {size} does not divide the {world} ranks",
-                help=f"Take a divisor of {world}.",
+            yield Fault(
+                key, f"{'.'.join(key)}: {size} does not divide the {world} ranks", f"Take a divisor of {world}."
             )
 
 
-def mesh(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4205")
+def mesh(subject: LintedConfig) -> Iterator[Fault]:
     data, sequence = subject.integer("data_parallel_size"), subject.integer("sequence_parallel_size")
     if subject.world_size is not None and data and sequence and data * sequence != subject.world_size:
-        yield Found(
-            code="SW4205",
-            key=("data_parallel_size",),
-            message=f"data_parallel_size {data} x sequence_parallel_size {sequence} is not {subject.world_size} ranks",
-            help=f"Their product must be the number of ranks, {subject.world_size}.",
+        yield Fault(
+            ("data_parallel_size",),
+            f"data_parallel_size {data} x sequence_parallel_size {sequence} is not {subject.world_size} ranks",
+            f"Their product must be the number of ranks, {subject.world_size}.",
         )

@@ -11,7 +11,7 @@ from shardwright.diagnostics import KeyPath
 from shardwright.engines.deepspeed.schema.check import Misfit, is_note, properties
 from shardwright.engines.deepspeed.schema.read import snapshot
 from shardwright.ir.json_value import JsonObject
-from shardwright.lint.subject import Edit, Found, LintedConfig, dotted
+from shardwright.lint.subject import Edit, Fault, LintedConfig, dotted, rule
 
 NEAR = 0.8
 """difflib's ratio from which a key is taken for a misspelling."""
@@ -56,81 +56,74 @@ REMOVED: dict[str, str] = {
 }
 
 
-def unknown_refused(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4111", at="key")
+def unknown_refused(subject: LintedConfig) -> Iterator[Fault]:
     for misfit, meant, help, _ in _unknown(subject):
         if misfit.checked:
             fix = _rename(misfit.path, meant) if meant else ()
-            yield Found(
-                code="SW4111",
-                key=misfit.path,
-                message=f"unknown key `{misfit.path[-1]}` in `{dotted(misfit.path[:-1])}`: DeepSpeed refuses it",
-                help=help,
-                at="key",
+            yield Fault(
+                misfit.path,
+                f"unknown key `{misfit.path[-1]}` in `{dotted(misfit.path[:-1])}`: DeepSpeed refuses it",
+                help,
                 fix=fix,
             )
 
 
-def misspelt(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4112", at="key")
+def misspelt(subject: LintedConfig) -> Iterator[Fault]:
     for misfit, meant, help, _ in _unknown(subject):
         if not misfit.checked and meant:
-            yield Found(
-                code="SW4112",
-                key=misfit.path,
-                message=f"`{dotted(misfit.path)}` is not a key of DeepSpeed, which ignores it without a word",
-                help=help,
-                at="key",
+            yield Fault(
+                misfit.path,
+                f"`{dotted(misfit.path)}` is not a key of DeepSpeed, which ignores it without a word",
+                help,
                 fix=_rename(misfit.path, meant),
             )
 
 
-def misplaced(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4114", at="key")
+def misplaced(subject: LintedConfig) -> Iterator[Fault]:
     for misfit, meant, _, home in _unknown(subject):
         if home is not None and not misfit.checked and not meant:
             taken = subject.has(*map(str, home))
             there = isinstance(subject.get(*map(str, home[:-1])), Mapping)
             move = _move(misfit, home) if there and not taken else ()
-            yield Found(
-                code="SW4114",
-                key=misfit.path,
-                message=f"`{dotted(misfit.path)}` is ignored: the key belongs "
+            yield Fault(
+                misfit.path,
+                f"`{dotted(misfit.path)}` is ignored: the key belongs "
                 + (f"under `{dotted(home[:-1])}`" if home[:-1] else "at the top")
                 + (f", as `{home[-1]}`" if home[-1] != misfit.path[-1] else ""),
-                help=f"Write `{dotted(home)}`." if not taken else f"Remove it; `{dotted(home)}` is given.",
-                at="key",
+                f"Write `{dotted(home)}`." if not taken else f"Remove it; `{dotted(home)}` is given.",
                 fix=move,
             )
 
 
-def unknown_ignored(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4113", "warning", at="key")
+def unknown_ignored(subject: LintedConfig) -> Iterator[Fault]:
     for misfit, meant, help, home in _unknown(subject):
         if not misfit.checked and not meant and home is None:
-            yield Found(
-                code="SW4113",
-                key=misfit.path,
-                message=f"`{dotted(misfit.path)}` is not a key of DeepSpeed, which ignores it without a word",
-                help=help,
-                severity="warning",
-                at="key",
+            yield Fault(
+                misfit.path, f"`{dotted(misfit.path)}` is not a key of DeepSpeed, which ignores it without a word", help
             )
 
 
-def removed(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4121", at="key")
+def removed(subject: LintedConfig) -> Iterator[Fault]:
     for name in subject.snapshot.removed:
         path = tuple(name.split("."))
         if subject.has(*path):
             value = subject.get(*path)
             off = value in (False, None) or (isinstance(value, Mapping) and value.get("enabled") is False)
-            yield Found(
-                code="SW4121",
-                key=path,
-                message=f"`{name}` is gone from DeepSpeed {subject.snapshot.version}, which refuses the file",
-                help=REMOVED[name],
-                at="key",
+            yield Fault(
+                path,
+                f"`{name}` is gone from DeepSpeed {subject.snapshot.version}, which refuses the file",
+                REMOVED[name],
                 fix=(Edit(kind="remove", path=path),) if off else (),
             )
 
 
-def deprecated(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4122", "warning", at="key")
+def deprecated(subject: LintedConfig) -> Iterator[Fault]:
     for path, new in _deprecated(subject):
         if not _replacement_given(subject, path, new):
             value, is_device = subject.get(*path), new.startswith("offload_") and " or " not in new
@@ -143,42 +136,32 @@ def deprecated(subject: LintedConfig) -> Iterator[Found]:
             elif new in _siblings(subject, path):
                 fix = (Edit(kind="rename", path=path, name=_official(subject, path, new)),)
             shown = f'{new}: {{"device": "cpu"}}' if is_device else _official(subject, path, new)
-            yield Found(
-                code="SW4122",
-                key=path,
-                message=f"`{dotted(path)}` is deprecated",
-                help=f"Write `{shown}` instead." if value is not False else "Remove it.",
-                severity="warning",
-                at="key",
+            yield Fault(
+                path,
+                f"`{dotted(path)}` is deprecated",
+                f"Write `{shown}` instead." if value is not False else "Remove it.",
                 fix=fix,
             )
 
 
-def deprecated_twice(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4123", at="key")
+def deprecated_twice(subject: LintedConfig) -> Iterator[Fault]:
     for path, new in _deprecated(subject):
         if path[0] != "bfloat16" and _replacement_given(subject, path, new):
-            yield Found(
-                code="SW4123",
-                key=path,
-                message=f"`{dotted(path)}` is deprecated, and cannot stand beside the key that replaces it",
-                help=f"Remove it; `{_official(subject, path, new)}` is given.",
-                at="key",
+            yield Fault(
+                path,
+                f"`{dotted(path)}` is deprecated, and cannot stand beside the key that replaces it",
+                f"Remove it; `{_official(subject, path, new)}` is given.",
                 fix=(Edit(kind="remove", path=path),),
             )
 
 
-def switched_off(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4124", "warning", at="key")
+def switched_off(subject: LintedConfig) -> Iterator[Fault]:
     for name in SWITCHED:
         section = subject.section(name)
         if any(not is_note(key) for key in section) and "enabled" not in section:
-            yield Found(
-                code="SW4124",
-                key=(name,),
-                message=f"`{name}` is off: it has no `enabled`",
-                help='Add "enabled": true, or remove the section.',
-                severity="warning",
-                at="key",
-            )
+            yield Fault((name,), f"`{name}` is off: it has no `enabled`", 'Add "enabled": true, or remove the section.')
 
 
 class _Unknown(NamedTuple):

@@ -8,7 +8,7 @@ from typing import cast
 
 from shardwright.ir.json_value import JsonObject
 from shardwright.lint.rules.precision import precision
-from shardwright.lint.subject import Edit, Found, LintedConfig, say
+from shardwright.lint.subject import Edit, Fault, LintedConfig, rule, say
 
 LEAST_DECAY = 1e-3
 """Below it neither form of weight decay moves the weights noticeably; DeepSpeed's own examples have 3e-7."""
@@ -30,7 +30,8 @@ def scheduler(subject: LintedConfig) -> JsonObject | None:
     return subject.snapshot.schedulers.get(name) if isinstance(name, str) else None
 
 
-def unknown_optimizer(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4501")
+def unknown_optimizer(subject: LintedConfig) -> Iterator[Fault]:
     name = subject.get("optimizer", "type")
     if isinstance(name, str) and optimizer(subject) is None and name.lower() not in _REMOVED:
         known = ["Adam", "AdamW", "Lamb", "Lion", "Muon", "Adagrad", *_capital(subject.snapshot.optimizers)]
@@ -40,89 +41,74 @@ def unknown_optimizer(subject: LintedConfig) -> Iterator[Found]:
             help = f"Write `{short}`: DeepSpeed takes the fused or CPU form of it by itself."
         else:
             help = f"Did you mean `{close[0]}`?" if close else "Write AdamW, or the name of a class of torch.optim."
-        yield Found(
-            code="SW4501",
-            key=("optimizer", "type"),
-            message=f"{say(name)} is no optimizer of DeepSpeed or torch.optim",
-            help=help,
-        )
+        yield Fault(("optimizer", "type"), f"{say(name)} is no optimizer of DeepSpeed or torch.optim", help)
 
 
-def removed_optimizer(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4502", help="Write AdamW or Lamb without the 1-bit parameters; ZeRO++ lowers communication at stage 3.")
+def removed_optimizer(subject: LintedConfig) -> Iterator[Fault]:
     if subject.text("optimizer", "type") in _REMOVED:
-        yield Found(
-            code="SW4502",
-            key=("optimizer", "type"),
-            message=f"{say(subject.get('optimizer', 'type'))} is gone from DeepSpeed {subject.snapshot.version}",
-            help="Write AdamW or Lamb without the 1-bit parameters; ZeRO++ lowers communication at stage 3.",
+        yield Fault(
+            ("optimizer", "type"),
+            f"{say(subject.get('optimizer', 'type'))} is gone from DeepSpeed {subject.snapshot.version}",
         )
 
 
-def max_grad_norm(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4503", at="key")
+def max_grad_norm(subject: LintedConfig) -> Iterator[Fault]:
     path = ("optimizer", "params", "max_grad_norm")
     if subject.has(*path):
         value = subject.get(*path)
         fix = [Edit(kind="remove", path=path)]
         if not subject.has("gradient_clipping") and subject.number(*path) is not None:
             fix.append(Edit(kind="add", path=("gradient_clipping",), value=value))
-        yield Found(
-            code="SW4503",
-            key=path,
-            message="max_grad_norm is no optimizer parameter: DeepSpeed refuses it",
-            help=f'Write "gradient_clipping": {say(value)} at the top.',
-            at="key",
+        yield Fault(
+            path,
+            "max_grad_norm is no optimizer parameter: DeepSpeed refuses it",
+            f'Write "gradient_clipping": {say(value)} at the top.',
             fix=tuple(fix),
         )
 
 
-def unknown_parameter(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4504", at="key")
+def unknown_parameter(subject: LintedConfig) -> Iterator[Fault]:
     entry = optimizer(subject)
     if entry is not None and entry["params"] is not None:
-        yield from _unknown(subject, "optimizer", cast("list[str]", entry["params"]), "SW4504")
+        yield from _unknown(subject, "optimizer", cast("list[str]", entry["params"]))
 
 
-def unknown_schedule_parameter(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4510", at="key")
+def unknown_schedule_parameter(subject: LintedConfig) -> Iterator[Fault]:
     entry = scheduler(subject)
     if entry is not None:
-        yield from _unknown(subject, "scheduler", cast("list[str]", entry["params"]), "SW4510")
+        yield from _unknown(subject, "scheduler", cast("list[str]", entry["params"]))
 
 
-def no_optimizer_type(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4505", at="key", help='Add "type": "AdamW".')
+def no_optimizer_type(subject: LintedConfig) -> Iterator[Fault]:
     if subject.section("optimizer") and subject.get("optimizer", "type") is None:
-        yield Found(
-            code="SW4505",
-            key=("optimizer",),
-            message="`optimizer` has no `type`: DeepSpeed ignores the section and makes no optimizer",
-            help='Add "type": "AdamW".',
-            at="key",
-        )
+        yield Fault(("optimizer",), "`optimizer` has no `type`: DeepSpeed ignores the section and makes no optimizer")
 
 
-def adam_is_adamw(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4506", "warning", help='Write AdamW to say so, or add "adam_w_mode": false for L2 regularization.')
+def adam_is_adamw(subject: LintedConfig) -> Iterator[Fault]:
     decay = subject.get("optimizer", "params", "weight_decay")
     decays = decay == "auto" or (subject.number("optimizer", "params", "weight_decay") or 0) >= LEAST_DECAY
     if subject.text("optimizer", "type") == "adam" and decays and not subject.has("optimizer", "params", "adam_w_mode"):
-        yield Found(
-            code="SW4506",
-            key=("optimizer", "type"),
-            message="DeepSpeed's Adam is AdamW: the weight decay is decoupled",
-            help='Write AdamW to say so, or add "adam_w_mode": false for L2 regularization.',
-            severity="warning",
+        yield Fault(
+            ("optimizer", "type"),
+            "DeepSpeed's Adam is AdamW: the weight decay is decoupled",
             fix=(Edit(kind="set", path=("optimizer", "type"), value="AdamW"),),
         )
 
 
-def lamb_scale(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4507", help="Write loss_scale: 0.")
+def lamb_scale(subject: LintedConfig) -> Iterator[Fault]:
     if subject.text("optimizer", "type") == "lamb" and subject.number("fp16", "loss_scale"):
-        yield Found(
-            code="SW4507",
-            key=("fp16", "loss_scale"),
-            message="Lamb needs dynamic loss scaling: DeepSpeed refuses a fixed loss_scale",
-            help="Write loss_scale: 0.",
-        )
+        yield Fault(("fp16", "loss_scale"), "Lamb needs dynamic loss scaling: DeepSpeed refuses a fixed loss_scale")
 
 
-def unknown_scheduler(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4508")
+def unknown_scheduler(subject: LintedConfig) -> Iterator[Fault]:
     name = subject.get("scheduler", "type")
     if isinstance(name, str) and scheduler(subject) is None:
         known = subject.snapshot.schedulers
@@ -130,42 +116,36 @@ def unknown_scheduler(subject: LintedConfig) -> Iterator[Found]:
         close = [near[n] for n in difflib.get_close_matches(name.lower(), near, n=1, cutoff=0.5)]
         exact = close and close[0].lower() == name.lower()
         own = ", ".join(n for n, entry in known.items() if entry["own"])
-        yield Found(
-            code="SW4508",
-            key=("scheduler", "type"),
-            message=f"{say(name)} is no scheduler of DeepSpeed or torch",
-            help=f"Did you mean `{close[0]}`?" if close else f"DeepSpeed's are {own}.",
+        yield Fault(
+            ("scheduler", "type"),
+            f"{say(name)} is no scheduler of DeepSpeed or torch",
+            f"Did you mean `{close[0]}`?" if close else f"DeepSpeed's are {own}.",
             fix=(Edit(kind="set", path=("scheduler", "type"), value=close[0]),) if exact else (),
         )
 
 
-def no_scheduler_params(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4509", at="key", help='Add "params": {}, with what the scheduler needs.')
+def no_scheduler_params(subject: LintedConfig) -> Iterator[Fault]:
     if isinstance(subject.get("scheduler", "type"), str) and subject.get("scheduler", "params") is None:
-        yield Found(
-            code="SW4509",
-            key=("scheduler",),
-            message="`scheduler` has no `params`: DeepSpeed fails on it",
-            help='Add "params": {}, with what the scheduler needs.',
-            at="key",
-        )
+        yield Fault(("scheduler",), "`scheduler` has no `params`: DeepSpeed fails on it")
 
 
-def missing_schedule_parameter(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4511", at="key")
+def missing_schedule_parameter(subject: LintedConfig) -> Iterator[Fault]:
     entry = scheduler(subject)
     if entry is None or subject.get("scheduler", "params") is None:
         return
     missing = [n for n in cast("list[str]", entry["required"]) if not subject.has("scheduler", "params", n)]
     if missing:
-        yield Found(
-            code="SW4511",
-            key=("scheduler", "params"),
-            message=f"{subject.get('scheduler', 'type')} needs {', '.join(missing)}",
-            help=f"Add {', '.join(missing)} to scheduler.params.",
-            at="key",
+        yield Fault(
+            ("scheduler", "params"),
+            f"{subject.get('scheduler', 'type')} needs {', '.join(missing)}",
+            f"Add {', '.join(missing)} to scheduler.params.",
         )
 
 
-def warmup_steps(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4512")
+def warmup_steps(subject: LintedConfig) -> Iterator[Fault]:
     """A whole float is an integer to Hjson, by which DeepSpeed reads the file; not to the Trainer."""
     path = ("scheduler", "params", "warmup_num_steps")
     value, entry = subject.get(*path), scheduler(subject)
@@ -173,118 +153,97 @@ def warmup_steps(subject: LintedConfig) -> Iterator[Found]:
         return
     whole = subject.integer(*path)
     if whole is None or whole < 1 or (isinstance(value, float) and subject.audience == "trainer"):
-        yield Found(
-            code="SW4512",
-            key=path,
-            message=f"warmup_num_steps {say(value)} is no integer of at least 1: DeepSpeed refuses it",
-            help=f"Write {whole or 1}; to warm up not at all, remove the scheduler.",
+        yield Fault(
+            path,
+            f"warmup_num_steps {say(value)} is no integer of at least 1: DeepSpeed refuses it",
+            f"Write {whole or 1}; to warm up not at all, remove the scheduler.",
             fix=(Edit(kind="set", path=path, value=whole),) if whole and whole >= 1 else (),
         )
 
 
-def warmup_too_long(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4513", "warning", help="Give fewer warmup_num_steps.")
+def warmup_too_long(subject: LintedConfig) -> Iterator[Fault]:
     total = subject.integer("scheduler", "params", "total_num_steps")
     given = subject.integer("scheduler", "params", "warmup_num_steps")
     unset = not subject.has("scheduler", "params", "warmup_num_steps")
     warmup = 1000 if unset else given
     if total is not None and warmup is not None and total < warmup and scheduler(subject) is not None:
         by_default = " (its default)" if unset else ""
-        yield Found(
-            code="SW4513",
-            key=("scheduler", "params", "total_num_steps"),
-            message=f"total_num_steps {total} ends before the warm-up of {warmup} steps{by_default} does",
-            help="Give fewer warmup_num_steps.",
-            severity="warning",
+        yield Fault(
+            ("scheduler", "params", "total_num_steps"),
+            f"total_num_steps {total} ends before the warm-up of {warmup} steps{by_default} does",
         )
 
 
-def warmup_type(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4514", "warning", help="Write log or linear.")
+def warmup_type(subject: LintedConfig) -> Iterator[Fault]:
     path = ("scheduler", "params", "warmup_type")
     entry, value = scheduler(subject), subject.get(*path)
     if entry is not None and entry["own"] and isinstance(value, str) and value not in ("log", "linear", "auto"):
-        yield Found(
-            code="SW4514",
-            key=path,
-            message=f"warmup_type {say(value)} is unknown, and DeepSpeed takes log in its place",
-            help="Write log or linear.",
-            severity="warning",
-        )
+        yield Fault(path, f"warmup_type {say(value)} is unknown, and DeepSpeed takes log in its place")
 
 
-def torch_scheduler(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4515")
+def torch_scheduler(subject: LintedConfig) -> Iterator[Fault]:
     entry = scheduler(subject)
     wrapped = (subject.stage or 0) > 0 or precision(subject) in ("fp16", "bf16")
     if entry is not None and not entry["own"] and wrapped:
-        yield Found(
-            code="SW4515",
-            key=("scheduler", "type"),
-            message=f"torch's {subject.get('scheduler', 'type')} refuses the optimizer that ZeRO, fp16 or bf16 wraps",
-            help="Pass a function as lr_scheduler to deepspeed.initialize, or take WarmupCosineLR or WarmupDecayLR.",
+        yield Fault(
+            ("scheduler", "type"),
+            f"torch's {subject.get('scheduler', 'type')} refuses the optimizer that ZeRO, fp16 or bf16 wraps",
+            "Pass a function as lr_scheduler to deepspeed.initialize, or take WarmupCosineLR or WarmupDecayLR.",
         )
 
 
-def no_scheduler_type(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4516", "warning", at="key", help='Add "type": "WarmupLR".')
+def no_scheduler_type(subject: LintedConfig) -> Iterator[Fault]:
     if subject.section("scheduler") and subject.get("scheduler", "type") is None:
-        yield Found(
-            code="SW4516",
-            key=("scheduler",),
-            message="`scheduler` has no `type`: DeepSpeed ignores the section and the learning rate stays constant",
-            help='Add "type": "WarmupLR".',
-            severity="warning",
-            at="key",
+        yield Fault(
+            ("scheduler",),
+            "`scheduler` has no `type`: DeepSpeed ignores the section and the learning rate stays constant",
         )
 
 
-def muon_reduce_scatter(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4517", help="Write zero_optimization.reduce_scatter: false.")
+def muon_reduce_scatter(subject: LintedConfig) -> Iterator[Fault]:
     scatters = subject.section("zero_optimization").get("reduce_scatter") is not False
     if subject.text("optimizer", "type") == "muon" and subject.stage == 3 and scatters:
-        yield Found(
-            code="SW4517",
-            key=("optimizer", "type"),
-            message="Muon does not go with reduce_scatter at ZeRO stage 3, which is on by default",
-            help="Write zero_optimization.reduce_scatter: false.",
+        yield Fault(
+            ("optimizer", "type"), "Muon does not go with reduce_scatter at ZeRO stage 3, which is on by default"
         )
 
 
-def untested_optimizer(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4518", help='Add "zero_allow_untested_optimizer": true at the top, or take AdamW.')
+def untested_optimizer(subject: LintedConfig) -> Iterator[Fault]:
     entry = optimizer(subject)
     allowed = subject.is_on("zero_allow_untested_optimizer")
     if entry is not None and not entry["zero"] and (subject.stage or 0) > 0 and not allowed:
-        yield Found(
-            code="SW4518",
-            key=("optimizer", "type"),
-            message=f"{subject.get('optimizer', 'type')} under ZeRO needs zero_allow_untested_optimizer",
-            help='Add "zero_allow_untested_optimizer": true at the top, or take AdamW.',
+        yield Fault(
+            ("optimizer", "type"), f"{subject.get('optimizer', 'type')} under ZeRO needs zero_allow_untested_optimizer"
         )
 
 
-def betas(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4519", help="Write [0.9, 0.95].")
+def betas(subject: LintedConfig) -> Iterator[Fault]:
     value = subject.get("optimizer", "params", "betas")
     if isinstance(value, list):
         right = len(value) == 2 and all(
             isinstance(b, int | float) and not isinstance(b, bool) and 0 <= b < 1 for b in value
         )
         if not right:
-            yield Found(
-                code="SW4519",
-                key=("optimizer", "params", "betas"),
-                message=f"betas {say(value)} are not two numbers in [0, 1)",
-                help="Write [0.9, 0.95].",
-            )
+            yield Fault(("optimizer", "params", "betas"), f"betas {say(value)} are not two numbers in [0, 1)")
 
 
-def _unknown(subject: LintedConfig, section: str, names: list[str], code: str) -> Iterator[Found]:
+def _unknown(subject: LintedConfig, section: str, names: list[str]) -> Iterator[Fault]:
     params = subject.section(section, "params")
     for key in params:
         if key not in names and key != "max_grad_norm":
             close = [n for n in difflib.get_close_matches(key, names, n=1, cutoff=0.8) if n not in params]
             path = (section, "params", key)
-            yield Found(
-                code=code,
-                key=path,
-                message=f"{subject.get(section, 'type')} takes no {say(key)}: DeepSpeed fails on it",
-                help=f"Did you mean `{close[0]}`?" if close else f"It takes {', '.join(names)}.",
-                at="key",
+            yield Fault(
+                path,
+                f"{subject.get(section, 'type')} takes no {say(key)}: DeepSpeed fails on it",
+                f"Did you mean `{close[0]}`?" if close else f"It takes {', '.join(names)}.",
                 fix=(Edit(kind="rename", path=path, name=close[0]),) if close else (),
             )
 

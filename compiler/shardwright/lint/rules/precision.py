@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwright.lint.subject import Edit, Found, LintedConfig
+from shardwright.lint.subject import Edit, Fault, LintedConfig, rule
 
 _NAMES: dict[str, frozenset[str]] = {
     "fp16": frozenset({"torch.float16", "fp16", "float16", "half"}),
@@ -30,40 +30,33 @@ def dtype(subject: LintedConfig, key: str) -> str:
     return next((dtype for dtype, names in _NAMES.items() if isinstance(name, str) and name in names), "")
 
 
-def both(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4301", help="Disable one; bf16 where the GPU has it.")
+def both(subject: LintedConfig) -> Iterator[Fault]:
     name = "bf16" if subject.get("bf16") is not None else "bfloat16"
     if subject.is_on("fp16", "enabled") and subject.is_on(name, "enabled"):
-        yield Found(
-            code="SW4301",
-            key=("fp16", "enabled"),
-            message=f"`fp16` and `{name}` are both enabled: DeepSpeed refuses the file",
-            help="Disable one; bf16 where the GPU has it.",
-        )
+        yield Fault(("fp16", "enabled"), f"`fp16` and `{name}` are both enabled: DeepSpeed refuses the file")
 
 
-def accumulation_without_zero(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4302")
+def accumulation_without_zero(subject: LintedConfig) -> Iterator[Fault]:
     model, accumulation = precision(subject), dtype(subject, "grad_accum_dtype")
     if subject.stage == 0 and model is not None and accumulation not in ("", model):
-        yield Found(
-            code="SW4302",
-            key=("data_types", "grad_accum_dtype"),
-            message=f"gradients of {model} parameters cannot be summed in {accumulation} at ZeRO stage 0",
-            help=f"Write {model}, or take zero_optimization.stage: 1.",
+        yield Fault(
+            ("data_types", "grad_accum_dtype"),
+            f"gradients of {model} parameters cannot be summed in {accumulation} at ZeRO stage 0",
+            f"Write {model}, or take zero_optimization.stage: 1.",
         )
 
 
-def parameter_type(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4303", help="Remove the key, or enable the section of this precision.")
+def parameter_type(subject: LintedConfig) -> Iterator[Fault]:
     model, wanted = precision(subject), dtype(subject, "param_dtype")
     if model is not None and wanted not in ("", model):
-        yield Found(
-            code="SW4303",
-            key=("data_types", "param_dtype"),
-            message=f"param_dtype {wanted} is not the {model} that fp16 and bf16 say",
-            help="Remove the key, or enable the section of this precision.",
-        )
+        yield Fault(("data_types", "param_dtype"), f"param_dtype {wanted} is not the {model} that fp16 and bf16 say")
 
 
-def low_precision_master(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4304")
+def low_precision_master(subject: LintedConfig) -> Iterator[Fault]:
     for name in ("fp16", "bf16"):
         key = (name, f"{name}_master_weights_and_grads")
         if not subject.is_on(*key) or subject.stage is None:
@@ -75,78 +68,59 @@ def low_precision_master(subject: LintedConfig) -> Iterator[Found]:
             need = "offload_optimizer" + (" or bf16_optimizer_states" if name == "bf16" else "")
         else:
             continue
-        yield Found(
-            code="SW4304",
-            key=key,
-            message=f"{key[1]} needs {need}",
-            help=f"Add {need}, or remove the key: master weights are fp32 then.",
-        )
+        yield Fault(key, f"{key[1]} needs {need}", f"Add {need}, or remove the key: master weights are fp32 then.")
 
 
-def low_precision_states(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4305", help='Add "bf16_master_weights_and_grads": true, or remove the key.')
+def low_precision_states(subject: LintedConfig) -> Iterator[Fault]:
     if subject.is_on("bf16", "bf16_optimizer_states") and not subject.is_on("bf16", "bf16_master_weights_and_grads"):
-        yield Found(
-            code="SW4305",
-            key=("bf16", "bf16_optimizer_states"),
-            message="bf16_optimizer_states needs bf16_master_weights_and_grads",
-            help='Add "bf16_master_weights_and_grads": true, or remove the key.',
-        )
+        yield Fault(("bf16", "bf16_optimizer_states"), "bf16_optimizer_states needs bf16_master_weights_and_grads")
 
 
 _DYNAMIC = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
 
 
-def static_scale(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4306", "warning", help="Write loss_scale: 0 for dynamic scaling, or remove the other keys.")
+def static_scale(subject: LintedConfig) -> Iterator[Fault]:
     scale = subject.number("fp16", "loss_scale")
     ignored = [key for key in _DYNAMIC if subject.has("fp16", key)]
     if scale and ignored and subject.get("fp16", "enabled") is not False:
-        yield Found(
-            code="SW4306",
-            key=("fp16", "loss_scale"),
-            message=f"a fixed loss_scale of {scale:g} leaves {', '.join(ignored)} without effect",
-            help="Write loss_scale: 0 for dynamic scaling, or remove the other keys.",
-            severity="warning",
+        yield Fault(
+            ("fp16", "loss_scale"), f"a fixed loss_scale of {scale:g} leaves {', '.join(ignored)} without effect"
         )
 
 
-def loss_scale_limits(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4307")
+def loss_scale_limits(subject: LintedConfig) -> Iterator[Fault]:
     """fp16's own validators, which no field declares."""
     dynamic = subject.is_on("fp16", "enabled") and not subject.number("fp16", "loss_scale")
     limits = [("loss_scale", 0.0, True), ("loss_scale_window", 1.0, dynamic), ("min_loss_scale", 1.0, dynamic)]
     for key, least, applies in limits:
         value = subject.number("fp16", key)
         if applies and value is not None and value < least:
-            yield Found(
-                code="SW4307",
-                key=("fp16", key),
-                message=f"fp16.{key}: {value:g} is refused",
-                help=f"Give at least {least:g}" + (", 0 for dynamic scaling." if key == "loss_scale" else "."),
+            yield Fault(
+                ("fp16", key),
+                f"fp16.{key}: {value:g} is refused",
+                f"Give at least {least:g}" + (", 0 for dynamic scaling." if key == "loss_scale" else "."),
             )
 
 
-def old_and_new_bf16(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4308", "warning", at="key", help="Remove it.")
+def old_and_new_bf16(subject: LintedConfig) -> Iterator[Fault]:
     if subject.get("bf16") is not None and subject.has("bfloat16"):
-        yield Found(
-            code="SW4308",
-            key=("bfloat16",),
-            message="`bfloat16` is ignored: `bf16` is given too",
-            help="Remove it.",
-            severity="warning",
-            at="key",
-            fix=(Edit(kind="remove", path=("bfloat16",)),),
+        yield Fault(
+            ("bfloat16",), "`bfloat16` is ignored: `bf16` is given too", fix=(Edit(kind="remove", path=("bfloat16",)),)
         )
 
 
-def pipeline_accumulation(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4309", "warning", at="key")
+def pipeline_accumulation(subject: LintedConfig) -> Iterator[Fault]:
     steps = subject.integer("gradient_accumulation_steps")
     if not subject.has_pipeline or precision(subject) != "bf16" or steps == 1 or subject.stage not in (0, 1):
         return
     if dtype(subject, "grad_accum_dtype") in ("", "bf16"):
-        yield Found(
-            code="SW4309",
-            key=("bf16",),
-            message="gradients of the pipeline's micro-batches are summed in bf16, 8 bits of which are the fraction",
-            help='Take zero_optimization.stage: 1 and "data_types": {"grad_accum_dtype": "fp32"}.',
-            severity="warning",
-            at="key",
+        yield Fault(
+            ("bf16",),
+            "gradients of the pipeline's micro-batches are summed in bf16, 8 bits of which are the fraction",
+            'Take zero_optimization.stage: 1 and "data_types": {"grad_accum_dtype": "fp32"}.',
         )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import cast
 
+from shardwright.diagnostics import Severity
 from shardwright.engines.deepspeed.schema.check import properties, text_value
-from shardwright.lint.subject import Edit, Found, LintedConfig, dotted, say
+from shardwright.lint.subject import Edit, Fault, LintedConfig, dotted, rule, say
 from shardwright.recipe.describe import near_choices
 
 # What the Trainer (transformers/integrations/deepspeed.py) and Accelerate (accelerator.py, _prepare_deepspeed;
@@ -41,7 +42,8 @@ _LIMITS: dict[str, str] = {
 }
 
 
-def wrong_type(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4115")
+def wrong_type(subject: LintedConfig) -> Iterator[Fault]:
     for misfit in subject.misfits:
         if misfit.kind == "type":
             types = cast("list[str]", misfit.schema["type"])
@@ -54,89 +56,75 @@ def wrong_type(subject: LintedConfig) -> Iterator[Found]:
                 help = f'Write {{"enabled": {say(misfit.value)}}}.'
             elif misfit.value is None:
                 help = "Remove the key; its default is taken then."
-            yield Found(
-                code="SW4115",
-                key=misfit.path,
-                message=f"{dotted(misfit.path)}: expected {expected}, got {say(misfit.value)}",
-                help=help,
-            )
+            yield Fault(misfit.path, f"{dotted(misfit.path)}: expected {expected}, got {say(misfit.value)}", help)
 
 
-def as_text(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4116")
+def as_text(subject: LintedConfig) -> Iterator[Fault]:
     for misfit in subject.misfits:
         if misfit.kind == "text":
             value = text_value(str(misfit.value), cast("list[str]", misfit.schema["type"]))
+            severity: Severity = "error"
             if misfit.checked and not (isinstance(value, int) and "e" in str(misfit.value).lower()):
-                effect = "DeepSpeed converts it, other readers do not"
-                severity = "warning"
-            elif isinstance(value, bool):
-                effect, severity = "for DeepSpeed any text is true", "error"
+                effect, severity = "DeepSpeed converts it, other readers do not", "warning"
             else:
-                effect, severity = "DeepSpeed fails on the text", "error"
-            yield Found(
-                code="SW4116",
-                key=misfit.path,
-                message=f"{dotted(misfit.path)}: {say(misfit.value)} is text; {effect}",
-                help=f"Write {say(value)} without quotes.",
-                severity="warning" if severity == "warning" else "error",
-                fix=(Edit(kind="set", path=misfit.path, value=value),),
-            )
+                effect = "for DeepSpeed any text is true" if isinstance(value, bool) else "DeepSpeed fails on the text"
+            message = f"{dotted(misfit.path)}: {say(misfit.value)} is text; {effect}"
+            fix = (Edit(kind="set", path=misfit.path, value=value),)
+            yield Fault(misfit.path, message, f"Write {say(value)} without quotes.", fix, severity)
 
 
-def not_a_choice(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4117")
+def not_a_choice(subject: LintedConfig) -> Iterator[Fault]:
     for misfit in subject.misfits:
         if misfit.kind == "choice":
             choices = [str(choice) for choice in cast("list[str]", misfit.schema["enum"])]
             close = near_choices(str(misfit.value), choices)
-            yield Found(
-                code="SW4117",
-                key=misfit.path,
-                message=f"{dotted(misfit.path)}: {say(misfit.value)} is not one of {', '.join(choices)}",
-                help=f"Did you mean `{close[0]}`?" if close else f"Write one of {', '.join(choices)}.",
+            yield Fault(
+                misfit.path,
+                f"{dotted(misfit.path)}: {say(misfit.value)} is not one of {', '.join(choices)}",
+                f"Did you mean `{close[0]}`?" if close else f"Write one of {', '.join(choices)}.",
             )
 
 
-def out_of_range(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4118")
+def out_of_range(subject: LintedConfig) -> Iterator[Fault]:
     for misfit in subject.misfits:
         if misfit.kind == "range":
             limits = [f"{words} {misfit.schema[word]}" for word, words in _LIMITS.items() if word in misfit.schema]
-            yield Found(
-                code="SW4118",
-                key=misfit.path,
-                message=f"{dotted(misfit.path)}: {say(misfit.value)} is out of range",
-                help=f"Give a number {' and '.join(limits)}.",
+            yield Fault(
+                misfit.path,
+                f"{dotted(misfit.path)}: {say(misfit.value)} is out of range",
+                f"Give a number {' and '.join(limits)}.",
             )
 
 
-def auto_without_trainer(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4119")
+def auto_without_trainer(subject: LintedConfig) -> Iterator[Fault]:
     autos = [misfit for misfit in subject.misfits if misfit.kind == "auto"]
     if subject.audience == "deepspeed":
         for misfit in autos:
             effect = "takes its default in place of it" if misfit.checked else "fails on the text"
-            yield Found(
-                code="SW4119",
-                key=misfit.path,
-                message=f'{dotted(misfit.path)}: only the HF Trainer fills in "auto"; DeepSpeed itself {effect}',
-                help="Write the value; or pass the file to the Trainer or Accelerate (`lint --for trainer`).",
+            yield Fault(
+                misfit.path,
+                f'{dotted(misfit.path)}: only the HF Trainer fills in "auto"; DeepSpeed itself {effect}',
+                "Write the value; or pass the file to the Trainer or Accelerate (`lint --for trainer`).",
             )
     elif autos and not subject.declared:
-        yield Found(
-            code="SW4119",
-            key=autos[0].path,
-            message='linted as a file for the HF Trainer or Accelerate, for it holds "auto"',
-            help="Say `--for trainer`, or `--for deepspeed` where a script of your own passes it to DeepSpeed.",
+        yield Fault(
+            autos[0].path,
+            'linted as a file for the HF Trainer or Accelerate, for it holds "auto"',
+            "Say `--for trainer`, or `--for deepspeed` where a script of your own passes it to DeepSpeed.",
             severity="note",
         )
 
 
-def auto_not_filled(subject: LintedConfig) -> Iterator[Found]:
+@rule("SW4120")
+def auto_not_filled(subject: LintedConfig) -> Iterator[Fault]:
     for misfit in subject.misfits:
         if misfit.kind == "auto" and subject.audience == "trainer" and dotted(misfit.path) not in FILLED:
-            yield Found(
-                code="SW4120",
-                key=misfit.path,
-                message=f'{dotted(misfit.path)}: neither the Trainer nor Accelerate fills in "auto" here',
-                help="Write the value, or remove the key for its default.",
-                # DeepSpeed's own models take the default; it is Accelerate that refuses.
-                severity="warning" if misfit.checked and not subject.declared else "error",
-            )
+            message = f'{dotted(misfit.path)}: neither the Trainer nor Accelerate fills in "auto" here'
+            # DeepSpeed's own models take the default; it is Accelerate that refuses.
+            severity: Severity = "warning" if misfit.checked and not subject.declared else "error"
+            help = "Write the value, or remove the key for its default."
+            yield Fault(misfit.path, message, help, severity=severity)

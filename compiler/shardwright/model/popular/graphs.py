@@ -4,19 +4,17 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import zipfile
-from collections.abc import Mapping
 from importlib import resources
 
 from shardwright.ir.model_graph import ModelGraph
-from shardwright.model.cache import UNREADABLE, graph_from_json, graph_to_json, installed_version
+from shardwright.model.cache import UNREADABLE, graph_from_json, installed_version
 
 ARCHIVE = "graphs.zip"
 ATTENTION = "auto"
 """The attention that the shipped graphs were traced with; a pinned one is traced."""
-_VERSIONS = "versions.json"
+VERSIONS = "versions.json"
 
 
 def shipped_graph(config_text: str, attention: str) -> ModelGraph | None:
@@ -29,9 +27,11 @@ def shipped_graph(config_text: str, attention: str) -> ModelGraph | None:
             resources.files(__package__).joinpath(ARCHIVE).open("rb") as file,
             zipfile.ZipFile(file) as archive,
         ):
-            if not _fits(json.loads(archive.read(_VERSIONS))):
+            recorded = json.loads(archive.read(VERSIONS))
+            # What is not installed cannot disagree, and could not trace either.
+            if any(version not in (None, recorded.get(name)) for name, version in versions().items()):
                 return None
-            return graph_from_json(archive.read(_member(config_text)))
+            return graph_from_json(archive.read(member(config_text)))
     except (KeyError, zipfile.BadZipFile, *UNREADABLE):  # KeyError: no such member
         return None
 
@@ -40,26 +40,8 @@ def versions() -> dict[str, str | None]:
     """What a trace depends on outside this package. transformers decides the modules and the defaults, in any release;
     torch only how they compute, which changes with its minor releases. None where one is not installed."""
     torch = installed_version("torch")
-    return {
-        "torch": None if torch is None else ".".join(torch.split(".")[:2]),
-        "transformers": installed_version("transformers"),
-    }
+    return {"torch": torch and ".".join(torch.split(".")[:2]), "transformers": installed_version("transformers")}
 
 
-def _fits(recorded: Mapping[str, str | None]) -> bool:
-    """What is not installed cannot disagree, and could not trace either."""
-    return all(version in (None, recorded.get(name)) for name, version in versions().items())
-
-
-def archive_of(graphs: Mapping[str, ModelGraph]) -> bytes:
-    """graphs.zip. `graphs`: configuration as text -> its graph. The same graphs are the same bytes."""
-    members = {_member(config_text): graph_to_json(graph) for config_text, graph in graphs.items()}
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
-        for name, text in [(_VERSIONS, json.dumps(versions())), *sorted(members.items())]:
-            archive.writestr(zipfile.ZipInfo(name), text, zipfile.ZIP_DEFLATED, 9)  # ZipInfo: no clock, always 1980
-    return content.getvalue()
-
-
-def _member(config_text: str) -> str:
+def member(config_text: str) -> str:
     return hashlib.sha256(config_text.encode()).hexdigest()[:32]

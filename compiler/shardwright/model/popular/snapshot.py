@@ -8,20 +8,18 @@ pickles.
 from __future__ import annotations
 
 import contextlib
-import struct
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardwright.diagnostics import Diagnostic, KeyPath, Refusal
+from shardwright.diagnostics import KeyPath, Refusal, refusal
 from shardwright.ir.recipe import ModelSection
 from shardwright.ir.weights import TOKENIZER_PATTERNS, LocatedWeights
-from shardwright.model.popular.hub import hub_problem, no_id
+from shardwright.model.popular.hub import hub_problem, no_id, pinned
 from shardwright.safe_read import parse_json, read_regular
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _KEY: KeyPath = ("model", "weights")
-_HEADER_BYTES = 8  # of a safetensors file: the length of its JSON header
 
 
 def locate_weights(section: ModelSection) -> LocatedWeights | None:
@@ -30,8 +28,10 @@ def locate_weights(section: ModelSection) -> LocatedWeights | None:
     if section.weights != "pretrained" or section.source is None:
         return None
     if Path(section.source).is_absolute():
-        if Path(section.source).is_dir():  # else it has been told already
-            _need(section.source, weights_problem(Path(section.source)))
+        local = Path(section.source)
+        if local.is_dir() and (problem := weights_problem(local)):  # a missing one has been told already
+            help = "Give a folder that `save_pretrained` wrote (safetensors), or `weights: random`."
+            raise _no_weights(repr(section.source), problem, help)
         return LocatedWeights(path=section.source, revision=None)
     model_id, revision = section.source, section.revision
     folder = _cached(model_id, revision)
@@ -45,7 +45,7 @@ def locate_weights(section: ModelSection) -> LocatedWeights | None:
         problem = weights_problem(folder)
     assert folder is not None
     if problem:
-        raise Refusal(_no_weights(model_id, revision, problem))
+        raise _unreachable(model_id, revision, problem, _KEY)
     return LocatedWeights(path=str(folder), revision=folder.name)
 
 
@@ -104,20 +104,13 @@ def _weight_files(folder: Path) -> tuple[str, ...]:
 
 def _is_whole(path: Path) -> bool:
     """By the header, which says where the last tensor ends: a download or copy that was cut off is shorter."""
-    with path.open("rb") as file:
-        start = file.read(_HEADER_BYTES)
-        if len(start) < _HEADER_BYTES:
-            return False
-        (length,) = struct.unpack("<Q", start)
-        size = path.stat().st_size
-        if length > size - _HEADER_BYTES:
-            return False
-        try:
-            header: Any = parse_json(file.read(length))
-            ends = [int(tensor["data_offsets"][1]) for name, tensor in header.items() if name != "__metadata__"]
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-            return False
-    return bool(size == _HEADER_BYTES + length + max(ends, default=0))
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np"):
+            return True
+    except (OSError, SafetensorError):
+        return False
 
 
 def _cached(model_id: str, revision: str) -> Path | None:
@@ -139,7 +132,7 @@ def _download(model_id: str, revision: str, patterns: list[str], problem: str, k
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
     if is_offline_mode():
-        raise Refusal(_unreachable(model_id, revision, f"{problem}, and HF_HUB_OFFLINE is set", key))
+        raise _unreachable(model_id, revision, f"{problem}, and HF_HUB_OFFLINE is set", key)
     try:
         # Asked once, without the retries of a download, which make a machine with no network wait half a minute.
         with contextlib.suppress(RemoteEntryNotFoundError):  # the repository may be a tokenizer's alone
@@ -148,7 +141,7 @@ def _download(model_id: str, revision: str, patterns: list[str], problem: str, k
     except Exception as error:  # of its HTTP library, the disk, the hub: all mean "no weights"
         why = hub_problem(error, model_id, revision)
         if why.code == "SW2001":
-            why = _unreachable(model_id, revision, f"{problem}, and {_cause(error)}", key)
+            raise _unreachable(model_id, revision, f"{problem}, and {_cause(error)}", key) from None
         raise Refusal(why) from None
 
 
@@ -159,54 +152,18 @@ def _cause(error: Exception) -> str:
     return f"the hub cannot be reached ({type(error).__name__})"
 
 
-def _unreachable(model_id: str, revision: str, why: str, key: KeyPath) -> Diagnostic:
+def _unreachable(model_id: str, revision: str, why: str, key: KeyPath) -> Refusal:
+    fetch = f"Where there is a network, run `hf download {model_id}{pinned(revision)}`"
+    if key == _KEY:
+        help = "Load it once with transformers, write it with `save_pretrained`, and give that folder as model.source"
+        if ".bin" not in why:  # no pickles to load
+            help = f"{fetch}, or give a local folder"
+        return _no_weights(f"the weights of {model_id!r}", why, f"{help}; or write `weights: random`.")
     if key == ("model", "source"):
-        return Diagnostic(
-            code="SW2001",
-            message=f"{model_id!r}: {why}",
-            help=f"Where there is a network, run `hf download {model_id}{_pinned(revision)}`, or give a local folder.",
-            key=key,
-        )
-    return _no_weights(model_id, revision, why) if key == _KEY else _no_tokenizer(model_id, revision, why, key)
+        return refusal("SW2001", f"{model_id!r}: {why}", f"{fetch}, or give a local folder.", key)
+    help = f"{fetch}; or give a folder that `save_pretrained` wrote (as ./path), or `tokenizer: byte`."
+    return refusal("SW1911", f"data.tokenizer: {model_id!r} cannot be used: {why}", help, key, ("byte",))
 
 
-def _need(source: str, problem: str) -> None:
-    if problem:
-        raise Refusal(
-            Diagnostic(
-                code="SW1913",
-                message=f"model.weights: pretrained, but {source!r} cannot be loaded: {problem}",
-                help="Give a folder that `save_pretrained` wrote (safetensors), or `weights: random`.",
-                key=_KEY,
-            )
-        )
-
-
-def _no_weights(model_id: str, revision: str, why: str) -> Diagnostic:
-    pickles = ".bin" in why
-    help = (
-        "Load it once with transformers, write it with `save_pretrained`, and give that folder as model.source"
-        if pickles
-        else f"Where there is a network, run `hf download {model_id}{_pinned(revision)}`, or give a local folder"
-    )
-    return Diagnostic(
-        code="SW1913",
-        message=f"model.weights: pretrained, but the weights of {model_id!r} cannot be loaded: {why}",
-        help=f"{help}; or write `weights: random`.",
-        key=_KEY,
-    )
-
-
-def _no_tokenizer(model_id: str, revision: str, why: str, key: KeyPath) -> Diagnostic:
-    return Diagnostic(
-        code="SW1911",
-        message=f"data.tokenizer: {model_id!r} cannot be used: {why}",
-        help=f"Where there is a network, run `hf download {model_id}{_pinned(revision)}`; or give a folder that "
-        "`save_pretrained` wrote (as ./path), or `tokenizer: byte`.",
-        key=key,
-        valid=("byte",),
-    )
-
-
-def _pinned(revision: str) -> str:
-    return "" if revision == "main" else f" --revision {revision}"
+def _no_weights(what: str, why: str, help: str) -> Refusal:
+    return refusal("SW1913", f"model.weights: pretrained, but {what} cannot be loaded: {why}", help, _KEY)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.hf.attention_heads import HEAD_ATTRIBUTES, head_counts
+from shardwright.hf.sizes import HEAD_ATTRIBUTES, head_counts
 
 # Arguments that hold a value for every head: name -> the heads' dimension. ALiBi joins batch and heads in dimension 0.
 HEAD_ARGUMENTS: dict[str, int] = {"alibi": 0, "position_bias": 0, "attention_mask": 1}
@@ -19,24 +19,18 @@ def take_own_heads(model: nn.Module, module: nn.Module, rank: int, degree: int) 
     config: Any = model.config
     heads, key_value_heads = head_counts(module, config.get_text_config())
     own, own_key_value = heads // degree, max(1, key_value_heads // degree)
+    counts = {"heads": own, "key_value_heads": own_key_value, "groups": own // own_key_value}
     for name, kind in HEAD_ATTRIBUTES.items():
-        value = getattr(module, name, None)
-        if not isinstance(value, int):
-            continue
-        share = {
-            "heads": own,
-            "key_value_heads": own_key_value,
-            "groups": own // own_key_value,
-            "width": value // degree,
-        }
-        setattr(module, name, share[kind])
+        if isinstance(value := getattr(module, name, None), int):
+            setattr(module, name, value // degree if kind == "width" else counts[kind])
     inner, names = module.forward, tuple(inspect.signature(module.forward).parameters)
 
+    def own_heads(name: str, x: Any) -> Any:
+        return _own_heads(name, x, heads, rank, degree)
+
     def forward(*args: Any, **kwargs: Any) -> Any:
-        cut = [_own_heads(name, x, heads, rank, degree) for name, x in zip(names, args, strict=False)]
-        return inner(
-            *cut, *args[len(cut) :], **{name: _own_heads(name, x, heads, rank, degree) for name, x in kwargs.items()}
-        )
+        cut = [own_heads(name, x) for name, x in zip(names, args, strict=False)]
+        return inner(*cut, *args[len(cut) :], **{name: own_heads(name, x) for name, x in kwargs.items()})
 
     if HEAD_ARGUMENTS.keys() & set(names):
         module.forward = forward

@@ -6,6 +6,7 @@ The parameters are cut before (split.py).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,11 +31,10 @@ def wrap(model: nn.Module, path: str, style: str, held: dict[str, ParameterSplit
     module = model.get_submodule(path)
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
 
-    def enter(x: torch.Tensor) -> torch.Tensor:
-        return enter_column_region(x, group)
+    enter, leave = partial(enter_column_region, group=group), partial(leave_row_region, group=group)
 
-    def leave(y: torch.Tensor) -> torch.Tensor:
-        return leave_row_region(y, group)
+    def gather(y: torch.Tensor) -> torch.Tensor:
+        return gather_output(y, held["weight"].sizes, group)
 
     match style:
         case "colwise" | "packed_colwise":
@@ -42,16 +42,12 @@ def wrap(model: nn.Module, path: str, style: str, held: dict[str, ParameterSplit
         case "vocabulary_head":
             _around(module, enter=enter)
         case "colwise_gather_output":
-            _around(module, enter=enter, leave=lambda y: gather_output(y, held["weight"].sizes, group))
+            _around(module, enter=enter, leave=gather)
         case "multi_query_colwise":
             own = _own_queries(model, path, held["weight"].shape[0], rank, degree)
-            _around(
-                module,
-                enter=enter,
-                leave=lambda y: own_features(own_slices(gather_output(y, held["weight"].sizes, group), own, group)),
-            )
+            _around(module, enter=enter, leave=lambda y: own_features(own_slices(gather(y), own, group)))
         case "embedding_colwise":
-            _around(module, leave=lambda y: gather_output(y, held["weight"].sizes, group))
+            _around(module, leave=gather)
         case "rowwise":
             _add_bias_once(module, leave)
         case "rowwise_split_input":
@@ -67,10 +63,7 @@ def wrap(model: nn.Module, path: str, style: str, held: dict[str, ParameterSplit
             if held["weight"].dimension is None:
                 _around(module, leave=lambda y: _rotary_enters(y, rotary, group))
             else:
-                sizes = held["weight"].sizes
-                _around(
-                    module, enter=enter, leave=lambda y: _rotary_enters(gather_output(y, sizes, group), rotary, group)
-                )
+                _around(module, enter=enter, leave=lambda y: _rotary_enters(gather(y), rotary, group))
         case "replicated_with_grad_allreduce":
             for parameter in module.parameters():
                 sum_gradient(parameter, group)
@@ -115,10 +108,10 @@ def _add_bias_once(module: nn.Module, leave: Callable[[torch.Tensor], torch.Tens
             return leave(inner(*args, **kwargs))
         module._parameters["bias"] = None
         try:
-            partial = inner(*args, **kwargs)
+            share = inner(*args, **kwargs)
         finally:
             module._parameters["bias"] = bias
-        return leave(partial) + bias
+        return leave(share) + bias
 
     module.forward = forward
 

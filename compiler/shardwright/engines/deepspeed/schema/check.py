@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import ge, gt, le, lt
 from typing import Literal, cast
 
 from shardwright.engines.deepspeed.schema.read import Snapshot
@@ -131,15 +132,9 @@ def _is_choice(value: JsonValue, schema: JsonObject) -> bool:
     return value in choices
 
 
-def in_range(value: int | float, schema: JsonObject) -> bool:
-    def limit(word: str) -> float | None:
-        found = schema.get(word)
-        return float(found) if isinstance(found, int | float) else None
+_LIMITS = {"minimum": ge, "exclusiveMinimum": gt, "maximum": le, "exclusiveMaximum": lt}
 
-    low, above, high, below = map(limit, ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"))
-    return (
-        (low is None or value >= low)
-        and (above is None or value > above)
-        and (high is None or value <= high)
-        and (below is None or value < below)
-    )
+
+def in_range(value: int | float, schema: JsonObject) -> bool:
+    limits = ((within, schema.get(word)) for word, within in _LIMITS.items())
+    return all(within(value, limit) for within, limit in limits if isinstance(limit, int | float))

@@ -1,0 +1,1 @@
+"""`shardwright calibrate` and `tune`: what this machine does, measured, for `cluster.measured`."""

@@ -1,0 +1,95 @@
+"""Collectives over groups of ranks, by size, and how much of one hides behind computing."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+
+import torch
+from torch import distributed as dist
+
+from shardwright.calibrate.clock import Stopwatch
+from shardwright.calibrate.repeat import Deadline
+
+SIZES = {"cpu": (4096, 65_536, 1 << 20, 1 << 23), "cuda": (4096, 65_536, 1 << 20, 1 << 24, 1 << 28)}
+LEAST, MOST = 4, 30
+OVERLAPPED_BYTES = {"cpu": 1 << 22, "cuda": 1 << 27}
+PRODUCT = {"cpu": 384, "cuda": 4096}
+
+
+def group_sizes(ranks: int, ranks_per_node: int) -> tuple[int, ...]:
+    """Of groups that are timed: powers of two, a whole node, and all."""
+    powers = [2**i for i in range(1, 12) if 2**i <= ranks]
+    return tuple(sorted({*powers, *(n for n in (ranks_per_node, ranks) if n > 1)}))
+
+
+def measure_collectives(bench: Stopwatch, seconds: float) -> None:
+    """Every rank makes the same calls; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say where. The rank with most
+    seconds decides when a size is done, so that nobody is left alone in a collective."""
+    job, kind = bench.job, bench.device.type
+    patience = timedelta(seconds=120 + 4 * seconds)
+    dist.init_process_group("gloo" if kind == "cpu" else "nccl", timeout=patience)
+    rank, sizes = int(os.environ["RANK"]), group_sizes(job.ranks, job.ranks_per_node)
+    deadline, left = Deadline(seconds), len(sizes) * len(SIZES[kind]) + 1
+    for ranks in sizes:
+        group = dist.new_group(list(range(ranks)))
+        for size in SIZES[kind]:
+            tensor = torch.zeros(size // 4, device=bench.device)
+            found = _timed(bench, deadline.share(left), tensor, group, member=rank < ranks)
+            left -= 1
+            if rank == 0:
+                where = {"bytes": size, "ranks": ranks, "ranks_per_node": job.ranks_per_node}
+                bench.keep("all-reduce", where, found)
+    _overlap(bench)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _timed(
+    bench: Stopwatch, budget: float, tensor: torch.Tensor, group: dist.ProcessGroup | None, *, member: bool
+) -> list[float]:
+    """As many repeats on every rank: rank 0 says whether there is another."""
+    found: list[float] = []
+    ends = time.monotonic() + budget
+    again = torch.ones(1, device=bench.device)
+    while again.item():
+        if member:
+            dist.barrier(group=group)
+            began = _wall(bench)
+            dist.all_reduce(tensor, group=group)
+            found.append(_wall(bench) - began)
+        again.fill_(len(found) <= LEAST or (time.monotonic() < ends and len(found) <= MOST))
+        dist.broadcast(again, src=0)
+    return found[1:]
+
+
+def _wall(bench: Stopwatch) -> float:
+    """A rank that waits for another uses no time of its own."""
+    if bench.device.type == "cuda":
+        torch.cuda.synchronize(bench.device)
+    return time.perf_counter()
+
+
+def _overlap(bench: Stopwatch) -> None:
+    kind = bench.device.type
+    a = torch.randn(PRODUCT[kind], PRODUCT[kind], device=bench.device)
+    tensor = torch.zeros(OVERLAPPED_BYTES[kind] // 4, device=bench.device)
+
+    def both(compute: bool, comm: bool) -> float:
+        dist.barrier()
+        began = _wall(bench)
+        work = dist.all_reduce(tensor, async_op=True) if comm else None
+        if compute:
+            for _ in range(8):
+                torch.mm(a, a)
+        if work is not None:
+            work.wait()
+        return _wall(bench) - began
+
+    rows = [[both(True, False), both(False, True), both(True, True)] for _ in range(LEAST + 1)][1:]
+    compute, comm, together = (sorted(row[i] for row in rows) for i in range(3))
+    middle = len(rows) // 2
+    sizes = {"compute_ns": round(compute[middle] * 1e9), "comm_ns": round(comm[middle] * 1e9)}
+    if int(os.environ["RANK"]) == 0:
+        bench.keep("overlap", sizes, together)

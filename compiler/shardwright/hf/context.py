@@ -1,0 +1,79 @@
+"""Can a row be cut over ranks? Found without ranks: attention is replaced by a function of each token alone, and then
+nothing else of the model may look beyond a token, or at where a piece of the row begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from transformers.modeling_utils import AttentionInterface
+
+from shardwright.ir.apart import tensor_apart
+
+TOLERANCE = 2e-5
+"""Of the largest logit: other shapes of a matrix product sum in another order."""
+
+
+def _of_each_token(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, None]:
+    """In the place of attention. query: (B, H, S, D); key, value: (B, K, S, ...) -> (B, S, H, ...)."""
+    copies = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
+    return (value * torch.tanh((query * key).mean(-1, keepdim=True))).transpose(1, 2).contiguous(), None
+
+
+@contextmanager
+def _no_attention() -> Iterator[list[object]]:
+    """A list that gets an entry whenever a layer asks for its attention."""
+    asked: list[object] = []
+
+    def interface(*_: Any, **__: Any) -> Any:
+        asked.append(None)
+        return _of_each_token
+
+    with patch.object(AttentionInterface, "get_interface", interface):
+        yield asked
+
+
+@torch.no_grad()
+def why_no_context(model: nn.Module, input_ids: torch.Tensor) -> str:
+    """ "" where nothing but its attention is in the way. model: tiny, nothing random; input_ids: (B, S)."""
+    length = input_ids.shape[1]
+    places = torch.arange(length).expand_as(input_ids)
+
+    def logits(ids: torch.Tensor, first: int = 0) -> torch.Tensor:
+        own = places[:, first : first + ids.shape[1]]
+        return model(input_ids=ids, position_ids=own, use_cache=False).logits  # type: ignore[no-any-return]
+
+    with _no_attention() as asked:
+        plain = model(input_ids=input_ids, use_cache=False).logits
+        if not asked:
+            return "its attention does not go through transformers' attention interface"
+        if not plain.isfinite().all():
+            return "a tiny copy's logits are not finite"
+        scale = TOLERANCE * max(1.0, float(plain.abs().max()))
+        at = length // 3
+        changed = input_ids.clone()
+        changed[:, at] = torch.where(input_ids[:, at] == 5, 6, 5)
+        other = model(input_ids=changed, use_cache=False).logits
+        others = torch.arange(length) != at
+        if not tensor_apart(other[:, others], plain[:, others]) <= scale:
+            return "its tokens see each other outside of attention"
+        try:
+            pieces = torch.cat([logits(piece, at) for piece, at in _halves(input_ids)], dim=1)
+        except TypeError:
+            return "its forward takes no positions"
+        if not tensor_apart(pieces, plain) <= scale:
+            return "it counts its positions itself"
+    return ""
+
+
+def _halves(input_ids: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
+    """Each with its first place."""
+    middle = input_ids.shape[1] // 2
+    return [(input_ids[:, :middle], 0), (input_ids[:, middle:], middle)]

@@ -1,0 +1,25 @@
+"""Packages that only some runs need: what to say where one is not installed. Nothing of them is imported here."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from shardwright.diagnostics import Diagnostic
+
+
+def missing_peft() -> Diagnostic | None:
+    """LoRA trains through it."""
+    message = "the run trains LoRA adapters, and peft is not installed here"
+    help = "pip install 'shardwright[lora]', on every host of the run."
+    return _missing("peft", Diagnostic(code="SW6251", message=message, help=help, key=("lora",)))
+
+
+def missing_flash_attention() -> Diagnostic | None:
+    """Its kernels are what `attention: flash_attention_2` runs."""
+    message = "the plan's attention is flash_attention_2, and flash-attn is not installed here"
+    help = "pip install flash-attn --no-build-isolation, on every host; or compile with `attention: sdpa`."
+    return _missing("flash_attn", Diagnostic(code="SW6009", message=message, help=help, key=("model", "attention")))
+
+
+def _missing(package: str, told: Diagnostic) -> Diagnostic | None:
+    return None if importlib.util.find_spec(package) else told

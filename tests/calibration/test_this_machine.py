@@ -1,0 +1,130 @@
+"""What `calibrate` makes of predictions on the machine where it runs. Wants an idle one with two cores."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.calibrate.calibrate import calibrate, cores
+from shardwright.calibrate.tune import launch, of_steps, recipe_for
+from shardwright.cli.measured import shared_lines
+from shardwright.compile import compile_recipe, read_problem
+from shardwright.layout.problem import Problem
+from shardwright.layout.strategy import Strategy
+from shardwright.lower.folder import write_folder
+from shardwright.recipe.load import load_recipe
+from shardwright.search.settle import settled_estimate
+
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 2048,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 256,
+}
+LENGTH, BATCH, STEPS, SECONDS, LIMIT = 256, 8, 10, 30.0, 900.0
+WITHIN = 0.15
+PLAIN = Strategy(
+    tensor=1,
+    pipeline=1,
+    data=1,
+    zero_stage=0,
+    micro_batch_size=4,
+    gradient_accumulation_steps=2,
+    activation_checkpointing="none",
+    schedule="1f1b",
+    offload="none",
+)
+
+
+def batched(**changes: Any) -> Strategy:
+    s = replace(PLAIN, **changes)
+    return replace(s, gradient_accumulation_steps=BATCH // s.micro_batch_size // s.data)
+
+
+ONE_RANK = (batched(), batched(micro_batch_size=1), batched(activation_checkpointing="full"))
+TWO_RANKS = (
+    batched(data=2, zero_stage=0, micro_batch_size=2),
+    batched(data=2, zero_stage=1),
+    batched(data=2, zero_stage=2, micro_batch_size=2),
+    batched(tensor=2),
+    batched(tensor=2, activation_checkpointing="full"),
+    batched(pipeline=2, zero_stage=1, micro_batch_size=1),
+    batched(pipeline=2, zero_stage=1, micro_batch_size=2),
+)
+FOUR_RANKS = (
+    batched(data=4, zero_stage=1, micro_batch_size=2),
+    batched(data=4, zero_stage=1, micro_batch_size=2, activation_checkpointing="full"),
+    batched(pipeline=4, zero_stage=1, micro_batch_size=1),
+    batched(pipeline=2, tensor=2, zero_stage=1, micro_batch_size=2),
+    batched(pipeline=2, data=2, zero_stage=1, micro_batch_size=1),
+    batched(tensor=4),
+    batched(tensor=2, data=2, zero_stage=1, activation_checkpointing="full"),
+)
+
+
+def problem(folder: Path, ranks: int) -> Problem:
+    """Calibrated here and now."""
+    document: dict[str, Any] = {
+        "version": 1,
+        "name": "this-machine",
+        "model": {"config": MODEL, "weights": "random"},
+        "cluster": {"nodes": 1, "gpus_per_node": ranks, "gpu": "cpu"},
+        "training": {
+            "sequence_length": LENGTH,
+            "global_batch_size": BATCH,
+            "steps": STEPS,
+            "precision": "fp32",
+            "optimizer": {"lr": 1e-4},
+        },
+        "data": {"kind": "synthetic"},
+    }
+    path = folder / "recipe.json"
+    path.write_text(json.dumps(document))
+    found = calibrate(load_recipe(path), SECONDS, print).found
+    (folder / "measured.json").write_text(json.dumps(asdict(found)))
+    path.write_text(json.dumps({**document, "cluster": {**document["cluster"], "measured": "measured.json"}}))
+    return read_problem(load_recipe(path))
+
+
+def both(folder: Path, given: Problem, strategies: tuple[Strategy, ...]) -> Mapping[str, tuple[float, float]]:
+    """Layout -> (predicted, measured) seconds of a step."""
+    found = {}
+    for i, s in enumerate(strategies):
+        predicted = settled_estimate(given, s, ()).time.step_seconds
+        write_folder(folder / f"{i}" / "out", compile_recipe(recipe_for(given.recipe, s, STEPS)).files)
+        seconds, _, why = launch(folder / f"{i}" / "out", STEPS + 3, LIMIT)
+        assert not why, f"{s.describe()}: {why}"
+        found[s.describe()] = (predicted, of_steps(seconds[3:]).value)
+        print(f"{s.describe()}: predicted {predicted:.3g} s, measured {found[s.describe()][1]:.3g} s")
+    return found
+
+
+@pytest.mark.prove
+@pytest.mark.skipif(cores() < 2, reason="two ranks want a core each")
+def test_layouts_with_a_core_a_rank(tmp_path: Path) -> None:
+    found: dict[str, tuple[float, float]] = {}
+    for ranks, strategies in ((1, ONE_RANK), (2, TWO_RANKS)):
+        (folder := tmp_path / f"{ranks}").mkdir()
+        found |= both(folder, problem(folder, ranks), strategies)
+    off = {layout: predicted / measured - 1 for layout, (predicted, measured) in found.items()}
+    assert len(off) >= 8 and max(map(abs, off.values())) <= WITHIN, off
+
+
+@pytest.mark.prove
+@pytest.mark.skipif(cores() >= 4, reason="four ranks have cores of their own")
+def test_the_order_of_layouts_whose_ranks_share_cores(tmp_path: Path) -> None:
+    given = problem(tmp_path, 4)
+    assert shared_lines(given.recipe, given.cluster)[0].startswith(f"4 ranks share {cores()} core")
+    found = both(tmp_path, given, FOUR_RANKS)
+    by_prediction = sorted(found, key=lambda layout: found[layout][0])
+    by_measurement = sorted(found, key=lambda layout: found[layout][1])
+    assert len(found) >= 6 and by_prediction == by_measurement, found

@@ -1,0 +1,142 @@
+"""`activation_checkpointing: auto` recomputes as few layers as fit, where recomputing all fits and none does not."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from shardwright.cost.memory import cautious_bytes
+from shardwright.diagnostics import Refusal
+from shardwright.ir.recipe import Recipe
+from shardwright.ir.words import CHECKPOINTING, PartialCheckpointing
+from shardwright.layout.estimate import Estimate
+from shardwright.layout.problem import Problem
+from shardwright.report.space import whole_space
+from shardwright.search.explain import explain
+from shardwright.search.search import choose, pinned_estimate, search
+from shardwright.search.settle import estimate_strategy
+from shardwright.search.why_not import why_not
+from tests.unit.model.factory import LLAMA_8B, graph_of, problem_of, recipe_of
+
+TRAINING = {"sequence_length": 8192, "global_batch_size": 64}
+OPEN: dict[str, dict[str, object]] = {
+    "zero-2": {"tensor": 1, "pipeline": 1, "zero_stage": 2, "micro_batch_size": 1},
+    "zero-3": {"tensor": 1, "pipeline": 1, "zero_stage": 3, "micro_batch_size": 2},
+    "pipeline": {"tensor": 1, "pipeline": 2, "micro_batch_size": 1, "schedule": "1f1b"},
+    "dualpipev": {"tensor": 1, "pipeline": 2, "micro_batch_size": 1, "schedule": "dualpipev"},
+}
+
+
+def recipe(pins: dict[str, object], **more: Any) -> Recipe:
+    return recipe_of(LLAMA_8B, training=TRAINING, parallelism=pins, **more)
+
+
+def problem(pins: dict[str, object], **more: Any) -> Problem:
+    return problem_of(recipe(pins, **more), graph_of(LLAMA_8B))
+
+
+def with_layers(pins: dict[str, object], choice: object) -> Estimate:
+    return pinned_estimate(problem({**pins, "activation_checkpointing": choice}))
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_the_fewest_that_fit(name: str) -> None:
+    pins = OPEN[name]
+    best = choose(problem(pins))
+    choice, limit = best.strategy.activation_checkpointing, cautious_bytes(best.memory.capacity_bytes)
+    assert isinstance(choice, PartialCheckpointing)
+    none, full = with_layers(pins, "none"), with_layers(pins, "full")
+    assert not none.memory.fits and full.memory.fits and best.memory.peak_bytes <= limit
+    assert none.time.step_seconds < best.time.step_seconds < full.time.step_seconds
+    assert none.time.hardware_tflops_per_gpu < 1e4 and best.time.model_tflops_per_gpu > full.time.model_tflops_per_gpu
+    # Pinned it is the same; one layer less leaves too little.
+    assert with_layers(pins, choice) == best
+    fewer = PartialCheckpointing(full=choice.full - 1) if choice.full > 1 else "none"
+    assert with_layers(pins, fewer).memory.peak_bytes > limit
+
+
+def test_it_stands_beside_what_recomputes_all() -> None:
+    ranked = search(problem(OPEN["zero-2"])).ranked
+    words = [str(e.strategy.activation_checkpointing) for e in ranked]
+    assert words == ["{full: 19}", "full"]
+
+
+def test_more_memory_recomputes_fewer_layers() -> None:
+    layers = []
+    for gib in (70, 80, 90, 100):
+        asked = problem(OPEN["zero-2"])
+        gpu = dataclasses.replace(asked.cluster.gpu, memory_gib=float(gib))
+        choice = choose(dataclasses.replace(asked, cluster=dataclasses.replace(asked.cluster, gpu=gpu))).strategy
+        assert isinstance(choice.activation_checkpointing, PartialCheckpointing)
+        layers.append(choice.activation_checkpointing.full)
+    assert layers == sorted(set(layers), reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("pins", "more"),
+    [
+        ({**OPEN["zero-2"], "data": 8}, {}),  # they fill the world: the rule for `auto`
+        ({**OPEN["zero-2"], "activation_checkpointing": "full"}, {}),
+        (OPEN["zero-2"], {"objective": "memory"}),
+        (OPEN["zero-2"], {"assume": {"ignore_memory": True}}),
+        ({**OPEN["zero-2"], "tensor": 8}, {}),  # recomputing none fits
+    ],
+)
+def test_where_nobody_asks_for_it(pins: dict[str, object], more: dict[str, Any]) -> None:
+    ranked = search(problem(pins, **more)).ranked
+    assert ranked and {e.strategy.activation_checkpointing for e in ranked} <= set(CHECKPOINTING)
+
+
+def test_a_pinned_headroom_is_kept() -> None:
+    tight, wide = (choose(problem({**OPEN["zero-2"], "memory_headroom": share})) for share in (0.02, 0.2))
+    assert 0.8 * wide.memory.capacity_bytes >= wide.memory.peak_bytes
+    assert tight.memory.peak_bytes > wide.memory.peak_bytes and tight.time.step_seconds < wide.time.step_seconds
+
+
+def test_more_layers_than_a_stage_has() -> None:
+    pins = {**OPEN["pipeline"], "data": 4, "activation_checkpointing": PartialCheckpointing(full=17)}
+    with pytest.raises(Refusal) as refusal:
+        choose(problem(pins))
+    (found,) = refusal.value.diagnostics
+    assert (found.code, found.key) == ("SW3135", ("parallelism", "activation_checkpointing"))
+    assert "17" in found.message and "16" in found.message
+    # An even share is legal, wherever the stages end: a smaller one recomputes all that it has.
+    assert choose(problem({**pins, "activation_checkpointing": PartialCheckpointing(full=16)})).feasible
+
+
+def test_what_explains_it() -> None:
+    """A number that the search would not choose has its place all the same, and a star in the report."""
+    pins = {**OPEN["zero-2"], "activation_checkpointing": PartialCheckpointing(full=25)}
+    asked = problem(pins)
+    chosen = pinned_estimate(asked)
+    found = explain(asked, chosen)
+    everywhere = explain(problem({}), choose(problem({})))
+    assert found.place is not None and 1 < found.place <= found.layouts == everywhere.layouts
+    (reason,) = [r for r in found.keys if r.key == "activation_checkpointing"]
+    assert reason.pinned and reason.other is not None
+    space = whole_space(asked, chosen)
+    assert space.front == (chosen.strategy,)
+    assert [p.pinned for p in space.points if p.strategy == chosen.strategy] == [True]
+
+
+def test_the_report_shows_what_the_search_ranks() -> None:
+    asked = problem(OPEN["zero-2"])
+    points = {p.strategy: p for p in whole_space(asked, choose(asked)).points}
+    for estimate in search(asked).ranked:
+        assert points[estimate.strategy].pinned and points[estimate.strategy].step_seconds == estimate.time.step_seconds
+
+
+def test_why_not() -> None:
+    asked = problem({**OPEN["zero-2"], "activation_checkpointing": "full"})
+    best = choose(problem(OPEN["zero-2"]))
+    answer = why_not(asked, best)
+    assert answer.verdict == "loses" and "computation" in answer.because
+    assert why_not(problem(OPEN["zero-2"]), best).verdict == "chosen"
+
+
+def test_a_plan_is_priced_as_it_stands() -> None:
+    asked = problem(OPEN["pipeline"])
+    best = choose(asked)
+    assert estimate_strategy(asked, best.strategy) == best
