@@ -158,13 +158,14 @@ def _tensor_comm_seconds(
         launches = (collectives + gathers) * host
         return moved + launches if added else max(moved, launches - compute)
 
-    forward, backward, parts = [reduce], [0.0], [0.0]
+    ends = reduce + (host if added else 0.0)
+    forward, backward, parts = [ends], [0.0], [0.0]
     for at, pair in list(enumerate(gathered))[1:-1]:
         moved, gathers = seconds_of[pair], pair[1]
         forward.append(shown(ahead, gathers, ahead * reduce + moved, ahead_compute[at]))
         backward.append(shown(back, gathers, back * reduce + moved, back_compute[at]))
         parts.append(shown(partly, 0, partly * reduce, again_compute[at]))
-    return [*forward, 0.0], [*backward, reduce], [*parts, 0.0]
+    return [*forward, 0.0], [*backward, ends], [*parts, 0.0]
 
 
 def _host_of_collective(layout: Layout) -> float:
