@@ -25,6 +25,7 @@ from shardwright.ir.recipe import (
 )
 from shardwright.ir.weights import LocatedWeights
 from shardwright.layout.estimate import Estimate
+from shardwright.layout.experts import expert_modules
 from shardwright.layout.strategy import Strategy
 from shardwright.plan.plan import (
     PLAN_VERSION,
@@ -103,6 +104,7 @@ def build_plan(
         tracking=recipe.tracking,
         validation=_validation(recipe),
         lora=plan_lora(recipe, graph),
+        experts=tuple(expert_modules(graph)) if strategy.expert > 1 else (),
     )
 
 
