@@ -47,6 +47,7 @@ GPT2: dict[str, Any] = {
 MODELS = {
     "llama": LLAMA,
     "gpt2": GPT2,
+    "gpt2-plain": {**GPT2, "scale_attn_by_inverse_layer_idx": False},
     "llama-deep": {**LLAMA, "num_hidden_layers": 8},
     "gpt2-deep": {**GPT2, "n_layer": 8},
     "llama-tied": {**LLAMA, "tie_word_embeddings": True},
@@ -111,6 +112,9 @@ class Case:
     launcher: str = "auto"
     context: int = 1
     expert: int = 1
+    sequence_parallel: bool = False
+    virtual_stages: int = 1
+    target: str = "deepspeed"
 
     @property
     def world(self) -> int:
@@ -129,6 +133,7 @@ def recipe(case: Case, folder: Path) -> dict[str, Any]:
     return {
         "version": 1,
         "name": "parity",
+        "target": case.target,
         "model": model,
         "cluster": {"nodes": case.nodes, "gpus_per_node": case.world // case.nodes, "gpu": "cpu"},
         "training": {
@@ -154,6 +159,8 @@ def recipe(case: Case, folder: Path) -> dict[str, Any]:
             "activation_checkpointing": case.checkpointing,
             "schedule": case.schedule,
             "offload": case.offload,
+            "sequence_parallel": case.sequence_parallel,
+            "virtual_stages": case.virtual_stages,
         },
         "launch": {"launcher": case.launcher},
         "lora": {"rank": case.lora_rank, "alpha": LORA_ALPHA, "dropout": case.lora_dropout} if case.lora_rank else None,

@@ -32,6 +32,8 @@ class CheckpointReader:
         except (OSError, ValueError) as error:
             raise self.not_whole(str(error).splitlines()[0]) from None
         self._files: dict[int, Any] = {}
+        # Of the parameter that was asked for last: an engine that holds it in pieces asks once a piece.
+        self._recut: tuple[tuple[str, int, Part], dict[str, torch.Tensor]] = (("", 0, WHOLE), {})
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -80,10 +82,14 @@ class CheckpointReader:
         if split == saved.split and experts[1] == saved.experts:
             shard = tensor_rank // split.copies if split.dimension is not None else 0
             return self._range(name, state, experts[0] * saved.tensor_shards + shard, start, numel)
-        own = self.whole(name, state) if experts == WHOLE else self._experts(name, state, experts)
-        shard_of = cut(split, own, tensor_rank)
-        flat = (shard_of.t() if saved.transposed else shard_of).reshape(-1)
-        return flat.narrow(0, start, numel)
+        if self._recut[0] != (name, tensor_rank, experts):
+            self._recut = ((name, tensor_rank, experts), {})
+        flats = self._recut[1]
+        if state not in flats:
+            own = self.whole(name, state) if experts == WHOLE else self._experts(name, state, experts)
+            shard_of = cut(split, own, tensor_rank)
+            flats[state] = (shard_of.t() if saved.transposed else shard_of).reshape(-1)
+        return flats[state].narrow(0, start, numel)
 
     def _experts(self, name: str, state: str, part: Part) -> torch.Tensor:
         """A part of the experts, unsplit otherwise. They lie one behind the other in each shard."""
@@ -109,7 +115,7 @@ class CheckpointReader:
             if fragment.start <= at < fragment.start + fragment.numel:
                 first = at - fragment.start
                 last = min(stop - fragment.start, fragment.numel)
-                parts.append(self._read(fragment.file, f"{state}/{name}", first, last))
+                parts.append(self._read(fragment.file, f"{state}/{name}", fragment.at + first, fragment.at + last))
                 at = fragment.start + last
                 if at == stop:
                     break

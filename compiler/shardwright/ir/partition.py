@@ -13,18 +13,22 @@ from shardwright.ir.words import Schedule
 class StagePartition:
     """boundaries: len = stages + 1; stage s holds layers[boundaries[s]:boundaries[s+1]] of ModelGraph.layers.
 
-    With DualPipeV there are 2 x pipeline stages and pipeline rank r holds stages r and 2p-1-r.
+    With DualPipeV there are 2 x pipeline stages and pipeline rank r holds stages r and 2p-1-r; with `virtual` ones a
+    rank each p-th stage, from r.
     """
 
     boundaries: tuple[int, ...]
     schedule: Schedule
+    virtual: int = 1
 
     @property
     def stages(self) -> int:
         return len(self.boundaries) - 1
 
     def stages_of_pipeline_rank(self, rank: int) -> tuple[int, ...]:
-        return (rank, self.stages - 1 - rank) if self.schedule == "dualpipev" else (rank,)
+        if self.schedule == "dualpipev":
+            return (rank, self.stages - 1 - rank)
+        return tuple(range(rank, self.stages, self.stages // self.virtual))
 
     def verify(self, layers: int) -> None:
         b = self.boundaries
@@ -38,6 +42,13 @@ def shard_sizes(total: int, degree: int) -> tuple[int, ...]:
     As DeepSpeed's get_shard_size_list with no head count and a grain of one (module_inject/tp_shard.py).
     """
     return tuple(total // degree + (1 if rank < total % degree else 0) for rank in range(degree))
+
+
+def padded_shard_sizes(total: int, degree: int) -> tuple[int, ...]:
+    """Shards of ceil(total / degree), the last ones with what is left: as a table is cut that is padded to a multiple
+    of the ranks."""
+    each = -(-total // degree)
+    return tuple(max(0, min(each, total - rank * each)) for rank in range(degree))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +80,9 @@ class ParameterSplit:
     def pieces(self, tensor_rank: int) -> tuple[tuple[int, int], ...]:
         """(start, length) along `dimension` in the full parameter, in the order in which the rank holds them."""
         shards, mine = len(self.sizes) // self.copies, tensor_rank // self.copies
+        if len(self.blocks) == 1:  # as uneven as `sizes` says
+            distinct = self.sizes[:: self.copies]
+            return ((sum(distinct[:mine]), distinct[mine]),)
         found: list[tuple[int, int]] = []
         offset = 0
         for block in self.blocks:

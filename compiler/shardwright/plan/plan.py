@@ -191,8 +191,8 @@ class Plan:
             raise ValueError("micro_batch_size x gradient_accumulation_steps x data is not the global batch")
         if s.shards % s.expert or (s.expert > 1) != bool(self.experts):
             raise ValueError(f"expert {s.expert} over {s.shards} data x context ranks, {len(self.experts)} modules")
-        if len(self.stages) != s.stages or any(not stage.layers for stage in self.stages):
-            raise ValueError(f"{len(self.stages)} stages in the plan, {s.stages} in the strategy")
+        if len(self.stages) != s.parts or any(not stage.layers for stage in self.stages):
+            raise ValueError(f"{len(self.stages)} stages in the plan, {s.parts} in the strategy")
         layers = [name for stage in self.stages for name in stage.layers]
         if len(layers) != len(set(layers)):
             raise ValueError("a layer is on two stages")
