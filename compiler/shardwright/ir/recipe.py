@@ -10,7 +10,16 @@ from shardwright.diagnostics import KeyPath, Source
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.lora import LoraSection
 from shardwright.ir.measured import MeasuredFile
-from shardwright.ir.words import Checkpointing, Loss, Objective, Offload, PartialCheckpointing, Precision, Schedule
+from shardwright.ir.words import (
+    Checkpointing,
+    Fabric,
+    Loss,
+    Objective,
+    Offload,
+    PartialCheckpointing,
+    Precision,
+    Schedule,
+)
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Of a precision or an accumulation type."""
@@ -51,6 +60,7 @@ class ClusterSection:
     node_mtbf_hours: float | None = None
     checkpoint_gbytes_per_second: float | None = None
     measured: MeasuredFile | None = None
+    fabric: Fabric | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

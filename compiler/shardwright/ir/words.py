@@ -14,6 +14,9 @@ Loss = Literal["full", "chunked"]
 Precision = Literal["bf16", "fp16", "fp32"]
 Objective = Literal["throughput", "memory", "cost"]
 
+Fabric = Literal["infiniband", "roce", "efa", "ethernet"]
+"""The network between nodes."""
+
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
 OFFLOAD: tuple[Offload, ...] = get_args(Offload)
