@@ -13,7 +13,7 @@ from shardwright.cluster.resolve import resolve_cluster
 from shardwright.cost.goodput import goodput
 from shardwright.cost.replaced import check_measured, measured_errors
 from shardwright.diagnostics import Diagnostic, Refusal
-from shardwright.engines.table import ENGINES, lowering_of, runner_of
+from shardwright.engines.table import ENGINES, lowering_of, package_errors
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.own_code import OwnCode
@@ -72,7 +72,9 @@ def compile_recipe(recipe: Recipe) -> Compiled:
             _check(problem.recipe)
         estimate = choose(problem)
         partition = StagePartition(boundaries=estimate.boundaries, schedule=estimate.strategy.schedule)
-        tensor_map = tensor_parallel_map(problem.graph, estimate.strategy.tensor)
+        tensor_map = tensor_parallel_map(
+            problem.graph, estimate.strategy.tensor, padded=ENGINES[problem.recipe.target].pads_vocabulary
+        )
         partition.verify(len(problem.graph.layers))
         tensor_map.verify()
         plan = _planned(problem, inputs, estimate, partition, tensor_map)
@@ -141,7 +143,8 @@ def _unless_refused(errors: list[Diagnostic], stage: Callable[[], T]) -> T | Non
 
 
 def _check(recipe: Recipe) -> None:
-    extra = (*runner_of(recipe.target).check_extra(recipe), *measured_errors(recipe))
+    engine = ENGINES[recipe.target]
+    extra = (*engine.check_extra(recipe), *package_errors(engine), *measured_errors(recipe))
     if errors := (*check_executable(recipe), *check_files(recipe), *check_launch(recipe), *extra):
         raise Refusal(*errors)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -19,7 +20,10 @@ FOLDERS = re.compile(r"`(?:shardwright/)?([a-z_]+(?:/[a-z_]+)*)/`")
 NO_ROOMS = {"accelerate", "checkpoints", "expected", "run", "src", "tokenizer"}
 """Folders that a compile or a run writes, and one that was decided against."""
 DEEPSPEED = Path(deepspeed.__file__).parent
-BASES = (ROOT, ROOT / "compiler", PACKAGE, DEEPSPEED.parent, DEEPSPEED, DEEPSPEED / "runtime")
+MEGATRON = importlib.util.find_spec("megatron")
+"""Of an optional extra: where it is not installed, its files are taken to be there."""
+_MEGATRON = [Path(MEGATRON.submodule_search_locations[0]).parent] if MEGATRON else []  # type: ignore[index]
+BASES = (*_MEGATRON, ROOT, ROOT / "compiler", PACKAGE, DEEPSPEED.parent, DEEPSPEED, DEEPSPEED / "runtime")
 MADE_UP = {
     "tests/packaging/test_citations.py",
     "tests/unit/prove/test_pieces.py",
@@ -44,6 +48,8 @@ def prose() -> list[Path]:
 
 def there(path: str, beside: Path) -> bool:
     first = path.split("/")[0]
+    if first == "megatron" and MEGATRON is None:
+        return True
     bases = [DEEPSPEED] if first in GONE else [*BASES, beside.parent]
     return any((base / path).exists() for base in bases)
 

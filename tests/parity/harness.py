@@ -47,6 +47,7 @@ GPT2: dict[str, Any] = {
 MODELS = {
     "llama": LLAMA,
     "gpt2": GPT2,
+    "gpt2-plain": {**GPT2, "scale_attn_by_inverse_layer_idx": False},
     "llama-deep": {**LLAMA, "num_hidden_layers": 8},
     "gpt2-deep": {**GPT2, "n_layer": 8},
     "llama-tied": {**LLAMA, "tie_word_embeddings": True},
@@ -100,6 +101,8 @@ class Case:
     nodes: int = 1
     launcher: str = "auto"
     context: int = 1
+    sequence_parallel: bool = False
+    target: str = "deepspeed"
 
     @property
     def world(self) -> int:
@@ -118,6 +121,7 @@ def recipe(case: Case, folder: Path) -> dict[str, Any]:
     return {
         "version": 1,
         "name": "parity",
+        "target": case.target,
         "model": model,
         "cluster": {"nodes": case.nodes, "gpus_per_node": case.world // case.nodes, "gpu": "cpu"},
         "training": {
@@ -142,6 +146,7 @@ def recipe(case: Case, folder: Path) -> dict[str, Any]:
             "activation_checkpointing": case.checkpointing,
             "schedule": case.schedule,
             "offload": case.offload,
+            "sequence_parallel": case.sequence_parallel,
         },
         "launch": {"launcher": case.launcher},
         "lora": {"rank": case.lora_rank, "alpha": LORA_ALPHA, "dropout": case.lora_dropout} if case.lora_rank else None,

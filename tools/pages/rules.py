@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.diagnostics import Diagnostic
 from shardwright.diagnostics.codes import CODES
+from shardwright.engines.megatron.keys import REFUSED, RUNS
 from shardwright.engines.table import ENGINES
 from shardwright.ir.lora import LoraSection
 from shardwright.ir.recipe import DataSection, Recipe
@@ -49,6 +50,7 @@ CHANGES: tuple[dict[str, object], ...] = (
     {"zero_stage": 3, "offload": "parameters"},
     {"context": 2, "data": 8},
     {"context": 3, "data": 5},
+    {"sequence_parallel": True},
 )
 TEXT = DataSection(kind="text", path="corpus/*.txt", tokenizer="byte", packing=True, shuffle=True)
 
@@ -70,11 +72,13 @@ def page() -> str:
         ("Whatever engine runs it", GENERAL_RULES),
         ("For DeepSpeed (`target: deepspeed`)", ours),
         ("For plain PyTorch (`target: reference`)", ENGINES["reference"].rules),
+        ("For Megatron-Core (`target: megatron`)", ENGINES["megatron"].rules),
     )
     for title, rules in groups:
         lines += ["", f"## {title}"]
         for code in sorted(rules):
             lines += _rule(code, rules[code])
+    lines += _megatron_keys()
     lines += [
         "",
         "## Memory and the search",
@@ -84,6 +88,24 @@ def page() -> str:
         *(f"| {code} | {title} |" for code, title in CODES.items() if code.startswith("SW32")),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _megatron_keys() -> list[str]:
+    """The table of every key under `target: megatron` that no rule about layouts decides."""
+    refused = [
+        f"| `{name}` | {', '.join(f'`{v}`' for v in key.allowed if v is not None) or 'left out'} | SW1922: {key.why} |"
+        for name, key in REFUSED.items()
+    ]
+    return [
+        "",
+        "### Keys of a recipe under `target: megatron`",
+        "",
+        "These run: " + ", ".join(f"`{name}`" for name in RUNS) + ". Of the others:",
+        "",
+        "| key | runs | else |",
+        "|---|---|---|",
+        *refused,
+    ]
 
 
 def _rule(code: str, rule: Rule) -> list[str]:
@@ -104,7 +126,7 @@ def examples() -> dict[str, Diagnostic]:
     """What each rule says of the first of these layouts that breaks it."""
     found: dict[str, Diagnostic] = {}
     for subject in subjects():
-        for code, rule in {**rules_for("deepspeed"), **rules_for("reference")}.items():
+        for code, rule in {**rules_for("deepspeed"), **rules_for("reference"), **rules_for("megatron")}.items():
             if code not in found and (diagnostic := rule.check(subject)) is not None:
                 found[code] = diagnostic
     return found

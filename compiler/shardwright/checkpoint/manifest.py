@@ -32,11 +32,13 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fragment:
-    """Elements [start, start + numel) of a flattened shard; the tensor `STATE/NAME` of files[file]."""
+    """Elements [start, start + numel) of a flattened shard: those from `at` of the tensor `STATE/NAME` of files[file].
+    A rank that holds a parameter in pieces has several."""
 
     file: int
     start: int
     numel: int
+    at: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +92,7 @@ class Manifest:
             fragments = [fragment for shard in tensor.shards for fragment in shard]
             if len(tensor.shards) != shards or (tensor.transposed and len(split.shape) > 2):
                 raise ValueError(f"{MANIFEST} does not say how {name} was cut")
-            if any(not 0 <= f.file < len(self.files) or f.start < 0 or f.numel < 0 for f in fragments):
+            if any(not 0 <= f.file < len(self.files) or min(f.start, f.numel, f.at) < 0 for f in fragments):
                 raise ValueError(f"{MANIFEST} does not say where {name} lies")
 
 

@@ -27,6 +27,8 @@ class CheckpointReader:
         except (OSError, ValueError) as error:
             raise self.not_whole(str(error).splitlines()[0]) from None
         self._files: dict[int, Any] = {}
+        # Of the parameter that was asked for last: an engine that holds it in pieces asks once a piece.
+        self._recut: tuple[tuple[str, int], dict[str, torch.Tensor]] = (("", 0), {})
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -65,9 +67,13 @@ class CheckpointReader:
         if split == saved.split:
             shard = tensor_rank // split.copies if split.dimension is not None else 0
             return self._range(name, state, shard, start, numel)
-        shard_of = cut(split, self.whole(name, state), tensor_rank)
-        flat = (shard_of.t() if saved.transposed else shard_of).reshape(-1)
-        return flat.narrow(0, start, numel)
+        if self._recut[0] != (name, tensor_rank):
+            self._recut = ((name, tensor_rank), {})
+        flats = self._recut[1]
+        if state not in flats:
+            shard_of = cut(split, self.whole(name, state), tensor_rank)
+            flats[state] = (shard_of.t() if saved.transposed else shard_of).reshape(-1)
+        return flats[state].narrow(0, start, numel)
 
     def _range(self, name: str, state: str, shard: int, start: int, numel: int) -> torch.Tensor:
         parts, at, stop = [], start, start + numel
@@ -75,7 +81,7 @@ class CheckpointReader:
             if fragment.start <= at < fragment.start + fragment.numel:
                 first = at - fragment.start
                 last = min(stop - fragment.start, fragment.numel)
-                parts.append(self._read(fragment.file, f"{state}/{name}", first, last))
+                parts.append(self._read(fragment.file, f"{state}/{name}", fragment.at + first, fragment.at + last))
                 at = fragment.start + last
                 if at == stop:
                     break

@@ -63,8 +63,8 @@ _RANK_FILE = re.compile(r"(rank|random)-\d.*")
 Files = list[tuple[str, int, str]]
 """(name, bytes, SHA-256) of each."""
 
-Written = tuple[int, str, tuple[int, ...], tuple[str, ...], int, int, int]
-"""(shard, name, shard shape, states, number of the rank's file, start, elements)."""
+Written = tuple[int, str, tuple[int, ...], tuple[str, ...], int, int, int, int]
+"""(shard, name, shard shape, states, number of the rank's file, start, elements, place in the file's tensor)."""
 
 
 def save_checkpoint(
@@ -237,12 +237,14 @@ def _write_rank(plan: Plan, trainer: Trainer, partial: Path, rank: int) -> tuple
     files: Files = []
     numbered = zip((room // FILE_BYTES for room in rooms), mine, strict=True)
     for number, (_, group) in enumerate(itertools.groupby(numbered, key=lambda pair: pair[0])):
-        tensors = {}
+        parts: dict[str, list[torch.Tensor]] = {}
         for _, (shard, f) in group:
+            state, values = next(iter(f.states.items()))
+            at = sum(part.numel() for part in parts.get(f"{state}/{f.name}", ()))
+            written.append((shard, f.name, f.shard_shape, tuple(f.states), number, f.start, values.numel(), at))
             for state, values in f.states.items():
-                tensors[f"{state}/{f.name}"] = values.detach().cpu().clone()
-            numel = next(iter(f.states.values())).numel()
-            written.append((shard, f.name, f.shard_shape, tuple(f.states), number, f.start, numel))
+                parts.setdefault(f"{state}/{f.name}", []).append(values.detach().cpu())
+        tensors = {key: found[0].clone() if len(found) == 1 else torch.cat(found) for key, found in parts.items()}
         path = partial / f"rank-{rank:05d}-{number:03d}.safetensors"
         save_readable(tensors, path)
         files.append(_flushed(path, partial))
@@ -324,11 +326,11 @@ def _manifest(
     for written, names in told:
         first = len(files)
         files += [SavedFile(name=name, size_bytes=size) for name, size, _ in names]
-        for shard, name, shape, states, number, start, numel in written:
+        for shard, name, shape, states, number, start, numel, at in written:
             split = splits.get(name) or _uncut(name, shape, trainer)
             tensors[name] = SavedTensor(split=split, transposed=name in trainer.transposed, states=states, shards=())
             found = shards.setdefault(name, {}).setdefault(shard, [])
-            found.append(Fragment(file=first + number, start=start, numel=numel))
+            found.append(Fragment(file=first + number, start=start, numel=numel, at=at))
     for name, by_shard in shards.items():
         in_order = tuple(tuple(sorted(by_shard[s], key=lambda f: f.start)) for s in sorted(by_shard))
         tensors[name] = replace(tensors[name], shards=in_order)

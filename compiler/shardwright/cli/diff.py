@@ -87,10 +87,10 @@ def difference(a: PricedRecipe, b: PricedRecipe) -> Difference:
 def resumable(subject: PricedRecipe) -> Resumable:
     """A recipe counts as compiled by what is installed."""
     from shardwright.cli.resume import Resumable
-    from shardwright.engines.table import runner_of
+    from shardwright.engines.table import ENGINES
     from shardwright.plan.build import installed_versions
 
-    packages = runner_of(subject.recipe.target).packages
+    packages = ENGINES[subject.recipe.target].packages
     return Resumable(
         recipe=subject.recipe,
         facts=_facts(subject),

@@ -41,31 +41,34 @@ class Traits:
 class Engine:
     """title: as a sentence names it.
 
-    runtime: the module that its ranks call (engines.protocol.Runtime), by its path, for only they import it; None: its
-        runs are estimated, not started, and the rest has its defaults.
+    runtime: the module that its ranks call (engines.protocol.Runtime), by its path, for only they import it.
     lowering: the module that the compile calls (Lowering), by its path.
     program: the command that the launch scripts start the ranks with. reads_hosts: it takes the hosts' names from a
         hostfile.
     packages: those that it runs on -> the versions that are tested.
+    extra: the optional one that installs them, where pip install shardwright alone does not.
     artifacts: what it writes at the top of the compiled folder; a folder ends with a slash. inputs: those files that a
         run reads as data.
     rules: code -> what it does not run. check_extra: what it does not take of the recipe's `extra`.
     axes: keys of a layout, beyond those of every engine, that it has.
+    pads_vocabulary: to a multiple of the tensor ranks; the last ones have fewer tokens.
     """
 
     name: str
     title: str
-    runtime: str | None
+    runtime: str
     traits: Traits
-    lowering: str = ""
-    program: str = ""
+    lowering: str
+    program: str
     reads_hosts: bool = True
     packages: Mapping[str, str] = field(default_factory=dict)
+    extra: str = ""
     artifacts: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
     rules: Mapping[str, Rule] = field(default_factory=dict)
     check_extra: Callable[[Recipe], tuple[Diagnostic, ...]] = lambda recipe: ()
     axes: frozenset[str] = frozenset()
+    pads_vocabulary: bool = False
 
 
 class Lowering(Protocol):
@@ -75,6 +78,7 @@ class Lowering(Protocol):
         """The plan's `zero`: how the engine shares out states. plan: whole but for it."""
         ...
 
-    def files(self, plan: Plan) -> tuple[dict[str, bytes], tuple[Diagnostic, ...]]:
-        """(path in the compiled folder -> content, warnings)"""
+    def files(self, plan: Plan, config: JsonObject) -> tuple[dict[str, bytes], tuple[Diagnostic, ...]]:
+        """(path in the compiled folder -> content, warnings). config: the model's configuration. Raises Refusal where
+        the engine cannot train it."""
         ...

@@ -115,6 +115,4 @@ class Runtime(Protocol):
 
 
 def runtime_of(plan: Plan) -> Runtime:
-    path = engine_of(plan).runtime
-    assert path is not None, "the rules let no plan through that its engine cannot train"
-    return cast(Runtime, import_module(path))
+    return cast(Runtime, import_module(engine_of(plan).runtime))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import cast
 
-from shardwright.diagnostics import refusal
+from shardwright.diagnostics import Diagnostic, found, refusal
 from shardwright.engines.deepspeed.engine import DEEPSPEED
 from shardwright.engines.engine import Engine, Lowering, Traits
 from shardwright.engines.kernels import FSDP, KERNELS
@@ -23,21 +23,38 @@ _PUBLISHED = {FSDP: "PyTorch's FSDP"}
 def engine_of(plan: Plan) -> Engine:
     """Raises Refusal: SW6001 for a plan.json that was edited, or that a version with other engines wrote."""
     engine = ENGINES.get(plan.target or DEFAULT)
-    if engine is None or engine.runtime is None:
-        names = ", ".join(row.name for row in ENGINES.values() if row.runtime)
+    if engine is None:
+        names = ", ".join(ENGINES)
         why = f"its plan.json says target: {plan.target}, and the engines that can run here are {names}"
         help = "Compile the recipe again: `shardwright compile RECIPE -o DIR` keeps the folder's run and checkpoints."
         raise refusal("SW6001", f"not a compiled folder of this version: {why}", help)
     return engine
 
 
-def runner_of(target: str) -> Engine:
-    """The engine itself; the default one where its runs are estimated, not started."""
-    return ENGINES[target] if ENGINES[target].runtime else ENGINES[DEFAULT]
+def package_errors(engine: Engine) -> tuple[Diagnostic, ...]:
+    """SW1923 for each package that a compile for it needs and that is missing, or was not tested."""
+    from importlib import metadata
+
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import Version
+
+    told = []
+    for name, tested in engine.packages.items():
+        try:
+            version = Version(metadata.version(name)).base_version
+        except metadata.PackageNotFoundError:
+            version = ""
+        if version and SpecifierSet(tested).contains(version):
+            continue
+        have = f"{name} {version} was not tested" if version else f"{name} is not installed"
+        wanted = f"shardwright[{engine.extra}]" if engine.extra else "shardwright"
+        message = f"target: {engine.name} runs on {name} {tested}: {have}"
+        told.append(found("SW1923", "target", message, f"pip install '{wanted}', or write `target: {DEFAULT}`."))
+    return tuple(told)
 
 
 def lowering_of(target: str) -> Lowering:
-    return cast(Lowering, import_module(runner_of(target).lowering))
+    return cast(Lowering, import_module(ENGINES[target].lowering))
 
 
 def traits_of(target: str, kernels: str, s: Strategy) -> Traits:

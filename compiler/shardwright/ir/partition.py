@@ -40,6 +40,13 @@ def shard_sizes(total: int, degree: int) -> tuple[int, ...]:
     return tuple(total // degree + (1 if rank < total % degree else 0) for rank in range(degree))
 
 
+def padded_shard_sizes(total: int, degree: int) -> tuple[int, ...]:
+    """Shards of ceil(total / degree), the last ones with what is left: as a table is cut that is padded to a multiple
+    of the ranks."""
+    each = -(-total // degree)
+    return tuple(max(0, min(each, total - rank * each)) for rank in range(degree))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSplit:
     """How one parameter (in HF's own layout) is cut over tensor ranks.
@@ -69,6 +76,9 @@ class ParameterSplit:
     def pieces(self, tensor_rank: int) -> tuple[tuple[int, int], ...]:
         """(start, length) along `dimension` in the full parameter, in the order in which the rank holds them."""
         shards, mine = len(self.sizes) // self.copies, tensor_rank // self.copies
+        if len(self.blocks) == 1:  # as uneven as `sizes` says
+            distinct = self.sizes[:: self.copies]
+            return ((sum(distinct[:mine]), distinct[mine]),)
         found: list[tuple[int, int]] = []
         offset = 0
         for block in self.blocks:

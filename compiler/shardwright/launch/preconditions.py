@@ -32,7 +32,13 @@ def check_versions(plan: Plan) -> list[str]:
 
     warnings, errors = [], []
     for name, tested in tested_versions(plan).items():
-        planned, installed = plan.versions[name], metadata.version(name)
+        try:
+            planned, installed = plan.versions[name], metadata.version(name)
+        except metadata.PackageNotFoundError:
+            text = f"planned with {name} {plan.versions[name]}, which is not installed here"
+            help = f"Install {name} {plan.versions[name]}, or compile the recipe for another target."
+            errors.append(Diagnostic(code="SW6002", message=text, help=help))
+            continue
         if Version(installed).base_version == Version(planned).base_version:
             continue
         if SpecifierSet(tested).contains(Version(installed).base_version):

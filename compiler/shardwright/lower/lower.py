@@ -25,7 +25,7 @@ EXECUTABLE_FILES = SCRIPTS
 def lower(plan: Plan, recipe: Recipe, graph: ModelGraph) -> tuple[dict[str, bytes], tuple[Diagnostic, ...]]:
     """(path relative to the compiled folder -> content, without plan.json (`sealed`), warnings). Depends on nothing but
     its arguments and the templates."""
-    own, warnings = lowering_of(recipe.target).files(plan)
+    own, warnings = lowering_of(recipe.target).files(plan, graph.config)
     files = {
         MARKER: MARKER_TEXT,
         "recipe.resolved.json": json_bytes(recipe.document),

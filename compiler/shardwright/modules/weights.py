@@ -86,6 +86,11 @@ def _random(plan: Plan, folder: Path, config: PretrainedConfig, model: PreTraine
     return files
 
 
+def conv1d_names(model: nn.Module) -> frozenset[str]:
+    """Weights that GPT-2's Conv1D holds as (in, out)."""
+    return frozenset(f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D))
+
+
 def conv1d_to_linear(model: nn.Module) -> frozenset[str]:
     """Replaces GPT-2's Conv1D (weight: in x out) by Linear (out x in), so that one layout serves every engine.
 

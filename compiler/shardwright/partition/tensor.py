@@ -13,7 +13,13 @@ from dataclasses import dataclass, replace
 from shardwright.diagnostics import Diagnostic, Refusal, found
 from shardwright.ir.model_graph import ModelGraph, Parameter
 from shardwright.ir.names import pattern
-from shardwright.ir.partition import ModuleSplit, ParameterSplit, TensorParallelMap, shard_sizes
+from shardwright.ir.partition import (
+    ModuleSplit,
+    ParameterSplit,
+    TensorParallelMap,
+    padded_shard_sizes,
+    shard_sizes,
+)
 from shardwright.ir.tensor_style import (
     COLUMN_STYLES,
     FUSED_QKV,
@@ -29,12 +35,13 @@ from shardwright.remembered import remembered
 TRANSPOSED_LINEAR_TYPES = ("gpt2", "gpt-sw3", "openai-gpt")
 
 
-def tensor_parallel_map(graph: ModelGraph, degree: int) -> TensorParallelMap:
+def tensor_parallel_map(graph: ModelGraph, degree: int, *, padded: bool = False) -> TensorParallelMap:
     """Every module that owns parameters, in model order, each parameter once, then the containers that a style names.
 
     A tied head comes with no parameters: its tensor is listed under the embedding. Uneven vocabulary shards are
     allowed, and a linear whose whole output is gathered stays whole where it does not divide; any other dimension must
-    divide (errors: SW3103 to SW3105 and SW3126, those that the rules know).
+    divide (errors: SW3103 to SW3105 and SW3126, those that the rules know). padded: the vocabulary is cut as an engine
+    does that pads it to a multiple of the ranks.
     """
     refused = indivisible(graph, degree)
     if refused:
@@ -43,7 +50,7 @@ def tensor_parallel_map(graph: ModelGraph, degree: int) -> TensorParallelMap:
     modules = _owners(graph)
     splits: list[ModuleSplit] = []
     for module, parameters in modules.items():
-        cut = tuple(split_parameter(graph, p, degree) for p in parameters)
+        cut = tuple(split_parameter(graph, p, degree, padded=padded) for p in parameters)
         splits.append(ModuleSplit(module=module, style=_module_style(styles, module, cut), parameters=cut))
     splits += _containers(styles, modules)
     splits = _copying(splits)
@@ -59,7 +66,9 @@ def tensor_parallel_map(graph: ModelGraph, degree: int) -> TensorParallelMap:
         degree=degree,
         kind=graph.tensor_kind if degree > 1 else "none",
         modules=tuple(splits),
-        vocabulary_sizes=shard_sizes(graph.vocabulary_size, degree) if "vocabulary_head" in styles.values() else (),
+        vocabulary_sizes=_vocabulary(graph.vocabulary_size, degree, padded)
+        if "vocabulary_head" in styles.values()
+        else (),
         sharded_fraction=_sharded_fraction(graph, splits),
     )
     result.verify()
@@ -126,8 +135,13 @@ def _copying(splits: list[ModuleSplit]) -> list[ModuleSplit]:
     return list(listed.values())
 
 
-def split_parameter(graph: ModelGraph, parameter: Parameter, degree: int) -> ParameterSplit:
-    """One parameter, cut over `degree` ranks; near-evenly where it does not divide (`indivisible` says so)."""
+def _vocabulary(total: int, degree: int, padded: bool) -> tuple[int, ...]:
+    return (padded_shard_sizes if padded else shard_sizes)(total, degree)
+
+
+def split_parameter(graph: ModelGraph, parameter: Parameter, degree: int, *, padded: bool = False) -> ParameterSplit:
+    """One parameter, cut over `degree` ranks; near-evenly where it does not divide (`indivisible` says so). padded: as
+    tensor_parallel_map takes it."""
     styles, units = _tables(graph)
     module = parameter.name.rpartition(".")[0]
     style = styles.get(pattern(parameter.name)) or styles.get(pattern(module), "replicated")
@@ -141,7 +155,8 @@ def split_parameter(graph: ModelGraph, parameter: Parameter, degree: int) -> Par
     blocks = _blocks(graph, style, full)
     heads = _heads_of(units, parameter.name) or degree
     copies = degree // heads if style == "colwise" and degree > heads and degree % heads == 0 else 1
-    parts = [shard_sizes(block, degree // copies) for block in blocks]
+    as_padded = padded and style in VOCABULARY_STYLES
+    parts = [_vocabulary(block, degree // copies, as_padded) for block in blocks]
     sizes = tuple(sum(parts[b][rank // copies] for b in range(len(blocks))) for rank in range(degree))
     return ParameterSplit(
         name=parameter.name, shape=parameter.shape, dimension=dimension, blocks=blocks, sizes=sizes, copies=copies

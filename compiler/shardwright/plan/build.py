@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 
 import shardwright
 from shardwright.diagnostics import Diagnostic, found
@@ -53,8 +54,10 @@ RUN_DIRECTORY = "run"
 
 def installed_versions(engine_packages: Iterable[str]) -> dict[str, str]:
     """Public versions ("2.13.0", not "2.13.0+cpu"): a build's tag says nothing about what it computes."""
-    names = ("torch", *engine_packages, "transformers")
-    public = {name: importlib.metadata.version(name).split("+")[0] for name in names}
+    public = {}
+    for name in ("torch", *engine_packages, "transformers"):
+        with suppress(importlib.metadata.PackageNotFoundError):  # a compile asks for it first (engines/table.py)
+            public[name] = importlib.metadata.version(name).split("+")[0]
     return {"shardwright": shardwright.__version__, **public}
 
 

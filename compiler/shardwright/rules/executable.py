@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from shardwright.diagnostics import Diagnostic, KeyPath, found
-from shardwright.engines.table import DEFAULT, ENGINES
+from shardwright.engines.table import ENGINES
 from shardwright.ir.json_value import JsonScalar
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.axes import Axis, Value
@@ -37,13 +37,6 @@ LARGEST_WORLD = 65536
 """Ranks that a plan.json can sensibly list: four times the largest published training."""
 
 EXECUTABLE: tuple[Limit, ...] = (
-    Limit(
-        code="SW1901",
-        key=("target",),
-        value=lambda r: r.target,
-        allowed=tuple(name for name, engine in ENGINES.items() if engine.runtime),
-        help=f"Write `target: {DEFAULT}`; `shardwright estimate` takes the other targets.",
-    ),
     *(
         Limit(
             code="SW1914",

@@ -36,7 +36,7 @@ GENERAL_RULES: dict[str, Rule] = {
     "SW3135": rule(layout.checkpointed_layers, "activation_checkpointing", "pipeline", "schedule"),
 }
 
-# What this project's own modules do not run, under whatever engine. A target that is only estimated has none of them.
+# What this project's own modules do not run, under whatever engine.
 RUNTIME_RULES: dict[str, Rule] = {
     "SW3127": rule(offload.host_memory, "offload"),
     "SW3113": rule(layout.layer_drop, "pipeline", "zero_stage"),
@@ -68,7 +68,7 @@ def is_countable(strategy: Strategy, found: Iterable[Diagnostic]) -> bool:
 
 def rules_for(target: str) -> dict[str, Rule]:
     engine = ENGINES[target]
-    return {**GENERAL_RULES, **(RUNTIME_RULES if engine.runtime else {}), **engine.rules}
+    return {**GENERAL_RULES, **RUNTIME_RULES, **engine.rules}
 
 
 def check_layout(problem: Problem, strategy: Strategy) -> tuple[Diagnostic, ...]:

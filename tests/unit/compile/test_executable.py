@@ -18,7 +18,6 @@ from tests.unit.model.factory import problem_of
 
 # A value beyond the table for each row, as a user would write it; keys of the small recipe to go with it.
 BEYOND: dict[str, list[dict[str, Any]]] = {
-    "target": [{"target": "megatron"}],
     "assume.kernels": [{"assume": {"kernels": "compiled"}}],
     "assume.mfu": [{"assume": {"mfu": 0.4}}],
     "assume.ignore_memory": [{"assume": {"ignore_memory": True}}],

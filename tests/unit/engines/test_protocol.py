@@ -13,7 +13,7 @@ from shardwright.engines.table import ENGINES
 ASKED = [name for name, _ in inspect.getmembers(Runtime, inspect.isfunction) if not name.startswith("_")]
 
 
-RUNTIMES = [engine.runtime for engine in ENGINES.values() if engine.runtime]
+RUNTIMES = [engine.runtime for engine in ENGINES.values()]
 
 
 @pytest.mark.parametrize("path", RUNTIMES)

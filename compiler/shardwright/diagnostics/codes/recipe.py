@@ -71,7 +71,6 @@ RECIPE_CODES: dict[str, str] = {
     "SW1451": "a launch command that cannot be read",
     "SW1452": "a configuration of Accelerate that cannot be read",
     "SW1453": "the file that import would write already exists or cannot be written",
-    "SW1901": "this version does not compile the target",
     "SW1909": "this version does not run the kind of parallelism",
     "SW1910": "there is no data to train on",
     "SW1911": "the tokenizer is missing or cannot be used",
@@ -79,5 +78,7 @@ RECIPE_CODES: dict[str, str] = {
     "SW1913": "there are no pretrained weights to load",
     "SW1914": "an assumption that only `estimate` accepts",
     "SW1915": "this version does not compile for so many GPUs",
+    "SW1923": "the engine's package is missing, or of a version that was not tested",
+    "SW1922": "a key that the Megatron engine does not run",
     "SW1921": "a key that the reference engine does not take",
 }

@@ -21,7 +21,7 @@ def plan_section(plan: Plan) -> JsonObject:
     return zero_section(plan.strategy, numel=held * parts, is_cpu=plan.is_cpu)
 
 
-def files(plan: Plan) -> tuple[dict[str, bytes], tuple[Diagnostic, ...]]:
+def files(plan: Plan, config: JsonObject) -> tuple[dict[str, bytes], tuple[Diagnostic, ...]]:
     """ds_config.json, and for scripts of the user's own what they can be given."""
     found = {DS_CONFIG: json_bytes(checked(ds_config(plan)))}
     if plan.strategy.context > 1:

@@ -1,1 +1,1 @@
-"""Megatron-LM: its runs are estimated, not started."""
+"""Megatron-Core: tensor, pipeline and data ranks by NVIDIA's own modules and schedules."""

@@ -1,13 +1,19 @@
-"""Megatron-LM's row of the table: of its published runs."""
+"""Megatron-Core's row of the table."""
 
 from __future__ import annotations
 
 from shardwright.engines.engine import Engine, Traits
+from shardwright.engines.megatron.keys import check_keys
+from shardwright.engines.megatron.rules import RULES
 
 MEGATRON = Engine(
     name="megatron",
     title="Megatron-LM",
-    runtime=None,
+    runtime="shardwright.engines.megatron.runtime",
+    lowering="shardwright.engines.megatron.lower",
+    program="deepspeed",  # its launcher starts the ranks
+    packages={"megatron-core": ">=0.16.1,<0.17", "deepspeed": ">=0.19.8,<0.20"},
+    extra="megatron",
     traits=Traits(
         selective_repeats_projections=False,  # arXiv 2205.05198
         fuses_accumulation=True,
@@ -18,5 +24,8 @@ MEGATRON = Engine(
         chunked_loss=False,
         hpz=False,
     ),
+    rules=RULES,
+    check_extra=check_keys,
     axes=frozenset({"virtual_stages", "sequence_parallel"}),
+    pads_vocabulary=True,
 )

@@ -12,6 +12,6 @@ def plan_section(plan: Plan) -> JsonObject:
     return {"stage": 0}
 
 
-def files(plan: Plan) -> tuple[dict[str, bytes], tuple[Diagnostic, ...]]:
+def files(plan: Plan, config: JsonObject) -> tuple[dict[str, bytes], tuple[Diagnostic, ...]]:
     script = render("launch/process_train.py.j2", plan, "train.py")
     return {"train.py": script.encode("utf-8")}, ()

@@ -1,0 +1,131 @@
+"""What lets Megatron-Core run without a GPU: patches of torch alone, made once a process, before megatron is imported.
+
+Megatron asks for "cuda" by name in many places; here each of them gets the CPU. Only ranks of a CPU plan and the
+compile's own checks, which are processes of their own, ever call this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+_NAMED = ("torch.", "torch.cuda.")
+
+
+def _is_cuda(value: Any) -> bool:
+    if isinstance(value, torch.device):
+        return value.type == "cuda"
+    return isinstance(value, str) and (value == "cuda" or value.startswith("cuda:"))
+
+
+class _OnCpu(TorchFunctionMode):
+    """Every call of torch that names a CUDA device names the CPU instead, and tensors say that they are on a GPU where
+    Megatron picks its way by that."""
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        # A getter is a new object each time that it is looked up: `==`, not `is`.
+        if function == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+            return True
+        if function in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+            return args[0]
+        if function == torch.Tensor.type and len(args) == 1 and not kwargs:
+            return function(*args).replace(*_NAMED)
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        if any(_is_cuda(value) for value in args[1:]):
+            args = (args[0], *(_CPU if _is_cuda(value) else value for value in args[1:]))
+        return function(*args, **kwargs)
+
+
+class _Nothing:
+    """A stream or an event: work on a CPU is done when the call returns."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> _Nothing:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def _done(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    wait_stream = wait_event = record = wait = synchronize = _done
+
+    def record_event(self, event: _Nothing | None = None) -> _Nothing:
+        return event or _Nothing()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: object) -> float:
+        return 0.0
+
+
+class _Generators(dict[Any, torch.Generator]):
+    """Of every device the CPU's."""
+
+    def __missing__(self, device: Any) -> torch.Generator:
+        return torch.default_generator
+
+
+def _nothing() -> Callable[..., None]:
+    """A new one each time: torch.compile's tables know functions by what they are."""
+    return lambda *args, **kwargs: None
+
+
+def _as_it_is(function: Callable[..., Any] | None = None, **_: Any) -> Callable[..., Any]:
+    """torch.compile, also as a decorator with arguments: its C++ compiler would start for each elementwise chain."""
+    return function if function is not None else lambda f: f
+
+
+def build_on(device: torch.device) -> None:
+    """Where Megatron's modules get their memory from here on: meta gives them none."""
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: device
+
+
+def run_on_cpu() -> None:
+    """For the rest of the process."""
+    torch.Tensor.record_stream = _nothing()  # type: ignore[method-assign]  # it looks at the stream's type first
+    torch.compile = _as_it_is  # type: ignore[assignment]
+    cuda: Any = torch.cuda
+    if getattr(cuda, "shardwright_on_cpu", False):
+        return
+    cuda.shardwright_on_cpu = True
+    cuda.current_device = lambda: _CPU
+    for owner, names in (
+        (cuda, ("set_device", "synchronize", "empty_cache", "_lazy_init")),
+        (cuda.nvtx, ("range_push", "range_pop")),
+    ):
+        for name in names:
+            setattr(owner, name, _nothing())
+    cuda._lazy_call = lambda call, **kwargs: call()
+    cuda.Stream = cuda.Event = _Nothing
+    cuda.current_stream = cuda.default_stream = _Nothing
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.device = lambda device: contextlib.nullcontext()
+    cuda.default_generators = _Generators()
+    cuda.manual_seed = cuda.manual_seed_all = torch.default_generator.manual_seed
+    for module in (cuda, cuda.random):
+        module.get_rng_state = lambda device="cuda": torch.get_rng_state()
+        module.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)
+    _OnCpu().__enter__()

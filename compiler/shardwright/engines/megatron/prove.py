@@ -1,0 +1,195 @@
+"""The process behind proof.py: a tiny copy of the model against Hugging Face's, and some of the plan's ranks as real
+Megatron modules without memory, on a process group that sends nothing.
+
+Reads {"config": the model's, "plan": plan.json} from its input and prints one line of JSON: {} where all agrees.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from typing import Any
+
+from shardwright.engines.megatron.cpu import build_on, run_on_cpu
+
+BOUND = 1e-5
+"""Of the largest logit and of the largest gradient, in fp32."""
+
+
+def main() -> None:
+    question = json.loads(sys.stdin.read())
+    warnings.simplefilter("ignore")
+    run_on_cpu()
+    from shardwright.engines.megatron.families import Unsupported
+
+    try:
+        found = _numbers(question["config"]) or _ranks(question["config"], question["plan"])
+    except Unsupported as error:
+        found = {"unsupported": str(error)}
+    print(json.dumps(found))
+
+
+def _configuration(document: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    from shardwright.hf.floats import untagged
+
+    whole = dict(untagged(document))
+    return AutoConfig.for_model(whole.pop("model_type"), **whole)
+
+
+def _numbers(document: dict[str, Any]) -> dict[str, Any]:
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from torch import distributed as dist
+
+    from shardwright.engines.megatron.build import build_model, fill, pieces, rotary_of, transformer_config
+    from shardwright.hf.shrink import shrink
+    from shardwright.hf.task import task_of
+    from shardwright.modules.weights import conv1d_names
+
+    whole = _configuration(document)
+    config = _configuration(shrink(whole.to_dict()))
+    torch.manual_seed(0)
+    model = task_of(config).build(config, None)
+    with torch.no_grad():  # norms and biases begin at ones and zeros, which would hide what is wrong with them
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    ids = task_of(config).example(config.vocab_size)
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    model_parallel_cuda_manual_seed(0)
+    other = build_model(config, transformer_config(config), rotary_of(model), length=ids.shape[1])
+    named = dict(model.named_parameters(remove_duplicate=False))
+    first = {id(p): name for name, p in reversed(list(named.items()))}
+    tied = {name: first[id(p)] for name, p in named.items()}
+    found, turned = list(pieces(config, other, tensor_rank=0, tied=tied)), conv1d_names(model)
+
+    def shard(name: str) -> torch.Tensor:
+        return named[name].t() if name in turned else named[name]
+
+    fill(found, shard)
+    told = _differences(config.vocab_size, ids, model, other, found, turned)
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    return told
+
+
+def _differences(
+    vocabulary: int, ids: Any, model: Any, other: Any, found: list[Any], turned: frozenset[str]
+) -> dict[str, Any]:
+    """model: Hugging Face's; other: Megatron's, with the same weights, found by its pieces. turned: weights that it has
+    the other way round."""
+    import torch
+
+    wanted = model(input_ids=ids).logits
+    places = torch.arange(ids.shape[1]).expand_as(ids)
+    logits = other(input_ids=ids, position_ids=places, attention_mask=None)[..., :vocabulary]
+    covered, total = sum(piece.numel for piece in found), sum(p.numel() for p in model.parameters())
+    if covered != total:
+        return {"apart": f"it has {covered:,} of the model's {total:,} parameters"}
+    if not (off := _apart(logits, wanted)) <= BOUND:
+        return {"apart": f"logits differ by {off:.1e} of the largest"}
+    direction = torch.randn_like(wanted)
+    wanted.backward(direction)
+    logits.backward(direction)
+    gradients = {
+        name: (p.grad.t() if name in turned else p.grad)
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if p.grad is not None
+    }
+    largest = max(float(g.abs().max()) for g in gradients.values())
+    for piece in found:
+        mine = piece.parameter.grad
+        if mine is None:
+            return {"apart": f"{piece.name} has no gradient"}
+        theirs = gradients[piece.name].reshape(-1)[piece.start : piece.start + piece.numel]
+        off = float((mine.view(-1)[piece.own : piece.own + piece.numel] - theirs).abs().max()) / largest
+        if not off <= BOUND:
+            return {"apart": f"the gradient of {piece.name} differs by {off:.1e} of the largest"}
+    return {}
+
+
+def _apart(found: Any, wanted: Any) -> float:
+    """NaN is the worst of all."""
+    off = float((found - wanted).abs().max() / wanted.abs().max())
+    return off if off == off else float("inf")
+
+
+def _ranks(document: dict[str, Any], plan_document: dict[str, Any]) -> dict[str, Any]:
+    """Each kind of rank: of the first and the last stage the first and the last tensor rank, and one of each number of
+    layers between them."""
+    import torch
+
+    from shardwright.plan.serialize import plan_from_json
+
+    plan = plan_from_json(json.dumps(plan_document))
+    config = _configuration(document)
+    chosen = {}
+    for r in plan.ranks:
+        layers = tuple(len(s.layers) for s in plan.stages if s.pipeline_rank == r.pipeline)
+        ends = (r.pipeline == 0, r.pipeline == plan.strategy.pipeline - 1)
+        tensor = r.tensor if any(ends) and r.tensor in (0, plan.strategy.tensor - 1) else 0
+        if r.tensor == tensor:
+            chosen.setdefault((layers, ends, tensor), r.rank)
+    build_on(torch.device("meta"))
+    for rank in chosen.values():
+        try:
+            wrong = _rank(plan, config, rank)
+        except (AssertionError, ValueError, RuntimeError) as error:
+            wrong = f"{type(error).__name__}: {error}"
+        if wrong:
+            return {"layout": f"rank {rank}: {wrong}"}
+    return {}
+
+
+def _rank(plan: Any, config: Any, rank: int) -> str:
+    """What is wrong with it; "" where it is as planned."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from torch import distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from shardwright.engines.megatron.build import build_chunks, pieces, transformer_config
+    from shardwright.engines.megatron.layout import parallel_settings
+    from shardwright.engines.megatron.runtime import group_settings
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.strategy.world_size)
+    try:
+        parallel_state.initialize_model_parallel(**group_settings(plan))
+        model_parallel_cuda_manual_seed(0)
+        at = plan.ranks[rank]
+        theirs = (
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_rank(),
+        )
+        if theirs != (at.pipeline, at.data, at.tensor):
+            return f"its pipeline, data and tensor places are {theirs}, not {(at.pipeline, at.data, at.tensor)}"
+        settings = transformer_config(config, **parallel_settings(plan))
+        length = plan.training.sequence_length
+        chunks = build_chunks(config, settings, None, length=length, pipeline_rank=at.pipeline)
+        tied = {alias: group[0] for group in plan.model.tied for alias in group}
+        held: dict[str, int] = {}
+        size = 0
+        for piece in (p for chunk in chunks for p in pieces(config, chunk, tensor_rank=at.tensor, tied=tied)):
+            held[piece.name] = held.get(piece.name, 0) + piece.numel
+            size = piece.parameter.element_size()
+        splits = {p.name: p for module in plan.tensor_parallel.modules for p in module.parameters}
+        for name, numel in held.items():
+            if numel != (planned := splits[name].shard_numel(at.tensor)):
+                return f"it holds {numel:,} elements of {name}, not {planned:,}"
+        if (found := size * sum(held.values())) != at.parameter_bytes:
+            return f"it holds {found:,} bytes of parameters, not {at.parameter_bytes:,}"
+        return ""
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

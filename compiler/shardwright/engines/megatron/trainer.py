@@ -1,0 +1,234 @@
+"""A rank's part of the model under Megatron-Core: its GPTModel, its schedules, its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from torch import distributed as dist
+
+from shardwright.engines.megatron.build import ParameterPiece, build_chunks, fill, pieces, rotary_of, transformer_config
+from shardwright.engines.megatron.layout import parallel_settings
+from shardwright.engines.megatron.states import States
+from shardwright.engines.protocol import Counters, HeldParameter, LiveFragment, StepResult
+from shardwright.ir.partition import ParameterSplit
+from shardwright.modules.batches import HeldOut, MicroBatch
+from shardwright.modules.loss import CausalLoss
+from shardwright.modules.model_config import load_config
+from shardwright.modules.weight_files import Weights
+from shardwright.modules.weights import conv1d_to_linear, open_model
+from shardwright.plan.plan import Plan
+
+
+def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> MegatronTrainer:
+    """Collective. resumes: a checkpoint is loaded next, so that no weights are read or drawn."""
+    config = load_config(plan, folder)
+    model, weights = open_model(plan, folder, resumes=resumes)
+    rotary, transposed = rotary_of(model), conv1d_to_linear(model)
+    settings = transformer_config(config, **parallel_settings(plan))
+    mine = plan.ranks[dist.get_rank()]
+    chunks = build_chunks(config, settings, rotary, length=plan.training.sequence_length, pipeline_rank=mine.pipeline)
+    tied = {alias: group[0] for group in plan.model.tied for alias in group}
+    found = [p for chunk in chunks for p in pieces(config, chunk, tensor_rank=mine.tensor, tied=tied)]
+    shards = Shards(plan, weights, transposed)
+    if not resumes:
+        fill(found, shards.read)
+    return MegatronTrainer(plan, settings, chunks, found, shards)
+
+
+class Shards:
+    """This rank's shards of Hugging Face's parameters, as the plan cuts them."""
+
+    def __init__(self, plan: Plan, weights: Weights, transposed: frozenset[str]) -> None:
+        self.weights, self.transposed = weights, transposed
+        self.tensor_rank = plan.ranks[dist.get_rank()].tensor
+        self.splits: dict[str, ParameterSplit] = {
+            p.name: p for module in plan.tensor_parallel.modules for p in module.parameters
+        }
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """As it is held, which is the other way round than Hugging Face has it where it is transposed."""
+        shape = self.splits[name].shard_shape(self.tensor_rank)
+        return shape[::-1] if name in self.transposed else shape
+
+    def read(self, name: str) -> torch.Tensor:
+        split = self.splits[name]
+        if split.dimension is None:
+            values = self.weights.read(name, None)
+        else:
+            cut = split.pieces(self.tensor_rank)
+            parts = [self.weights.read(name, (split.dimension, start, length)) for start, length in cut]
+            values = torch.cat(parts, dim=split.dimension)
+        return values.t() if name in self.transposed else values
+
+
+class MegatronTrainer:
+    """engines.protocol.Trainer. engine: Megatron's model chunks, each inside its DistributedDataParallel."""
+
+    def __init__(
+        self, plan: Plan, settings: Any, chunks: list[Any], found: list[ParameterPiece], shards: Shards
+    ) -> None:
+        self.plan, self.settings, self.shards, self.transposed = plan, settings, shards, shards.transposed
+        self.mine, self.found = plan.ranks[dist.get_rank()], found
+        self.device = torch.device("cpu" if plan.is_cpu else "cuda")
+        self.engine = [self._under_data_ranks(chunk, place) for place, chunk in enumerate(chunks)]
+        settings.finalize_model_grads_func = _finalize
+        self.optimizer = get_megatron_optimizer(self._optimizer_config(), self.engine, use_gloo_process_groups=False)
+        self.states = States(self.optimizer)
+        self.forward_backward = get_forward_backward_func()
+        self.loss_fn = CausalLoss(*self._vocabulary())
+
+    @property
+    def _shares_states(self) -> bool:
+        return self.plan.strategy.zero_stage > 0 and self.plan.strategy.shards > 1
+
+    def _under_data_ranks(self, chunk: Any, place: int) -> Any:
+        """place: from the second of a rank's chunks on, all of its gradients are one bucket."""
+        config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=self.plan.training.gradient_accumulation_dtype == "fp32",
+            use_distributed_optimizer=self._shares_states,
+        )
+        whole = Float16Module(self.settings, chunk) if self.settings.bf16 else chunk
+        return DistributedDataParallel(self.settings, config, whole, disable_bucketing=place > 0)
+
+    def _optimizer_config(self) -> OptimizerConfig:
+        wanted, training = self.plan.optimizer, self.plan.training
+        return OptimizerConfig(
+            optimizer="adam",
+            lr=wanted.lr,
+            weight_decay=wanted.weight_decay,
+            adam_beta1=wanted.betas[0],
+            adam_beta2=wanted.betas[1],
+            adam_eps=wanted.eps,
+            # Without clipping Megatron computes no norm.
+            clip_grad=training.gradient_clipping or float("inf"),
+            bf16=self.settings.bf16,
+            params_dtype=self.settings.params_dtype,
+            use_distributed_optimizer=self._shares_states,
+        )
+
+    def _vocabulary(self) -> tuple[Any, ...]:
+        """CausalLoss's arguments: the ranks that share the vocabulary, and this one's first token."""
+        from megatron.core import parallel_state
+
+        sizes = self.plan.tensor_parallel.vocabulary_sizes
+        if not sizes:
+            return ()
+        return parallel_state.get_tensor_model_parallel_group(), sum(sizes[: self.mine.tensor])
+
+    def step(self, micro_batches: list[MicroBatch], learning_rate: float) -> StepResult:
+        for chunk in self.engine:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        for group in self.states.groups():
+            group["lr"] = learning_rate
+            # Megatron's own scheduler does this: one value for all, times each group's factor.
+            group["weight_decay"] = self.plan.optimizer.weight_decay * group.get("wd_mult", 1.0)
+        loss, _ = self._pass(micro_batches, sum(m.predicted for m in micro_batches), forward_only=False)
+        _, norm, _ = self.optimizer.step()
+        return StepResult(loss=loss, grad_norm=float(norm))
+
+    @torch.no_grad()
+    def evaluate(self, held_out: HeldOut) -> tuple[float, int]:
+        for chunk in self.engine:
+            chunk.eval()
+        found = self._pass(list(held_out), held_out.predicted, forward_only=True)
+        for chunk in self.engine:
+            chunk.train()
+        return found
+
+    def _pass(self, batches: list[MicroBatch], predicted: int, *, forward_only: bool) -> tuple[float, int]:
+        """(the loss over all labels of every data rank, their number). predicted: of this data rank's."""
+        first = self.mine.tensor == 0 and self.mine.pipeline == 0
+        labels = int(self._sum(predicted if first else 0))
+        self.loss_fn.scale = 1 / max(1, labels)
+        feeds = [iter(batches) for _ in self.engine]
+        told = self.forward_backward(
+            forward_step_func=self._forward,
+            data_iterator=feeds if len(feeds) > 1 else feeds[0],
+            model=self.engine if len(feeds) > 1 else self.engine[0],
+            num_microbatches=len(batches),
+            seq_length=self.plan.training.sequence_length,
+            micro_batch_size=self.plan.strategy.micro_batch_size,
+            forward_only=forward_only,
+        )
+        mine = sum(float(part["loss"]) for part in told) if self.mine.tensor == 0 else 0.0
+        return self._sum(mine), labels
+
+    def _sum(self, number: float) -> float:
+        """Over all ranks."""
+        total = torch.tensor([number], dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return total.item()
+
+    def _forward(self, feed: Iterator[MicroBatch], chunk: Any, *_: Any) -> tuple[torch.Tensor, Any]:
+        """One micro-batch through one chunk, as Megatron's schedules call it."""
+        batch = next(feed)
+        ids = batch.input_ids.to(self.device)
+        places = batch.position_ids
+        if places is None:
+            places = torch.arange(ids.shape[1]).expand_as(ids)
+        seen = None if batch.position_ids is None else _own_document(places).to(self.device)
+        out = chunk(input_ids=ids, position_ids=places.to(self.device), attention_mask=seen)
+
+        def loss(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+            sizes = self.plan.tensor_parallel.vocabulary_sizes
+            real = sizes[self.mine.tensor] if sizes else self.plan.model.vocabulary_size
+            value = self.loss_fn(logits[..., :real], batch.labels.to(self.device))
+            count = torch.tensor(batch.predicted, dtype=torch.int)
+            return value, count, {"loss": value.detach()}
+
+        return out, loss
+
+    def owned(self) -> Iterator[LiveFragment]:
+        for piece in self.found:
+            master = self.states.of(piece.parameter)
+            if master is None:
+                continue
+            first = max(piece.own, master.start)
+            numel = min(piece.own + piece.numel, master.start + master.numel) - first
+            if numel <= 0:
+                continue
+            yield LiveFragment(
+                name=piece.name,
+                shard_shape=self.shards.shape(piece.name),
+                start=piece.start + first - piece.own,
+                states={name: flat.narrow(0, first - master.start, numel) for name, flat in master.states.items()},
+                live=piece.parameter.data.view(-1).narrow(0, first, numel),
+                partitioned=master.partitioned,
+                copied=getattr(piece.parameter, "shared", False),
+            )
+
+    def held(self) -> dict[str, HeldParameter]:
+        """Without the rows that pad a vocabulary."""
+        sizes: dict[str, int] = {}
+        for piece in self.found:
+            size = piece.numel * piece.parameter.element_size()
+            sizes[piece.name] = sizes.get(piece.name, 0) + size
+        return {name: HeldParameter(shape=self.shards.shape(name), resident_bytes=size) for name, size in sizes.items()}
+
+    def counters(self) -> Counters:
+        return Counters(updates=self.states.updates, loss_scale=None)
+
+    def restored(self, step: int, counters: Counters) -> None:
+        self.states.updates = counters.updates
+        self.states.use_masters(self.engine)
+
+
+def _finalize(chunks: list[Any], tokens: torch.Tensor | None = None, **groups: Any) -> None:
+    """tokens: Megatron would divide by them; the loss is divided already."""
+    finalize_model_grads(chunks, None, **groups)
+
+
+def _own_document(places: torch.Tensor) -> torch.Tensor:
+    """places: (B, S), from 0 in each document of a row. (B, 1, S, S), True where a token sees one of its own document
+    that is not later. Rotary angles tell distances alone, so that a place in the row does as well."""
+    number = (places == 0).cumsum(dim=1)
+    causal = torch.ones(places.shape[1], places.shape[1], dtype=torch.bool).tril()
+    return ((number[:, :, None] == number[:, None, :]) & causal)[:, None]

@@ -1,0 +1,1 @@
+"""Megatron-Core as an engine, on CPU ranks."""

@@ -1,0 +1,114 @@
+"""Many parity cases under Megatron-Core: compiled and trained plainly first, then its ranks, forked after one import.
+
+SHARDWRIGHT_CASES_OUT names the folder for results, SHARDWRIGHT_CASES is JSON: name -> the case's fields.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from shardwright.compile import compile_recipe
+from shardwright.engines.megatron import proof
+from shardwright.plan.plan import Plan
+from shardwright.recipe.load import load_recipe
+from tests.parity.harness import STEPS, Case, reference, write_inputs
+
+SECONDS = 60
+
+
+def prepared(case: Case, folder: Path) -> tuple[Case, Plan, Any]:
+    """Compiled, without the proof that each compile makes in a process of its own, and trained in one plain process."""
+    tokens = write_inputs(case, folder)
+    made = compile_recipe(load_recipe(folder / "recipe.yaml"))
+    for name, content in made.files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return case, made.plan, reference(case, tokens, torch.float32 if case.precision == "fp32" else torch.bfloat16)
+
+
+def measure(case: Case, plan: Plan, wanted: Any, folder: Path) -> dict[str, float]:
+    from megatron.core import parallel_state
+    from torch import distributed as dist
+
+    from shardwright.checkpoint.master_check import check_masters
+    from shardwright.data.dataset import open_dataset
+    from shardwright.engines.megatron.runtime import group_settings
+    from shardwright.engines.megatron.trainer import build_trainer
+    from shardwright.modules.batches import Batches
+    from shardwright.modules.learning_rate import learning_rate
+    from tests.figures import training_apart
+
+    parallel_state.initialize_model_parallel(**group_settings(plan))
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(plan.training.seed)
+    at = plan.ranks[dist.get_rank()]
+    trainer = build_trainer(plan, folder)
+    batches = Batches(plan, open_dataset(plan, folder))
+    results = []
+    for step in range(1, STEPS + 1):
+        rate = learning_rate(plan.optimizer, plan.scheduler, STEPS, step)
+        results.append(trainer.step(batches.micro_batches(step, at.data), rate))
+    check_masters(trainer.owned())
+    held = sum(p.resident_bytes for p in trainer.held().values())
+    assert held == at.parameter_bytes, (held, at)
+    parallel_state.destroy_model_parallel()
+    return training_apart([r.loss for r in results], [r.grad_norm for r in results], wanted)
+
+
+def rank_of(rank: int, world: int, cases: dict[str, Any], out: Path) -> None:
+    from datetime import timedelta
+
+    from torch import distributed as dist
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    store = dist.FileStore(str(out / f"store-{world}"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=SECONDS))
+    for name, (case, plan, wanted) in cases.items():
+        try:
+            line: dict[str, Any] = {"case": name, **measure(case, plan, wanted, out / "work" / name)}
+        except BaseException:
+            line = {"case": name, "error": traceback.format_exc()}
+        with (out / f"rank-{world}-{rank}.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        if "error" in line:
+            os._exit(1)  # the other ranks may be inside a collective
+    dist.barrier()
+    os._exit(0)
+
+
+def main() -> None:
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    proof.prove = lambda *asked: None
+    out, worlds = Path(os.environ["SHARDWRIGHT_CASES_OUT"]), {}
+    for name, fields in json.loads(os.environ["SHARDWRIGHT_CASES"]).items():
+        found = prepared(Case(**fields), out / "work" / name)
+        worlds.setdefault(found[0].world, {})[name] = found
+    from shardwright.engines.megatron.cpu import run_on_cpu
+
+    run_on_cpu()
+    import shardwright.engines.megatron.trainer  # noqa: F401  forked after it
+
+    failed = 0
+    for world, cases in sorted(worlds.items()):
+        children = []
+        for rank in range(world):
+            child = os.fork()
+            if child == 0:
+                rank_of(rank, world, cases, out)
+            children.append(child)
+        failed += sum(os.waitpid(child, 0)[1] != 0 for child in children)
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""What target: megatron refuses, and how Megatron-Core's parameters are made of Hugging Face's. Nothing of it is
+imported here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwright.compile import compile_recipe
+from shardwright.diagnostics import Refusal
+from shardwright.engines import table
+from shardwright.engines.megatron import proof
+from shardwright.engines.megatron.keys import REFUSED, RUNS, check_keys
+from shardwright.engines.megatron.pieces import Heads, fused, grouped, same, stacked
+from shardwright.engines.megatron.rules import RULES
+from shardwright.ir.partition import padded_shard_sizes
+from shardwright.layout.axes import AXES
+from shardwright.layout.strategy import Strategy
+from shardwright.recipe.load import load_recipe
+from shardwright.recipe.schema import properties, recipe_schema
+from shardwright.rules.registry import check_layout
+from tests.conftest import SMALL_RECIPE
+from tests.unit.model.factory import SMALL_LLAMA, graph_of, problem_of
+
+HEADS = Heads(query=6, groups=2, size=4)
+BEYOND: dict[str, dict[str, Any]] = {
+    "training.precision": {"training.precision": "fp16"},
+    "training.gradient_accumulation_dtype": {
+        "training.precision": "bf16",
+        "training.gradient_accumulation_dtype": "bf16",
+    },
+    "model.loss": {"model.loss": "chunked"},
+    "model.attention": {"model.attention": "flash_attention_2", "training.precision": "bf16"},
+    "parallelism.virtual_stages": {"parallelism.virtual_stages": 2},
+    "lora": {"lora": {"rank": 4}},
+    "extra": {"extra": {"memory_breakdown": True}},
+}
+LAYOUT = {"tensor": 1, "pipeline": 1, "data": 4, "zero_stage": 1, "micro_batch_size": 2}
+ILLEGAL: dict[str, dict[str, Any]] = {
+    "SW3151": {"zero_stage": 2},
+    "SW3152": {"tensor": 4, "data": 1},
+    "SW3153": {"sequence_parallel": True},
+    "SW3154": {"schedule": "dualpipev", "pipeline": 2, "data": 2},
+    "SW3155": {"offload": "optimizer"},
+    "SW3156": {"tensor": 2, "data": 2},
+}
+EXPERTS = {**SMALL_RECIPE["model"]["config"], "model_type": "mixtral", "num_local_experts": 4}
+
+
+def test_every_key_of_a_recipe_has_its_answer() -> None:
+    """It runs, it is refused by name, or it is an axis, which the rules know."""
+    axes = {f"{axis.section}.{axis.name}" for axis in AXES}
+    schema = recipe_schema()
+    for section, value in properties(schema, {}).items():
+        keys = [f"{section}.{key}" for key in properties(value, {})] or [section]
+        for key in keys:
+            known = [*RUNS, *REFUSED, *axes]
+            assert key in known or section in known, key
+    assert set(BEYOND) == set(REFUSED)
+
+
+@pytest.mark.parametrize(("key", "changes"), BEYOND.items(), ids=BEYOND)
+def test_a_key_that_does_not_run(key: str, changes: dict[str, Any], write_recipe: Callable[..., Path]) -> None:
+    recipe = load_recipe(write_recipe({"target": "megatron", **changes}))
+    assert [(d.code, ".".join(map(str, d.key or ()))) for d in check_keys(recipe)] == [("SW1922", key)]
+    assert check_keys(load_recipe(write_recipe({"target": "megatron"}))) == ()
+
+
+@pytest.mark.parametrize(("code", "changes"), ILLEGAL.items(), ids=ILLEGAL)
+def test_a_layout_that_it_does_not_run(code: str, changes: dict[str, Any], write_recipe: Callable[..., Path]) -> None:
+    config = EXPERTS if code == "SW3156" else SMALL_RECIPE["model"]["config"]
+    recipe = load_recipe(write_recipe({"target": "megatron", "model.config": config}))
+    problem = problem_of(recipe, graph_of(config))
+
+    def codes(layout: dict[str, Any]) -> set[str]:
+        plain = {"schedule": "1f1b", "offload": "none", "activation_checkpointing": "none"}
+        strategy = Strategy(**{**plain, "gradient_accumulation_steps": 8 // (2 * layout["data"]), **layout})
+        return {d.code for d in check_layout(problem, strategy) if d.severity == "error"} & set(RULES)
+
+    assert set(ILLEGAL) == set(RULES)
+    assert code in codes({**LAYOUT, **changes}) and code not in codes(LAYOUT)
+
+
+@pytest.mark.parametrize(("wanted", "said"), [("no-such-package", "is not installed"), ("numpy", "was not tested")])
+def test_a_package_that_is_not_there(wanted: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = dataclasses.replace(table.ENGINES["megatron"], packages={wanted: "<0.1"})
+    (told,) = table.package_errors(engine)
+    assert told.code == "SW1923" and said in told.message and "shardwright[megatron]" in (told.help or "")
+
+
+def test_rows_of_fused_parameters() -> None:
+    """Each way there and back: the rows of a rank's shards, put together as Megatron reads them."""
+    q, k, v = (torch.arange(rows) + start for rows, start in ((24, 0), (8, 100), (8, 200)))
+    shards = {"q": q, "k": k, "v": v, "qkv": torch.cat([q, k, v])}
+
+    def made(source: Any, rows: int) -> torch.Tensor:
+        out = torch.full((rows,), -1)
+        for part in source(rows, HEADS):
+            out[part.own : part.own + part.count] = shards[part.name][part.theirs : part.theirs + part.count]
+        return out
+
+    # Megatron's own reading of linear_qkv (megatron/core/transformer/attention.py, get_query_key_value_tensors).
+    groups = made(grouped("q", "k", "v"), 40).view(2, 5, 4)
+    assert torch.equal(groups[:, :3].reshape(-1), q)
+    assert torch.equal(groups[:, 3].reshape(-1), k) and torch.equal(groups[:, 4].reshape(-1), v)
+    assert torch.equal(made(fused("qkv"), 40), made(grouped("q", "k", "v"), 40))
+    assert torch.equal(made(stacked("k", "v"), 16), torch.cat([k, v]))
+    assert torch.equal(made(same("q"), 24), q)
+
+
+@pytest.mark.parametrize(("total", "degree"), [(257, 4), (256, 4), (5, 4), (9, 2)])
+def test_a_padded_vocabulary(total: int, degree: int) -> None:
+    sizes = padded_shard_sizes(total, degree)
+    assert sum(sizes) == total and len(sizes) == degree
+    each = -(-total // degree)  # what each rank of a padded table has
+    assert all(size == max(0, min(each, total - rank * each)) for rank, size in enumerate(sizes))
+
+
+@pytest.mark.parametrize(
+    ("told", "code"),
+    [
+        ({"unsupported": "rope_type yarn"}, "SW2051"),
+        ({"apart": "logits differ by 1e-2"}, "SW2052"),
+        ({"failed": "it broke"}, "SW2052"),
+        ({"layout": "rank 3: it holds 7 bytes"}, "SW2053"),
+        ({}, None),
+    ],
+)
+def test_what_the_proof_says(
+    told: dict[str, str], code: str | None, write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compile is refused with what the other process found; a proof that held is not asked for again."""
+    asked: list[Any] = []
+    monkeypatch.setattr(proof, "_asked", lambda question: asked.append(json.dumps(question)) or told)
+    monkeypatch.setattr(table, "package_errors", lambda engine: ())
+    monkeypatch.setattr("shardwright.compile.package_errors", lambda engine: ())
+    layout = {"tensor": 2, "pipeline": 1, "data": 2, "zero_stage": 1, "micro_batch_size": 2}
+    recipe = load_recipe(write_recipe({"target": "megatron", "parallelism": layout}))
+    if code is None:
+        plans = [compile_recipe(recipe).plan for _ in range(2)]
+        assert len(asked) == 1 and plans[0].zero == {"stage": 1, "distributed_optimizer": True}
+        return
+    with pytest.raises(Refusal) as caught:
+        compile_recipe(recipe)
+    (diagnostic,) = caught.value.diagnostics
+    assert diagnostic.code == code and next(iter(told.values())) in diagnostic.message
+
+
+def test_dropout_is_refused(write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwright.compile.package_errors", lambda engine: ())
+    config = {**SMALL_LLAMA, "attention_dropout": 0.1}
+    with pytest.raises(Refusal) as caught:
+        compile_recipe(load_recipe(write_recipe({"target": "megatron", "model.config": config})))
+    assert [d.code for d in caught.value.diagnostics] == ["SW2054"]
