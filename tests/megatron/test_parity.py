@@ -46,6 +46,8 @@ CASES: dict[str, Case] = {
     "pp4": case(pipeline=4, accumulation=4),
     "gpt2-pp2-tp2": case("gpt2-plain", pipeline=2, tensor=2, zero_stage=0),
     "gpt2-dp2": case("gpt2-plain", data=2),
+    "mixtral-dp2": case("mixtral", data=2),
+    "mixtral-tp2-sequence": case("mixtral", tensor=2, sequence_parallel=True),
 }
 
 
@@ -79,4 +81,5 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, flo
 def test_trains_as_one_plain_process(name: str, figures: dict[str, dict[str, float]]) -> None:
     half = CASES[name].precision == "bf16"
     assert figures[name]["loss"] <= (BF16_RELATIVE if half else LOSS_ABSOLUTE), figures[name]
+    assert figures[name]["packed"] <= LOSS_ABSOLUTE, figures[name]
     assert figures[name]["norm"] <= (BF16_RELATIVE if half else NORM_RELATIVE), figures[name]

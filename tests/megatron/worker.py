@@ -19,9 +19,12 @@ from shardwright.compile import compile_recipe
 from shardwright.engines.megatron import proof
 from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
-from tests.parity.harness import STEPS, Case, reference, write_inputs
+from tests.parity.harness import LENGTH, MODELS, SEED, STEPS, Case, reference, write_inputs
+from tests.parity.reference import initial_model
 
 SECONDS = 60
+SPLIT = 20
+"""Where the second document of a packed row begins."""
 
 
 def prepared(case: Case, folder: Path) -> tuple[Case, Plan, Any]:
@@ -60,8 +63,48 @@ def measure(case: Case, plan: Plan, wanted: Any, folder: Path) -> dict[str, floa
     check_masters(trainer.owned())
     held = sum(p.resident_bytes for p in trainer.held().values())
     assert held == at.parameter_bytes, (held, at)
+    packed = 0.0 if case.precision == "bf16" else packed_apart(case, trainer, wanted, at.data)
     parallel_state.destroy_model_parallel()
-    return training_apart([r.loss for r in results], [r.grad_norm for r in results], wanted)
+    return {**training_apart([r.loss for r in results], [r.grad_norm for r in results], wanted), "packed": packed}
+
+
+class Packed(list[Any]):
+    """As modules.batches.HeldOut: two documents in each row."""
+
+    predicted = property(lambda self: sum(m.predicted for m in self))
+
+
+def packed_batches(case: Case, data_rank: int) -> Packed:
+    from shardwright.hf.objective import IGNORED
+    from shardwright.modules.batches import MicroBatch
+
+    draw = torch.Generator().manual_seed(data_rank)
+    places = torch.cat([torch.arange(SPLIT), torch.arange(LENGTH - SPLIT)]).expand(case.micro, LENGTH)
+    found = Packed()
+    for _ in range(case.accumulation):
+        ids = torch.randint(0, MODELS[case.model]["vocab_size"], (case.micro, LENGTH), generator=draw)
+        labels = torch.where(places == 0, IGNORED, ids)
+        found.append(MicroBatch(input_ids=ids, labels=labels, position_ids=places))
+    return found
+
+
+def packed_apart(case: Case, trainer: Any, wanted: Any, data_rank: int) -> float:
+    """Of the trained model's loss over packed rows, evaluated, from that of each document alone under Hugging Face."""
+    from shardwright.ir.apart import apart
+
+    model = initial_model(MODELS[case.model], SEED)
+    model.load_state_dict(wanted.weights, strict=False)
+    total = count = 0.0
+    with torch.no_grad():
+        for m in (m for rank in range(case.data) for m in packed_batches(case, rank)):
+            for part in (slice(0, SPLIT), slice(SPLIT, LENGTH)):
+                ids = m.input_ids[:, part]
+                logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+                total += float(torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="sum"))
+                count += ids[:, 1:].numel()
+    loss, labels = trainer.evaluate(packed_batches(case, data_rank))
+    assert labels == count, (labels, count)
+    return apart(loss, total / count)
 
 
 def rank_of(rank: int, world: int, cases: dict[str, Any], out: Path) -> None:

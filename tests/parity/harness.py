@@ -102,6 +102,7 @@ class Case:
     launcher: str = "auto"
     context: int = 1
     sequence_parallel: bool = False
+    virtual_stages: int = 1
     target: str = "deepspeed"
 
     @property
@@ -147,6 +148,7 @@ def recipe(case: Case, folder: Path) -> dict[str, Any]:
             "schedule": case.schedule,
             "offload": case.offload,
             "sequence_parallel": case.sequence_parallel,
+            "virtual_stages": case.virtual_stages,
         },
         "launch": {"launcher": case.launcher},
         "lora": {"rank": case.lora_rank, "alpha": LORA_ALPHA, "dropout": case.lora_dropout} if case.lora_rank else None,

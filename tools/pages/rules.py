@@ -51,6 +51,7 @@ CHANGES: tuple[dict[str, object], ...] = (
     {"context": 2, "data": 8},
     {"context": 3, "data": 5},
     {"sequence_parallel": True},
+    {"virtual_stages": 2},
 )
 TEXT = DataSection(kind="text", path="corpus/*.txt", tokenizer="byte", packing=True, shuffle=True)
 

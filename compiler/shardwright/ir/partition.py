@@ -13,18 +13,22 @@ from shardwright.ir.words import Schedule
 class StagePartition:
     """boundaries: len = stages + 1; stage s holds layers[boundaries[s]:boundaries[s+1]] of ModelGraph.layers.
 
-    With DualPipeV there are 2 x pipeline stages and pipeline rank r holds stages r and 2p-1-r.
+    With DualPipeV there are 2 x pipeline stages and pipeline rank r holds stages r and 2p-1-r; with `virtual` ones a
+    rank each p-th stage, from r.
     """
 
     boundaries: tuple[int, ...]
     schedule: Schedule
+    virtual: int = 1
 
     @property
     def stages(self) -> int:
         return len(self.boundaries) - 1
 
     def stages_of_pipeline_rank(self, rank: int) -> tuple[int, ...]:
-        return (rank, self.stages - 1 - rank) if self.schedule == "dualpipev" else (rank,)
+        if self.schedule == "dualpipev":
+            return (rank, self.stages - 1 - rank)
+        return tuple(range(rank, self.stages, self.stages // self.virtual))
 
     def verify(self, layers: int) -> None:
         b = self.boundaries

@@ -50,6 +50,11 @@ class Strategy:
         return 2 * self.pipeline if self.schedule == "dualpipev" else self.pipeline
 
     @property
+    def parts(self) -> int:
+        """What the layers are cut into, virtual stages counted."""
+        return self.stages * self.virtual_stages
+
+    @property
     def is_whole(self) -> bool:
         """Whether each rank has the whole model (its ZeRO shards gathered)."""
         return not any(axis.cuts for axis, _ in self.beyond_plain())

@@ -57,7 +57,9 @@ class HeldOut:
         s = plan.strategy
         # DeepSpeed numbers DualPipeV's buffers by the training's micro-batches: as many at once, or its engine fails.
         at_once = s.gradient_accumulation_steps if s.schedule == "dualpipev" else None
-        numbers = validation_batches(len(rows), s.data * s.micro_batch_size, at_once or 1)
+        # An interleaved schedule takes as many as there are pipeline ranks, or a multiple.
+        multiple = at_once or (s.pipeline if s.virtual_stages > 1 else 1)
+        numbers = validation_batches(len(rows), s.data * s.micro_batch_size, multiple)
         self._rows, self._numbers = rows, numbers.reshape(-1, s.data, s.micro_batch_size)[:, data_rank]
         self.at_once = at_once or len(self._numbers)
         self._packed = packs(plan)

@@ -43,6 +43,12 @@ def least_slowest_cut(graph: ModelGraph, sequence_length: int, stages: int, sche
     return (cut_mirrored if schedule == "dualpipev" else cut_evenly)(costs, stages)
 
 
+def interleaved_cut(graph: ModelGraph, sequence_length: int, parts: int) -> tuple[int, ...]:
+    """Boundaries, in layers, of the parts that pipeline ranks hold in turns: an interleaved schedule goes at the pace
+    of the slowest part. There are enough layers, none of which has to stay beside another."""
+    return cut_evenly(layer_costs(graph, sequence_length), parts)
+
+
 def layers_of_a_stage(graph: ModelGraph, strategy: Strategy) -> int:
     """Decoder layers of the larger stages where they are spread evenly."""
     return -(-graph.decoder_layers // strategy.stages)

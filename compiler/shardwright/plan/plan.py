@@ -179,8 +179,8 @@ class Plan:
             raise ValueError(f"tensor x pipeline x data = {s.world_size}, ranks = {len(self.ranks)}")
         if s.micro_batch_size * s.gradient_accumulation_steps * s.data != self.training.global_batch_size:
             raise ValueError("micro_batch_size x gradient_accumulation_steps x data is not the global batch")
-        if len(self.stages) != s.stages or any(not stage.layers for stage in self.stages):
-            raise ValueError(f"{len(self.stages)} stages in the plan, {s.stages} in the strategy")
+        if len(self.stages) != s.parts or any(not stage.layers for stage in self.stages):
+            raise ValueError(f"{len(self.stages)} stages in the plan, {s.parts} in the strategy")
         layers = [name for stage in self.stages for name in stage.layers]
         if len(layers) != len(set(layers)):
             raise ValueError("a layer is on two stages")

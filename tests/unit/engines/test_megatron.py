@@ -48,6 +48,7 @@ ILLEGAL: dict[str, dict[str, Any]] = {
     "SW3153": {"sequence_parallel": True},
     "SW3154": {"schedule": "dualpipev", "pipeline": 2, "data": 2},
     "SW3155": {"offload": "optimizer"},
+    "SW3157": {"virtual_stages": 2},
     "SW3156": {"tensor": 2, "data": 2},
 }
 EXPERTS = {**SMALL_RECIPE["model"]["config"], "model_type": "mixtral", "num_local_experts": 4}

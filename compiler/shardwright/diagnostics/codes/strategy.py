@@ -48,6 +48,7 @@ STRATEGY_CODES: dict[str, str] = {
     "SW3154": "Megatron-Core does not have the schedule",
     "SW3155": "Megatron-Core does not offload here",
     "SW3156": "Megatron-Core's experts over tensor ranks want sequence parallelism",
+    "SW3157": "the interleaved schedule does not take these virtual stages",
     "SW3201": "the layout does not fit in memory",
     "SW3202": "no layout fits in memory",
     "SW3203": "no layout is legal",

@@ -37,7 +37,7 @@ def _activation(name: str) -> Callable[..., Any]:
 
     import torch.nn.functional as F
 
-    known = {
+    known: dict[str, Callable[..., Any]] = {
         "silu": F.silu,
         "gelu": F.gelu,
         "gelu_new": partial(F.gelu, approximate="tanh"),

@@ -49,5 +49,7 @@ def _recomputation(plan: Plan) -> dict[str, Any]:
         return {}
     if choice == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-    most = choice.full if isinstance(choice, PartialCheckpointing) else max(len(s.layers) for s in plan.stages)
+    most = max(len(s.layers) for s in plan.stages)
+    if isinstance(choice, PartialCheckpointing):
+        most = choice.full // plan.strategy.virtual_stages
     return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": most}

@@ -60,7 +60,8 @@ def _numbers(document: dict[str, Any]) -> dict[str, Any]:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     ids = task_of(config).example(config.vocab_size)
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     model_parallel_cuda_manual_seed(0)
     other = build_model(config, transformer_config(config), rotary_of(model), length=ids.shape[1])
@@ -129,7 +130,7 @@ def _ranks(document: dict[str, Any], plan_document: dict[str, Any]) -> dict[str,
 
     plan = plan_from_json(json.dumps(plan_document))
     config = _configuration(document)
-    chosen = {}
+    chosen: dict[Any, int] = {}
     for r in plan.ranks:
         layers = tuple(len(s.layers) for s in plan.stages if s.pipeline_rank == r.pipeline)
         ends = (r.pipeline == 0, r.pipeline == plan.strategy.pipeline - 1)

@@ -6,6 +6,7 @@ Its argument parser lets some of these through, and the first step, or nothing a
 from __future__ import annotations
 
 from shardwright.diagnostics import Diagnostic, found
+from shardwright.ir.words import PartialCheckpointing
 from shardwright.layout.experts import experts_of
 from shardwright.layout.rule import Candidate, Rule, rule
 
@@ -90,6 +91,32 @@ def experts_without_sequence(x: Candidate) -> Diagnostic | None:
     )
 
 
+def virtual_stages(x: Candidate) -> Diagnostic | None:
+    """Its interleaved schedule goes round the ranks in groups of as many micro-batches, and refuses a rest at the first
+    step (megatron/core/pipeline_parallel/schedules.py); parts without a layer would be legal there, not here."""
+    s, layers = x.strategy, len(x.graph.layers)
+    if s.virtual_stages == 1:
+        return None
+    choice = s.activation_checkpointing
+    if s.pipeline == 1:
+        why = "there is no pipeline"
+    elif s.gradient_accumulation_steps % s.pipeline:
+        why = f"{s.gradient_accumulation_steps} micro-batches are no multiple of pipeline {s.pipeline}"
+    elif layers < s.parts:
+        why = f"{s.parts} parts, and the model has {layers} layers to put on them, embedding and head counted"
+    elif isinstance(choice, PartialCheckpointing) and choice.full % s.virtual_stages:
+        why = f"activation_checkpointing {choice} does not divide over them"
+    else:
+        return None
+    return found(
+        "SW3157",
+        "parallelism.virtual_stages",
+        f"virtual_stages {s.virtual_stages}: {why}",
+        "Change that, or write `virtual_stages: 1`.",
+        (1,),
+    )
+
+
 RULES: dict[str, Rule] = {
     "SW3151": rule(zero_2_and_3, "zero_stage"),
     "SW3152": rule(key_value_copies, "tensor"),
@@ -97,4 +124,7 @@ RULES: dict[str, Rule] = {
     "SW3154": rule(other_schedules, "schedule"),
     "SW3155": rule(offload, "offload"),
     "SW3156": rule(experts_without_sequence, "sequence_parallel", "tensor"),
+    "SW3157": rule(
+        virtual_stages, "virtual_stages", "pipeline", "gradient_accumulation_steps", "activation_checkpointing"
+    ),
 }

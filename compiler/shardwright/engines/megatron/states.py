@@ -42,7 +42,8 @@ class States:
                     return self._master(part, master, part._get_model_param_range_map(parameter)["param"].start, True)
             elif isinstance(part, Float16OptimizerWithFloat16Params):
                 if any(parameter is p for group in part.float16_groups for p in group):
-                    return self._master(part, parameter.main_param, 0, False)
+                    half: Any = parameter
+                    return self._master(part, half.main_param, 0, False)
             elif any(parameter is p for group in part.param_groups for p in group["params"]):
                 return self._master(part, parameter, 0, False)
         return None
