@@ -37,7 +37,6 @@ BEYOND: dict[str, dict[str, Any]] = {
     },
     "model.loss": {"model.loss": "chunked"},
     "model.attention": {"model.attention": "flash_attention_2", "training.precision": "bf16"},
-    "parallelism.virtual_stages": {"parallelism.virtual_stages": 2},
     "lora": {"lora": {"rank": 4}},
     "extra": {"extra": {"memory_breakdown": True}},
 }

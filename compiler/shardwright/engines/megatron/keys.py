@@ -41,11 +41,6 @@ REFUSED: Mapping[str, Key] = {
         allowed=("auto", "eager", "sdpa"),
         why="its attention is torch's scaled_dot_product_attention",
     ),
-    "parallelism.virtual_stages": Key(
-        value=lambda r: r.parallelism.virtual_stages,
-        allowed=(None, 1),
-        why="its interleaved schedule is not proved here yet",
-    ),
     "lora": Key(value=lambda r: _given(r.lora), allowed=(None,), why="adapters are made for Hugging Face's modules"),
     "extra": Key(value=lambda r: _given(r.extra), allowed=(None,), why="they are keys of ds_config.json"),
 }
