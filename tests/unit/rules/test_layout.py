@@ -245,7 +245,7 @@ def test_a_mixture_of_experts_is_warned_of() -> None:
 
 def test_the_deepspeed_rules_are_deepspeeds() -> None:
     for code in ("SW3107", "SW3108", "SW3114"):
-        assert codes(recipe_of(target="megatron"), BROKEN_STRATEGIES[code]) == {}
+        assert code not in codes(recipe_of(target="megatron"), BROKEN_STRATEGIES[code])
 
 
 def test_zero_0_is_for_fp32() -> None:

@@ -60,24 +60,22 @@ def _numbers(document: dict[str, Any]) -> dict[str, Any]:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     ids = task_of(config).example(config.vocab_size)
 
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-    model_parallel_cuda_manual_seed(0)
-    other = build_model(config, transformer_config(config), rotary_of(model), length=ids.shape[1])
+    rotary = rotary_of(model)
     named = dict(model.named_parameters(remove_duplicate=False))
     first = {id(p): name for name, p in reversed(list(named.items()))}
-    tied = {name: first[id(p)] for name, p in named.items()}
-    found, turned = list(pieces(config, other, tensor_rank=0, tied=tied)), conv1d_names(model)
-
-    def shard(name: str) -> torch.Tensor:
-        return named[name].t() if name in turned else named[name]
-
-    fill(found, shard)
-    told = _differences(config.vocab_size, ids, model, other, found, turned)
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-    return told
+    tied, turned = {name: first[id(p)] for name, p in named.items()}, conv1d_names(model)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+        model_parallel_cuda_manual_seed(0)
+        other = build_model(config, transformer_config(config), rotary, length=ids.shape[1])
+        found = list(pieces(config, other, tensor_rank=0, tied=tied))
+        fill(found, lambda name: named[name].t() if name in turned else named[name])
+        return _differences(config.vocab_size, ids, model, other, found, turned)
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
 
 
 def _differences(
