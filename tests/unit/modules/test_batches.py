@@ -27,6 +27,7 @@ def plan(
             gradient_accumulation_steps=accumulation,
             schedule=schedule,
             pipeline=2,
+            virtual_stages=1,
         ),
     )
 
