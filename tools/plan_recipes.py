@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.cli.plan import page_lines, ranked_rows
-from shardwright.compile import read_problem
+from shardwright.compile import read_problem, size_recipe
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import Estimate
 from shardwright.recipe.load import load_recipe
@@ -40,10 +40,10 @@ class Planned:
 @functools.cache
 def planned(name: str) -> Planned:
     recipe = load_recipe(RECIPES / f"{name}.yaml")
-    problem = read_problem(recipe)
+    problem, _ = size_recipe(recipe)
     result = search(problem)
     rows = ranked_rows(problem, result, TOP)
-    text = "\n".join(page_lines(recipe, rows, result, None))
+    text = "\n".join(page_lines(problem, rows, result, None))
     return Planned(
         recipe=recipe,
         parameters=problem.graph.total_parameters,

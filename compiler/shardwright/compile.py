@@ -36,8 +36,9 @@ from shardwright.plan.build import MODEL_DIRECTORY, build_plan, data_errors, ins
 from shardwright.plan.plan import Plan
 from shardwright.recipe.files import check_files
 from shardwright.rules.executable import check_executable
-from shardwright.search.deadline import Sizing, size_cluster
+from shardwright.search.deadline import Sizing
 from shardwright.search.search import choose, pinned_estimate
+from shardwright.search.sums import settle_problem
 
 T = TypeVar("T")
 
@@ -67,7 +68,7 @@ def compile_recipe(recipe: Recipe) -> Compiled:
     """Raises Refusal, with the recipe's source, where the recipe cannot become a run."""
     try:
         inputs = read_inputs(recipe)
-        problem, sizing = size_cluster(Problem(recipe=recipe, graph=inputs.graph, cluster=inputs.cluster))
+        problem, sizing = settle_problem(Problem(recipe=recipe, graph=inputs.graph, cluster=inputs.cluster))
         problem.cluster.verify()
         if sizing is not None:  # what depends on the number of nodes is checked once it is decided
             _check(problem.recipe)
@@ -104,8 +105,8 @@ def read_problem(recipe: Recipe) -> Problem:
 
 
 def size_recipe(recipe: Recipe) -> tuple[Problem, Sizing | None]:
-    """Up to the number of nodes. Sizing: None where the recipe gave it."""
-    return _told_of(recipe, lambda: size_cluster(read_problem(recipe)))
+    """Up to the number of nodes, and what gradients are summed in. Sizing: None where the recipe gave the nodes."""
+    return _told_of(recipe, lambda: settle_problem(read_problem(recipe)))
 
 
 def estimate_recipe(recipe: Recipe) -> tuple[Problem, Estimate]:

@@ -19,7 +19,7 @@ from shardwright.ir.model_graph import ModelGraph, hash_of_config
 from shardwright.ir.recipe import DataSection, Recipe
 from shardwright.layout.estimate import Estimate
 from shardwright.layout.problem import Problem
-from shardwright.plan.build import canonical_hash
+from shardwright.plan.build import accumulation_dtype, canonical_hash
 from shardwright.plan.graph_file import read_graph
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import load_plan
@@ -74,12 +74,18 @@ def _recipe(folder: Path, plan: Plan) -> Recipe:
     recipe = load_recipe(path)
     if canonical_hash(recipe.document) != plan.recipe_hash:
         raise _foreign("SW3321", f"{str(path)!r} is not the recipe that plan.json was compiled from")
-    # What was auto of nodes and every_steps was settled by the compile, and relative paths start where the recipe lay.
+    # What was auto of nodes, every_steps and the sums was settled by the compile; relative paths start where the
+    # recipe lay.
     held_out = recipe.validation
     if held_out is not None and held_out.data is not None and plan.validation is not None and plan.validation.data:
         held_out = dataclasses.replace(held_out, data=_with_paths(held_out.data, plan.validation.data))
+    training = recipe.training
+    if plan.training.gradient_accumulation_dtype != accumulation_dtype(training):
+        dtype = plan.training.gradient_accumulation_dtype
+        training = dataclasses.replace(training, gradient_accumulation_dtype=dtype)
     return dataclasses.replace(
         recipe,
+        training=training,
         cluster=dataclasses.replace(recipe.cluster, nodes=plan.nodes),
         checkpoint=dataclasses.replace(recipe.checkpoint, every_steps=plan.checkpoint.every_steps),
         data=None if recipe.data is None else _with_paths(recipe.data, plan.data),

@@ -18,8 +18,8 @@ from shardwright.layout.problem import Problem
 from shardwright.records import carried
 from shardwright.search.compare import hpz_words
 from shardwright.search.explain import Alternative, KeyReason, PlanExplanation, SecondCopy, explain
-from shardwright.search.plainer import plainer_words
 from shardwright.search.sensitivity import MORE, Sensitivity
+from shardwright.search.set_aside import set_aside_words
 
 if TYPE_CHECKING:
     from shardwright.cli.subject import PricedRecipe
@@ -112,8 +112,7 @@ def _head(subject: PricedRecipe, found: PlanExplanation) -> list[str]:
     if ends_at_zero(subject.recipe.training):
         rows.append(("", "the last step's learning rate is 0 (scheduler.min_lr)"))
     rows.append(("bound by", found.binding))
-    if found.plainer is not None:
-        rows.append(("plainer", plainer_words(found.plainer)))
+    rows += [("set aside", set_aside_words(each)) for each in found.set_aside]
     if subject.plan is not None and subject.is_predicted_anew:
         then = subject.plan.predicted
         told = f"{then.time.step_seconds:.4g} s and {then.memory.peak_bytes / GIB:.1f} GiB when it compiled this"
@@ -231,14 +230,17 @@ def _ms(seconds: float) -> str:
 
 def _reasons(found: PlanExplanation) -> list[str]:
     header = ("key", "value", "best other", "its step", "")
-    rows = [_reason(reason) for reason in found.keys]
+    rows = [_reason(reason, found.chosen) for reason in found.keys]
     return [title("Why these values"), *table_lines(header, rows, text=(0, 1, 2, 4), indent="  ")]
 
 
-def _reason(reason: KeyReason) -> tuple[str, ...]:
+def _reason(reason: KeyReason, chosen: Estimate) -> tuple[str, ...]:
     value = f"{reason.value}{' (pinned)' if reason.pinned else ''}"
     other = reason.other
     if other is None:
+        if reason.slow_seconds is not None:
+            least = f"{reason.slow_seconds / chosen.time.step_seconds - 1:+.0%}"
+            return reason.key, value, "not priced", f"from {least}", "a bound from below"
         refused = reason.refused
         why = "" if refused is None else f"{refused.code}: {refused.reason}"
         return reason.key, value, "none tried" if refused is None else "none runs", "", why
@@ -246,7 +248,7 @@ def _reason(reason: KeyReason) -> tuple[str, ...]:
 
 
 def _loses(other: Alternative) -> str:
-    return other.because if other.slower >= 0 else f"would win by {other.because}"
+    return f"would win by {other.because}" if other.wins else other.because
 
 
 def _sensitivity(found: PlanExplanation) -> list[str]:
@@ -307,7 +309,7 @@ def as_object(subject: PricedRecipe, found: PlanExplanation) -> JsonObject:
             "ranks": [_rank_object(rank, subject) for rank in breakdown.ranks],
         },
         "binding": found.binding,
-        "plainer": None if found.plainer is None else dataclasses.asdict(found.plainer),
+        "set_aside": [dataclasses.asdict(each) for each in found.set_aside],
         "second_copy": None if found.second_copy is None else dataclasses.asdict(found.second_copy),
         "keys": [dataclasses.asdict(reason) for reason in found.keys],
         "sensitivity": [_sensitivity_object(each, e) for each in found.sensitivity],

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shardwright.ir.json_value import JsonObject, JsonValue
     from shardwright.ir.recipe import Recipe
     from shardwright.layout.estimate import Estimate
+    from shardwright.layout.strategy import Strategy
     from shardwright.search.compare import LostRegion
     from shardwright.search.deadline import OtherBatch, Sizing
     from shardwright.search.search import SearchResult
@@ -90,12 +91,12 @@ def run(args: argparse.Namespace) -> int:
         error(wrong)
         return 1
     if args.json:
-        found = _object(args.recipe, recipe, rows, result, sizing, batch)
+        found = _object(args.recipe, problem, rows, result, sizing, batch)
         if model is not None:
             found["planned_as"], found["assumed"] = plan_model.planned_as(recipe), list(plan_model.assumed_keys(args))
         print(strict_json({**found, **_measured(problem)}))
     else:
-        lines = [*plan_model.heading(args, text), *page_lines(recipe, rows, result, sizing, batch)]
+        lines = [*plan_model.heading(args, text), *page_lines(problem, rows, result, sizing, batch)]
         print("\n".join([*lines, *plan_lines(recipe, problem.graph, problem.cluster)]), flush=True)
         print_diagnostics(result.ranked[0].diagnostics if result.ranked else (), recipe.source)
     if args.pin is not None:
@@ -121,35 +122,45 @@ def ranked_rows(problem: Problem, result: SearchResult, top: int) -> list[PlanRo
     """The best, and "what you would run today" (pipeline 1, tensor 1, ZeRO-2 and 3): within the ranking where the pins
     allow it, below it otherwise."""
     from shardwright.search.search import baselines
+    from shardwright.search.set_aside import set_aside
 
     today = baselines(problem)
     place = {estimate.strategy: i for i, estimate in enumerate(result.ranked)}
     chosen = {e.strategy: e for e in result.ranked[:top]}
     chosen |= {e.strategy: e for e in today if e.strategy in place}
+    aside = {each.strategy for each in set_aside(problem.recipe, result.ranked)}
+    chosen |= {e.strategy: e for e in result.ranked if e.strategy in aside}
     shown = sorted(chosen.values(), key=lambda e: place[e.strategy])
     of_today = {e.strategy for e in today}
     return [
-        *(_row(problem, e, today=e.strategy in of_today, ranked=True) for e in shown),
-        *(_row(problem, e, today=True, ranked=False) for e in today if e.strategy not in place),
+        *(_row(problem, e, today=e.strategy in of_today, ranked=True, aside=e.strategy in aside) for e in shown),
+        *(_row(problem, e, today=True, ranked=False, aside=False) for e in today if e.strategy not in place),
     ]
 
 
-def _row(problem: Problem, estimate: Estimate, *, today: bool, ranked: bool) -> PlanRow:
+def _row(problem: Problem, estimate: Estimate, *, today: bool, ranked: bool, aside: bool) -> PlanRow:
     from shardwright.cli.measured import run_note
     from shardwright.cli.plan_table import PlanRow
 
     s = estimate.strategy
     notes = [axis.note.format(value) for axis, value in s.beyond_plain() if axis.note]
     notes += [f"today's ZeRO-{s.zero_stage}"] if today else []
+    notes += ["set aside"] if aside else []
     notes += [ran] if (ran := run_note(problem.recipe, problem.graph, s)) else []
     broken = [d.code for d in estimate.diagnostics if d.severity == "error"]
-    notes += broken or ([] if ranked else ["not as pinned"])
+    notes += broken or ([] if ranked or _is_within_pins(problem.recipe, s) else ["not as pinned"])
     return PlanRow(estimate=estimate, note=", ".join(notes), broken=bool(broken))
+
+
+def _is_within_pins(recipe: Recipe, s: Strategy) -> bool:
+    from shardwright.layout.strategy import free_axes
+
+    return all(axis.pin(recipe) in (None, getattr(s, axis.name)) for axis in free_axes())
 
 
 def _object(
     path: str,
-    recipe: Recipe,
+    problem: Problem,
     rows: list[PlanRow],
     result: SearchResult,
     sizing: Sizing | None,
@@ -157,18 +168,21 @@ def _object(
 ) -> dict[str, JsonValue]:
     from shardwright.cli.estimate import estimate_object
     from shardwright.search.compare import binding_constraint, lost_regions, pareto_front
-    from shardwright.search.plainer import plainer
+    from shardwright.search.set_aside import set_aside
+    from shardwright.search.sums import short_sums
 
-    plain = plainer(recipe, result.ranked)
+    recipe, sums = problem.recipe, short_sums(problem)
     found: dict[str, JsonValue] = {
         "recipe": path,
         "plans": [estimate_object(path, row.estimate) for row in rows],
         "rejected": [dataclasses.asdict(region) for region in result.rejected],
+        "not_priced": [{"least_seconds": least, **dataclasses.asdict(s)} for least, s in result.slow],
         "lost": [_lost_object(region) for region in lost_regions(recipe, result.ranked)],
         "pareto": [estimate_object(path, estimate) for estimate in pareto_front(result.ranked)],
         "binding": binding_constraint(result.ranked[0], result.beyond_memory) if result.ranked else None,
         "measured_error": _measured_error(result),
-        "plainer": None if plain is None else dataclasses.asdict(plain),
+        "set_aside": [dataclasses.asdict(each) for each in set_aside(recipe, result.ranked)],
+        "short_sums": None if sums is None else dataclasses.asdict(sums),
         "search_seconds": result.seconds,
     }
     if sizing is not None:
@@ -201,7 +215,7 @@ def _bound(recipe: Recipe, sizing: Sizing, batch: OtherBatch | None) -> str:
 
 
 def page_lines(
-    recipe: Recipe,
+    problem: Problem,
     rows: list[PlanRow],
     result: SearchResult,
     sizing: Sizing | None = None,
@@ -210,8 +224,10 @@ def page_lines(
     """What `plan` prints, without a line end. rows: of ranked_rows; batch: of other_batch."""
     from shardwright.cli.plan_table import error_notes, table
     from shardwright.search.compare import binding_constraint, lost_regions, pareto_front
-    from shardwright.search.plainer import plainer, plainer_words
+    from shardwright.search.set_aside import set_aside, set_aside_words
+    from shardwright.search.sums import short_sums
 
+    recipe = problem.recipe
     is_cpu = recipe.cluster.gpu == "cpu"
     lines = [*table(rows, is_cpu=is_cpu), "", weights_words(recipe.model.weights)] if rows else []
     if result.ranked:
@@ -222,8 +238,9 @@ def page_lines(
             f"bound by {binding_constraint(result.ranked[0], result.beyond_memory)}",
             *error_notes([row.estimate for row in rows]),
         ]
-        plain = plainer(recipe, result.ranked)
-        lines += [] if plain is None else [f"plainer: {plainer_words(plain)}"]
+        sums = short_sums(problem)
+        lines += [] if sums is None else [sums.words()]
+        lines += [f"set aside: {set_aside_words(each)}" for each in set_aside(recipe, result.ranked)]
     if sizing is not None:
         days = f"{sizing.days:.3g} days of at most {sizing.days_at_most:g}"
         lines.append(f"{sizing.nodes} nodes are the fewest: {days}; {_bound(recipe, sizing, batch)}")
@@ -232,6 +249,9 @@ def page_lines(
         lines.append("lost to row 1:")
         lines += [f"  {region.words():38} {region.slower:+8.1%}  {region.because}" for region in lost[:MOST_LOST]]
         lines += [f"  and {len(lost) - MOST_LOST} more (--json)"] if len(lost) > MOST_LOST else []
+    if result.slow:
+        least = result.slow[0][0] / result.ranked[0].time.step_seconds - 1
+        lines.append(f"not priced: {len(result.slow)} layouts that are slower by {least:.0%} at least")
     if result.rejected:
         lines.append("ruled out:")
         lines += [f"  {region.count:6}  {region.code}  e.g. {region.reason}" for region in result.rejected]

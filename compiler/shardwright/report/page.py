@@ -37,7 +37,7 @@ from shardwright.report.run import MeasuredRun, read_run
 from shardwright.report.space import Space, whole_space
 from shardwright.report.timeline import StepTimeline, drawn_ranks, step_timeline
 from shardwright.resources import templates_dir
-from shardwright.search.plainer import plainer_words
+from shardwright.search.set_aside import set_aside_words
 from shardwright.search.settle import is_roomy
 from shardwright.watch.journal import read_saves
 
@@ -82,7 +82,7 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
         warnings=[d for d in subject.estimate.diagnostics if d.severity == "warning"],
         error=subject.estimate.error,
         error_words=error_words(subject.estimate.error),
-        plainer=_plainer(subject, space),
+        set_aside=_set_aside(subject, space),
         totals=totals,
         goodput=expected,
         goodput_words=[] if expected is None else goodput_words(expected),
@@ -182,11 +182,10 @@ def totals_of(subject: CompiledFolder, training: Training) -> Totals:
     )
 
 
-def _plainer(subject: CompiledFolder, space: Space) -> str:
-    """What the best layout could do without; "" where the plan is another one, or plain."""
-    found = space.plainer
+def _set_aside(subject: CompiledFolder, space: Space) -> list[str]:
+    """Faster layouts and why they are not the plan; none where the plan is not the best one."""
     is_best = bool(space.best) and space.best == subject.plan.strategy
-    return plainer_words(found) if found is not None and is_best else ""
+    return [set_aside_words(found) for found in space.set_aside] if is_best else []
 
 
 def _verdict(subject: CompiledFolder) -> tuple[str, str]:

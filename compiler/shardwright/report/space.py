@@ -13,8 +13,8 @@ from shardwright.layout.strategy import Strategy, free_axes
 from shardwright.rules.registry import check_layout
 from shardwright.search.compare import LostRegion, binding_constraint, lost_regions, pareto_front
 from shardwright.search.partial import may_recompute_less, recompute_less
-from shardwright.search.plainer import Plainer, plainer
 from shardwright.search.search import search
+from shardwright.search.set_aside import SetAside, set_aside
 from shardwright.search.settle import is_roomy, settle, settled_estimate
 from shardwright.search.space import candidates, without_layout_pins
 
@@ -39,7 +39,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """front: of what runs within the pins, the fastest first. lost, binding, plainer: as `plan` says them. best: its
+    """front: of what runs within the pins, the fastest first. lost, binding, set_aside: as `plan` says them. best: its
     first row.
 
     today: the best of ZeRO-2 and of ZeRO-3 without tensor or pipeline parallelism, pinned or not; the one nearest to
@@ -53,7 +53,7 @@ class Space:
     lost: tuple[LostRegion, ...]
     binding: str
     best: Strategy | None
-    plainer: Plainer | None
+    set_aside: tuple[SetAside, ...]
     pins: tuple[str, ...]
     legal: int
     forbidden: int
@@ -98,7 +98,7 @@ def whole_space(problem: Problem, chosen: Estimate) -> Space:
         lost=lost_regions(recipe, result.ranked),
         binding=binding_constraint(winner, result.beyond_memory),
         best=result.ranked[0].strategy if result.ranked else None,
-        plainer=plainer(recipe, result.ranked),
+        set_aside=set_aside(recipe, result.ranked),
         pins=tuple(axis.name for axis in free_axes() if axis.pin(recipe) is not None),
         legal=len(legal),
         forbidden=len(forbidden),

@@ -179,7 +179,7 @@ def half_precision_accumulation(x: Candidate) -> Diagnostic | None:
         "SW3121",
         "training.gradient_accumulation_dtype",
         f"{x.strategy.gradient_accumulation_steps} micro-batches are summed in {training.gradient_accumulation_dtype}",
-        "gradient_accumulation_dtype: auto sums them in fp32, for two more bytes a parameter.",
+        "gradient_accumulation_dtype: fp32 loses nothing, for two more bytes a parameter.",
         severity="warning",
     )
 

@@ -9,7 +9,7 @@ from shardwright.ir.recipe import Recipe
 from shardwright.layout.axes import AXES, Value
 from shardwright.layout.estimate import Estimate
 from shardwright.layout.strategy import Strategy
-from shardwright.search.settle import is_roomy
+from shardwright.search.choice import chance_of_fitting, expected_seconds, moving_parts
 
 # The parts of a step, as `Time` names them, in words.
 PARTS = {
@@ -80,11 +80,20 @@ def because(recipe: Recipe, estimate: Estimate, winner: Estimate) -> str:
     """Why `winner` ranks before `estimate`, with the figures of both."""
     if recipe.objective == "memory" and estimate.memory.peak_bytes > winner.memory.peak_bytes:
         return f"{_gib(estimate)} GiB against {_gib(winner)}"
-    if is_roomy(recipe, winner.memory) and not is_roomy(recipe, estimate.memory):
-        return f"{_gib(estimate)} of {estimate.memory.capacity_bytes / 2**30:.0f} GiB: memory_headroom keeps more free"
+    if expected_seconds(recipe, estimate) >= expected_seconds(recipe, winner) and _is_faster(estimate, winner):
+        chance = chance_of_fitting(recipe, estimate.memory)
+        return (
+            f"{_gib(estimate)} of {estimate.memory.capacity_bytes / 2**30:.0f} GiB: fits with a chance of {chance:.0%}"
+        )
+    if _is_faster(estimate, winner) and (needs := moving_parts(estimate.strategy) - moving_parts(winner.strategy)):
+        return f"within the prediction's error, and needs {' and '.join(sorted(needs))}"
     part = max(PARTS, key=lambda name: getattr(estimate.time, name) - getattr(winner.time, name))
     theirs, ours = getattr(estimate.time, part), getattr(winner.time, part)
     return f"{PARTS[part]}: {theirs:.3g} s against {ours:.3g} s" if theirs > ours else "equal in step time"
+
+
+def _is_faster(estimate: Estimate, winner: Estimate) -> bool:
+    return estimate.time.step_seconds < winner.time.step_seconds
 
 
 def binding_constraint(winner: Estimate, beyond_memory: Estimate | None) -> str:

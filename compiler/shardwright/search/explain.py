@@ -14,9 +14,9 @@ from shardwright.layout.estimate import Estimate
 from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy, layout_axes
 from shardwright.search.compare import because, binding_constraint
-from shardwright.search.plainer import Plainer, plainer
-from shardwright.search.search import SearchResult, place_key, search
+from shardwright.search.search import SearchResult, rank_key, search
 from shardwright.search.sensitivity import Sensitivity, sensitivities
+from shardwright.search.set_aside import SetAside, set_aside
 from shardwright.search.settle import as_planned, is_roomy, with_hpz, without_hpz
 from shardwright.search.space import without_layout_pins
 from shardwright.search.walk import RejectedRegion
@@ -27,24 +27,27 @@ NEXT = 3
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
     """Another layout that runs. slower: its step over the chosen one's, less 1. because: what it loses by; where it is
-    the better one (only pins can bring that about), what the chosen one does."""
+    the better one (only pins can bring that about, and wins says so), what the chosen one does."""
 
     strategy: Strategy
     step_seconds: float
     peak_bytes: int
     slower: float
     because: str
+    wins: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyReason:
-    """One key of the layout. other: the best layout with any other value of it; None where no such layout runs, and
-    refused is a region that says why (None where the search had no other value to try)."""
+    """One key of the layout. other: the best layout with any other value of it; None where no such layout runs or is
+    worth a price: then slow_seconds is what the fastest of those takes at least, or refused a region that says why
+    (neither where the search had no other value to try)."""
 
     key: str
     value: int | str
     pinned: bool
     other: Alternative | None
+    slow_seconds: float | None
     refused: RejectedRegion | None
 
 
@@ -65,7 +68,7 @@ class PlanExplanation:
     """place: of the chosen layout among all that run, counted from 1, without the recipe's pins; None where it does
     not run. next_best: those that follow the chosen one within the pins, or, where the pins leave it alone, the best of
     the others without them. rejected: without the pins, a region a code. second_copy: None where there can be none.
-    plainer: than the chosen layout, where that is the best within the pins."""
+    set_aside: for the chosen layout, where that is the best within the pins."""
 
     chosen: Estimate
     breakdown: Breakdown
@@ -78,7 +81,7 @@ class PlanExplanation:
     sensitivity: tuple[Sensitivity, ...]
     rejected: tuple[RejectedRegion, ...]
     second_copy: SecondCopy | None
-    plainer: Plainer | None
+    set_aside: tuple[SetAside, ...]
 
 
 def explain(problem: Problem, chosen: Estimate) -> PlanExplanation:
@@ -105,7 +108,7 @@ def explain(problem: Problem, chosen: Estimate) -> PlanExplanation:
         sensitivity=sensitivities(problem, chosen),
         rejected=everywhere.rejected,
         second_copy=_second_copy(layout, chosen),
-        plainer=plainer(recipe, within.ranked) if inside[:1] == [chosen.strategy] else None,
+        set_aside=set_aside(recipe, within.ranked) if inside[:1] == [chosen.strategy] else (),
     )
 
 
@@ -114,8 +117,8 @@ def _place(recipe: Recipe, everywhere: SearchResult, chosen: Estimate) -> int | 
     order = [e.strategy for e in everywhere.ranked]
     if chosen.strategy in order:
         return order.index(chosen.strategy) + 1
-    key = place_key(recipe, chosen)
-    return 1 + sum(place_key(recipe, e) < key for e in everywhere.ranked) if chosen.feasible else None
+    key = rank_key(recipe, chosen)
+    return 1 + sum(rank_key(recipe, e) < key for e in everywhere.ranked) if chosen.feasible else None
 
 
 def _second_copy(layout: Layout, chosen: Estimate) -> SecondCopy | None:
@@ -142,24 +145,27 @@ def pinned_keys(recipe: Recipe) -> tuple[str, ...]:
 
 def alternative(recipe: Recipe, estimate: Estimate, chosen: Estimate) -> Alternative:
     step = estimate.time.step_seconds
-    is_better = step < chosen.time.step_seconds and is_roomy(recipe, estimate.memory) >= is_roomy(recipe, chosen.memory)
+    wins = rank_key(recipe, estimate) < rank_key(recipe, chosen)
     return Alternative(
         strategy=estimate.strategy,
         step_seconds=step,
         peak_bytes=estimate.memory.peak_bytes,
         slower=step / chosen.time.step_seconds - 1,
-        because=because(recipe, chosen, estimate) if is_better else because(recipe, estimate, chosen),
+        because=because(recipe, chosen, estimate) if wins else because(recipe, estimate, chosen),
+        wins=wins,
     )
 
 
 def _reason(recipe: Recipe, everywhere: SearchResult, chosen: Estimate, key: str, pinned: bool) -> KeyReason:
     value = getattr(chosen.strategy, key)
     other = next((e for e in everywhere.ranked if getattr(e.strategy, key) != value), None)
+    slow = next((least for least, s in everywhere.slow if getattr(s, key) != value), None)
     refused = next((r for r in everywhere.rejected if getattr(r.example, key) != value), None)
     return KeyReason(
         key=key,
         value=value,
         pinned=pinned,
         other=None if other is None else alternative(recipe, other, chosen),
-        refused=refused if other is None else None,
+        slow_seconds=slow if other is None else None,
+        refused=refused if other is None and slow is None else None,
     )

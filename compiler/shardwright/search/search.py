@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from shardwright.cost.estimate import does_not_fit, price
 from shardwright.cost.layout import Layout
@@ -16,8 +17,10 @@ from shardwright.layout.estimate import Estimate, Memory
 from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.rules.registry import UNCOUNTABLE_CODES, check_layout
+from shardwright.search.bound import FEW, WORTH_PRICING, Bound
+from shardwright.search.choice import weighed_seconds
 from shardwright.search.partial import recompute_less
-from shardwright.search.settle import estimate_strategy, is_roomy, settle
+from shardwright.search.settle import estimate_strategy, settle
 from shardwright.search.space import as_today, candidates, nearest
 from shardwright.search.walk import RejectedRegion, Rejections, legal_layouts
 
@@ -26,7 +29,8 @@ MORE_MEMORY = 2  # the next GPU: 40 GB -> 80 GB, 80 GB -> 141 GB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """ranked: the feasible layouts, best first. rejected: one region a code, the largest first.
+    """ranked: the feasible layouts, best first. rejected: one region a code, the largest first. slow: legal ones that
+    are not priced, and what each takes at least (bound.py), the fastest first.
 
     closest: the legal layout that misses memory by least, where none fits. beyond_memory: the fastest of those that up
     to MORE_MEMORY times the memory would hold (per group that differs in the micro-batch, the smallest that does not
@@ -35,34 +39,57 @@ class SearchResult:
 
     ranked: tuple[Estimate, ...]
     rejected: tuple[RejectedRegion, ...]
+    slow: tuple[tuple[float, Strategy], ...]
     closest: Estimate | None
     beyond_memory: Estimate | None
     seconds: float
 
 
+_KNOWN: list[tuple[Problem, SearchResult]] = []
+_MOST_KNOWN = 8
+
+
 def search(problem: Problem) -> SearchResult:
+    """Of the same object once: a command asks several times. Otherwise as `_search`."""
+    found = next((result for known, result in _KNOWN if known is problem), None)
+    if found is None:
+        found = _search(problem)
+        _KNOWN[:] = [*_KNOWN[1 - _MOST_KNOWN :], (problem, found)]
+    return found
+
+
+def _search(problem: Problem) -> SearchResult:
     """Never raises for a layout that is illegal: that one is in `rejected`. Deterministic but for `seconds`.
 
-    Exhaustive, with two bounds: a rule forbids all that it does not read about, and where a micro-batch does not fit no
-    larger one does (activations and logits grow with it, nothing shrinks). Beside a layout that recomputes all layers
-    stands the one that recomputes as few of them as fit, where fewer do.
+    Exhaustive, with three bounds: a rule forbids all that it does not read about; where a micro-batch does not fit no
+    larger one does (activations and logits grow with it, nothing shrinks); and of more than a FEW layouts, what
+    certainly takes longer than the best is not priced. Beside a layout that recomputes all layers stands the one that
+    recomputes as few of them as fit, where fewer do.
     """
     recipe = problem.recipe
     started = time.perf_counter()
     feasible: list[Estimate] = []
     beyond: list[tuple[Layout, Memory, tuple[Diagnostic, ...]]] = []
+    slow: list[tuple[float, Strategy]] = []
     rejections = Rejections()
-    for group in legal_layouts(problem, rejections):
-        for place, (strategy, warnings) in enumerate(group):
+    best = math.inf
+    for group in _groups(problem, rejections):
+        for place, (least, least_kept, strategy, warnings) in enumerate(group):
+            if least > WORTH_PRICING * best:
+                slow.append((least, strategy))
+                continue
             layout, memory = settle(problem, strategy)
             if not memory.fits:
                 rejections.add(does_not_fit(memory, strategy), strategy, len(group) - place)
                 beyond.append((layout, memory, warnings))
                 break
-            feasible.append(price(layout, memory, warnings))
-            if less := recompute_less(problem, layout, memory):
-                feasible.append(price(*less, warnings))
-    feasible.sort(key=lambda e: place_key(recipe, e))
+            found = [price(layout, memory, warnings)]
+            if least_kept <= best:
+                less = recompute_less(problem, layout, memory)
+                found += [price(*less, warnings)] if less else []
+            feasible += found
+            best = min(best, *(weighed_seconds(recipe, e) for e in found))
+    feasible.sort(key=lambda e: rank_key(recipe, e))
     closest = beyond_memory = None
     if feasible:
         priced = [price(*b) for b in beyond if b[1].peak_bytes <= MORE_MEMORY * b[1].capacity_bytes]
@@ -72,21 +99,36 @@ def search(problem: Problem) -> SearchResult:
     return SearchResult(
         ranked=tuple(feasible),
         rejected=rejections.largest_first(),
+        slow=tuple(sorted(slow, key=lambda each: (each[0], str(each[1])))),
         closest=closest,
         beyond_memory=beyond_memory,
         seconds=time.perf_counter() - started,
     )
 
 
-def place_key(recipe: Recipe, estimate: Estimate) -> tuple[bool, tuple[float | int | str, ...]]:
-    """A plan that the prediction's error could push out of memory comes after those that it could not."""
-    return not is_roomy(recipe, estimate.memory), rank_key(recipe, estimate)
+Bounded = tuple[float, float, Strategy, tuple[Diagnostic, ...]]
+"""What it takes at least, as it is and with no layer recomputed (with a part of them it takes longer); its warnings."""
+
+
+def _groups(problem: Problem, rejections: Rejections) -> list[list[Bounded]]:
+    """Of legal_layouts; where there are many, the group that can be fastest first."""
+    legal = list(legal_layouts(problem, rejections))
+    if sum(map(len, legal)) <= FEW or problem.recipe.objective == "memory":
+        return [[(0.0, 0.0, s, found) for s, found in group] for group in legal]
+    bound = Bound(problem)
+
+    def bounded(s: Strategy, found: tuple[Diagnostic, ...]) -> Bounded:
+        kept = replace(s, activation_checkpointing="none")
+        return bound.least_seconds(s), bound.least_seconds(kept), s, found
+
+    groups = [[bounded(s, found) for s, found in group] for group in legal]
+    return sorted(groups, key=lambda group: min(least for least, *_ in group))
 
 
 def rank_key(recipe: Recipe, estimate: Estimate) -> tuple[float | int | str, ...]:
     """By the objective (a fixed cluster costs what its time costs), then the simpler layout, then the other keys."""
     strategy = estimate.strategy
-    goal = estimate.memory.peak_bytes if recipe.objective == "memory" else estimate.time.step_seconds
+    goal = estimate.memory.peak_bytes if recipe.objective == "memory" else weighed_seconds(recipe, estimate)
     other = estimate.time.step_seconds if recipe.objective == "memory" else estimate.memory.peak_bytes
     # Nine digits: what floating-point noise decides would not be a choice.
     regions = (getattr(strategy, axis.name) for axis in AXES if axis.region)

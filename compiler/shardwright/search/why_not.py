@@ -8,7 +8,7 @@ from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.layout.estimate import Estimate
 from shardwright.layout.problem import Problem
 from shardwright.search.compare import because
-from shardwright.search.search import pinned_estimate, place_key
+from shardwright.search.search import pinned_estimate, rank_key
 
 CHOSEN, LOSES, WINS, FORBIDDEN, TOO_LARGE = "chosen", "loses", "wins", "forbidden", "does not fit"
 MEMORY_CODE = "SW3201"
@@ -44,7 +44,7 @@ def why_not(problem: Problem, chosen: Estimate) -> WhyNotAnswer:
         verdict, reason = CHOSEN, ""
     elif not chosen.feasible:
         verdict, reason = WINS, "the plan itself does not run"
-    elif place_key(asked, best) < place_key(asked, chosen):
+    elif rank_key(asked, best) < rank_key(asked, chosen):
         verdict, reason = WINS, because(asked, chosen, best)
     else:
         verdict, reason = LOSES, because(asked, best, chosen)

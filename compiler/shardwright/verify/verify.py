@@ -31,8 +31,8 @@ from shardwright.model.build import build_model_graph
 from shardwright.optional_packages import missing_peft
 from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
-from shardwright.search.deadline import size_cluster
 from shardwright.search.search import choose
+from shardwright.search.sums import settle_problem
 from shardwright.verify import tiny
 from shardwright.verify.tokens import packs, random_tokens
 from shardwright.verify.verdict import (
@@ -94,7 +94,7 @@ def _planned(recipe: Recipe) -> tuple[ModelGraph, Strategy]:
             ("model", "trust_remote_code"),
         )
     cluster = resolve_cluster(recipe.cluster)
-    problem, _ = size_cluster(Problem(recipe=recipe, graph=build_model_graph(recipe.model), cluster=cluster))
+    problem, _ = settle_problem(Problem(recipe=recipe, graph=build_model_graph(recipe.model), cluster=cluster))
     return problem.graph, choose(problem).strategy
 
 

@@ -15,7 +15,7 @@ from shardwright.layout.axes import AXES, Axis, axis_of, choices, degrees_that_f
 from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.recipe.schema import recipe_schema
-from shardwright.search.plainer import _machinery
+from shardwright.search.choice import moving_parts
 from tests.unit.model.factory import SMALL_LLAMA, graph_of, recipe_of
 from tests.unit.rules.test_layout import GOOD
 
@@ -120,7 +120,7 @@ def test_a_new_row_is_searched_printed_and_pinned(monkeypatch: pytest.MonkeyPatc
     strategy = WiderStrategy(**{f.name: getattr(GOOD, f.name) for f in fields(Strategy)}, ring=2)
     assert strategy.world_size == 16 and strategy.degrees()["ring"] == 2
     assert strategy.describe() == f"{GOOD.describe()} ring=2" and strategy.pins()["ring"] == 2
-    assert _machinery(strategy) == {*_machinery(GOOD), "a ring"}
+    assert moving_parts(strategy) == {*moving_parts(GOOD), "a ring"}
     rings = {degrees["ring"] for degrees in degrees_that_fill(wider(problem_of(), None))}
     assert rings == {1, 2, 4}
     assert {degrees["ring"] for degrees in degrees_that_fill(wider(problem_of(tensor=2, pipeline=2), 2))} == {2}

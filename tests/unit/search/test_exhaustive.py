@@ -12,14 +12,16 @@ import pytest
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.recipe import Recipe
-from shardwright.ir.words import CHECKPOINTING
+from shardwright.ir.words import CHECKPOINTING, PartialCheckpointing
 from shardwright.layout.estimate import Estimate
 from shardwright.layout.problem import Problem
 from shardwright.layout.rule import Candidate
 from shardwright.rules.registry import check_layout, rules_for
+from shardwright.search.bound import WORTH_PRICING, Bound
+from shardwright.search.choice import weighed_seconds
 from shardwright.search.compare import lost_regions, pareto_front
 from shardwright.search.search import rank_key, search
-from shardwright.search.settle import estimate_strategy, is_roomy, settled_estimate
+from shardwright.search.settle import estimate_strategy, settled_estimate
 from shardwright.search.space import candidates
 from tests.unit.model.factory import (
     LLAMA_8B,
@@ -48,7 +50,7 @@ def every(recipe: Recipe, config: dict[str, JsonValue]) -> list[Estimate]:
     legal = [(s, found) for s, found in checked if all(d.severity != "error" for d in found)]
     priced = [settled_estimate(problem_of(recipe, graph, cluster), s, found) for s, found in legal]
     feasible = [e for e in priced if e.feasible]
-    return sorted(feasible, key=lambda e: (not is_roomy(recipe, e.memory), rank_key(recipe, e)))
+    return sorted(feasible, key=lambda e: rank_key(recipe, e))
 
 
 @pytest.mark.parametrize("objective", ["throughput", "memory", "cost"])
@@ -62,6 +64,31 @@ def test_it_finds_what_enumeration_finds(config: dict[str, JsonValue], nodes: in
     # How many layers to recompute is no axis: tests/unit/search/test_partial.py.
     tried = [e for e in result.ranked if e.strategy.activation_checkpointing in CHECKPOINTING]
     assert tried == every(recipe, config)
+
+
+def test_what_is_not_priced_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of a search's layouts, priced: none is faster than its bound, and the best one is the same."""
+    recipe = recipe_of(LLAMA_70B, cluster={"nodes": 8}, training={"global_batch_size": 96})
+    asked = problem_of(recipe, graph_of(LLAMA_70B))
+    monkeypatch.setattr("shardwright.search.search.FEW", 10**9)
+    complete = search(asked)
+    assert not complete.slow
+    bound = Bound(asked)
+    for e in complete.ranked:
+        s = e.strategy
+        if isinstance(s.activation_checkpointing, PartialCheckpointing):
+            s = dataclasses.replace(s, activation_checkpointing="none")
+        assert bound.least_seconds(s) <= e.time.step_seconds * (1 + 1e-9), s
+    monkeypatch.setattr("shardwright.search.search.FEW", 0)
+    pruned = search(dataclasses.replace(asked))
+    best = pruned.ranked[0]
+    assert best == complete.ranked[0] and pruned.slow
+    limit = WORTH_PRICING * weighed_seconds(recipe, best)
+    assert all(least > limit for least, _ in pruned.slow)
+    assert all(e in complete.ranked for e in pruned.ranked)
+    near = {e.strategy for e in complete.ranked if e.time.step_seconds <= limit}
+    left_out = near - {e.strategy for e in pruned.ranked}
+    assert all(isinstance(s.activation_checkpointing, PartialCheckpointing) for s in left_out)
 
 
 def test_a_rule_reads_what_it_says() -> None:
@@ -109,7 +136,7 @@ def test_the_largest_searches_take_about_a_second(
         result = search(problem_of(recipe, graph, cluster))
         seconds.append(time.process_time() - began)
     assert result.ranked
-    assert sum(region.count for region in result.rejected) + len(result.ranked) > 2000
+    assert sum(region.count for region in result.rejected) + len(result.ranked) + len(result.slow) > 2000
     # Processor time, and room: the tests share their cores, which makes each of them slower.
     assert min(seconds) < 2.5
 

@@ -16,6 +16,7 @@ from shardwright.layout.estimate import Estimate
 from shardwright.layout.problem import Problem
 from shardwright.model.tensor_styles import proved
 from shardwright.rules.registry import check_layout
+from shardwright.search.choice import weighed_seconds
 from shardwright.search.search import SearchResult, baselines, choose, pinned_estimate, search
 from shardwright.search.space import candidates
 from tests.unit.model.factory import (
@@ -82,8 +83,8 @@ def test_what_is_proposed_keeps_pins_and_rules(
     # Nothing is lost: every candidate is either ranked or in a rejected region.
     tried = len(list(candidates(problem_of(recipe, graph_of(config), cluster))))
     assert len(result.ranked) + sum(region.count for region in result.rejected) == tried
-    steps = [e.time.step_seconds for e in result.ranked]
-    assert steps == pytest.approx(sorted(steps))
+    weighed = [weighed_seconds(recipe, e) for e in result.ranked]
+    assert weighed == pytest.approx(sorted(weighed))
     if result.ranked:
         assert pick(recipe) == result.ranked[0]
     else:

@@ -1,0 +1,65 @@
+"""What a layout takes at least, before its layers are placed: no search prices what can be no answer."""
+
+from __future__ import annotations
+
+from shardwright.cost.layout import lay_out
+from shardwright.cost.passes import passes
+from shardwright.cost.replaced import constants_of, run_factor
+from shardwright.cost.timing import once_a_step_seconds
+from shardwright.layout.axes import Value
+from shardwright.layout.problem import Problem
+from shardwright.layout.strategy import Strategy
+
+WORTH_PRICING = 1.1
+"""Times the best layout's weighed time; what takes longer for certain is counted, not priced."""
+FEW = 500
+"""Layouts, so many of which are priced in about a second: all of them, for what a complete list is worth."""
+
+SAME: tuple[str, ...] = (
+    "tensor",
+    "pipeline",
+    "context",
+    "micro_batch_size",
+    "activation_checkpointing",
+    "schedule",
+    "virtual_stages",
+)
+SAME += ("sequence_parallel", "data", "loss", "offload")
+
+
+class Bound:
+    """Of one problem's layouts; what several of them share is worked out once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._constants = constants_of(problem.recipe)
+        self._work: dict[tuple[Value, ...], float] = {}
+        self._once: dict[tuple[Value, ...], float] = {}
+
+    def least_seconds(self, s: Strategy) -> float:
+        """Of a step: all micro-batches over ranks that share the layers in the best of all shares; of a pipeline also a
+        mean rank's gradients and update. Recomputing only a part of the layers may take less.
+
+        Under 1F1B rank r begins when the ranks before it have passed a micro-batch on, and ends as long before they do:
+        the step T is at least m w_r + (w_0 + ... + w_(r-1)), w_r being its own share of the work W. With all of these
+        equal, which is the best that any shares make of it, T = W / (1 - (1 - 1/m)^p).
+        """
+        key: tuple[Value, ...] = tuple([getattr(s, name) for name in SAME])
+        if key not in self._work:
+            found = passes(lay_out(self._problem, s, self._constants))
+            sums = (found.forward_compute, found.backward_compute, found.forward_comm, found.backward_comm)
+            self._work[key] = sum(each[-1] for each in sums)
+        m, p = s.gradient_accumulation_steps, s.pipeline
+        waits = s.schedule == "1f1b" and s.virtual_stages == 1
+        least = self._work[key] * (1 / (1 - (1 - 1 / m) ** p) if waits else m / p)
+        if p > 1 and s.offload == "none":
+            least += self._once_a_step(s)
+        return least * run_factor(self._problem.recipe, self._problem.graph, s)
+
+    def _once_a_step(self, s: Strategy) -> float:
+        key = (s.tensor, s.pipeline, s.context, s.data, s.zero_stage, s.schedule)
+        if key not in self._once:
+            layout = lay_out(self._problem, s, self._constants)
+            numel = layout.adapters[-1] if layout.adapters else layout.shapes.numel[-1] - layout.shapes.shared_numel
+            self._once[key] = once_a_step_seconds(layout) * numel / s.pipeline
+        return self._once[key]

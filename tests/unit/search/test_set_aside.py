@@ -1,0 +1,113 @@
+"""Headroom and moving parts are prices: what is set aside for them is named, with why."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from shardwright.cost.measured import bench
+from shardwright.cost.memory import cautious_bytes
+from shardwright.ir.recipe import Recipe
+from shardwright.layout.estimate import Estimate
+from shardwright.search.choice import SURE, chance_of_fitting, expected_seconds, weighed_seconds
+from shardwright.search.compare import because
+from shardwright.search.search import choose, rank_key, search
+from shardwright.search.set_aside import FOR_SCRIPTS, set_aside, set_aside_words
+from tests.unit.model.factory import LLAMA_70B, SMALL_LLAMA, graph_of, problem_of, recipe_of
+
+
+def ranked_of(recipe: Recipe) -> tuple[Estimate, ...]:
+    return search(problem_of(recipe, graph_of(SMALL_LLAMA))).ranked
+
+
+def taking(estimate: Estimate, seconds: float, share: float | None = None) -> Estimate:
+    """share: of the device that it fills; as it is where None."""
+    peak = estimate.memory.peak_bytes if share is None else round(share * estimate.memory.capacity_bytes)
+    memory = dataclasses.replace(estimate.memory, peak_bytes=peak)
+    return dataclasses.replace(estimate, memory=memory, time=dataclasses.replace(estimate.time, step_seconds=seconds))
+
+
+def find(ranked: tuple[Estimate, ...], **layout: object) -> Estimate:
+    return next(e for e in ranked if all(getattr(e.strategy, k) == v for k, v in layout.items()))
+
+
+def in_order(recipe: Recipe, *estimates: Estimate) -> tuple[Estimate, ...]:
+    return tuple(sorted(estimates, key=lambda e: rank_key(recipe, e)))
+
+
+def test_the_chance_of_fitting() -> None:
+    recipe = recipe_of()
+    some = ranked_of(recipe)[0]
+    chances = [chance_of_fitting(recipe, taking(some, 1.0, share).memory) for share in (0.5, 0.91, 0.95, 0.99, 1.1)]
+    assert chances == sorted(chances, reverse=True)
+    assert chances[0] > 0.9999 and chances[3] > 0.5 > chances[4]
+    # Where memory_headroom ends it is what the constant says, and costs nothing; from there on it does, without a step.
+    capacity = some.memory.capacity_bytes
+    edge = cautious_bytes(capacity) / capacity
+    assert chance_of_fitting(recipe, taking(some, 1.0, edge).memory) == pytest.approx(SURE, abs=1e-6)
+    assert expected_seconds(recipe, taking(some, 1.0, edge - 0.1)) == 1.0
+    assert expected_seconds(recipe, taking(some, 1.0, edge)) == pytest.approx(1.0, abs=1e-5)
+    assert 1.01 < expected_seconds(recipe, taking(some, 1.0, edge + 0.01)) < 1.1
+    # Who says how much to keep free has weighed it.
+    pinned = recipe_of(parallelism={"memory_headroom": 0.0})
+    assert expected_seconds(pinned, taking(some, 1.0, 0.999)) == 1.0
+
+
+def test_headroom_is_a_price_and_no_wall() -> None:
+    recipe = recipe_of()
+    plain = find(ranked_of(recipe), pipeline=1, tensor=1)
+    slow, tight = taking(plain, 3.0, 0.8), taking(plain, 1.0, 0.96)
+    assert in_order(recipe, slow, tight) == (tight, slow)
+    assert set_aside(recipe, (tight, slow)) == ()
+    slow, tight = taking(plain, 1.1, 0.8), taking(plain, 1.0, 0.97)
+    assert in_order(recipe, tight, slow) == (slow, tight)
+    (found,) = set_aside(recipe, (slow, tight))
+    assert found.place == 2 and found.needs == () and found.faster == pytest.approx(1 - 1 / 1.1)
+    assert 0.6 < found.chance < 0.8
+    assert "would be 9.1% faster, but needs" in set_aside_words(found) and "a chance of 70%" in set_aside_words(found)
+    assert "fits with a chance of 70%" in because(recipe, tight, slow)
+
+
+def test_plain_comes_first_within_the_error() -> None:
+    recipe = recipe_of()
+    ranked = ranked_of(recipe)
+    pipeline = find(ranked, pipeline=2, tensor=1, schedule="1f1b")
+    dual = find(ranked, pipeline=2, tensor=1, schedule="dualpipev")
+    split = find(ranked, pipeline=1, tensor=2)
+    plain = find(ranked, pipeline=1, tensor=1)
+    error = bench().time.error
+    assert weighed_seconds(recipe, taking(dual, 1.0)) == pytest.approx((1 + error) ** 2)
+    order = in_order(recipe, taking(dual, 1.0), taking(pipeline, 1.01), taking(plain, 1.04))
+    assert [e.strategy for e in order] == [plain.strategy, pipeline.strategy, dual.strategy]
+    (found,) = set_aside(recipe, order)
+    assert found.strategy == dual.strategy and found.needs == ("a pipeline", "dualpipev")
+    assert found.gives_up == (FOR_SCRIPTS, "LoRA") and "it gives up accelerate/" in set_aside_words(found)
+    assert "needs a pipeline and dualpipev" in because(recipe, order[2], order[0])
+    # Each part has to win more than the error, and both more than twice.
+    order = in_order(recipe, taking(dual, 1.0), taking(pipeline, 1.01), taking(plain, 1.08))
+    assert [e.strategy for e in order] == [pipeline.strategy, plain.strategy, dual.strategy]
+    (found,) = set_aside(recipe, order)
+    assert found.needs == ("dualpipev",) and found.gives_up == () and "gives up" not in set_aside_words(found)
+    assert set_aside(recipe, (taking(split, 1.0), taking(plain, 1.2))) == ()
+    assert set_aside(recipe, ()) == ()
+
+
+def test_who_asks_for_memory_is_not_told_of_speed() -> None:
+    recipe = recipe_of()
+    ranked = ranked_of(recipe)
+    pair = (taking(find(ranked, pipeline=1, tensor=1), 1.01), taking(find(ranked, pipeline=2, tensor=1), 1.0))
+    assert set_aside(recipe, pair)
+    assert set_aside(dataclasses.replace(recipe, objective="memory"), pair) == ()
+
+
+def test_llama_70b_on_eight_b200_is_zero_3() -> None:
+    """Tensor 8, which leaves 9 % of the memory free, takes three times as long."""
+    recipe = recipe_of(
+        LLAMA_70B,
+        cluster={"nodes": 1, "gpu": "b200-sxm-180gb"},
+        training={"sequence_length": 4096, "global_batch_size": 64, "gradient_accumulation_dtype": "fp32"},
+    )
+    best = choose(problem_of(recipe, graph_of(LLAMA_70B)))
+    assert (best.strategy.tensor, best.strategy.pipeline, best.strategy.zero_stage) == (1, 1, 3)
+    assert 0.5 < chance_of_fitting(recipe, best.memory) < SURE

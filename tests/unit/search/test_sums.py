@@ -1,0 +1,77 @@
+"""gradient_accumulation_dtype: auto takes bf16 where fp32 leaves only what is much slower, or nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from shardwright.layout.problem import Problem
+from shardwright.search.choice import weighed_seconds
+from shardwright.search.search import search
+from shardwright.search.sums import MUCH_SLOWER, settle_problem, short_sums
+from tests.unit.model.factory import LLAMA_70B, graph_of, problem_of, recipe_of
+
+GIB_PER_GPU = {"much slower": 170.0, "none fits": 150.0, "room": 260.0}
+DOCUMENT: dict[str, Any] = {"training": {}}
+
+
+def problem(gib: float, **more: Any) -> Problem:
+    training = {"sequence_length": 4096, "global_batch_size": 64, **more.pop("training", {})}
+    pins = {"tensor": 1, "pipeline": 1, "zero_stage": 3, "activation_checkpointing": "full", **more.pop("pins", {})}
+    recipe = recipe_of(
+        LLAMA_70B, cluster={"nodes": 1, "gpu": "b200-sxm-180gb"}, training=training, parallelism=pins, **more
+    )
+    asked = problem_of(dataclasses.replace(recipe, document=DOCUMENT), graph_of(LLAMA_70B))
+    gpu = dataclasses.replace(asked.cluster.gpu, memory_gib=gib)
+    return dataclasses.replace(asked, cluster=dataclasses.replace(asked.cluster, gpu=gpu))
+
+
+def summed_in(found: Problem) -> str | None:
+    return found.recipe.training.gradient_accumulation_dtype
+
+
+def test_where_memory_does_not_bind_nothing_changes() -> None:
+    asked = problem(GIB_PER_GPU["room"])
+    settled, sizing = settle_problem(asked)
+    assert settled is asked and sizing is None and short_sums(settled) is None
+
+
+def test_where_fp32_is_much_slower() -> None:
+    asked = problem(GIB_PER_GPU["much slower"], pins={"tensor": None})
+    settled, _ = settle_problem(asked)
+    assert summed_in(settled) == "bf16"
+    full, half = (search(each).ranked[0] for each in (asked, settled))
+    assert weighed_seconds(asked.recipe, full) >= MUCH_SLOWER * weighed_seconds(asked.recipe, half)
+    found = short_sums(settled)
+    assert found is not None and found.seconds == full.time.step_seconds
+    assert f"would take {full.time.step_seconds:.3g} s" in found.words()
+    assert any(d.code == "SW3121" for d in half.diagnostics)
+
+
+def test_where_nothing_fits_in_fp32() -> None:
+    asked = problem(GIB_PER_GPU["none fits"])
+    assert not search(asked).ranked
+    settled, _ = settle_problem(asked)
+    found = short_sums(settled)
+    assert search(settled).ranked and found is not None and found.seconds is None
+    assert found.words() == "gradients are summed in bf16: no layout fits with sums in fp32"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"training": {"gradient_accumulation_dtype": "fp32"}},
+        {"training": {"precision": "fp16"}},
+        {"objective": "memory"},
+    ],
+)
+def test_where_it_is_not_open(more: dict[str, Any]) -> None:
+    asked = problem(GIB_PER_GPU["none fits"], **more)
+    assert settle_problem(asked)[0] is asked
+
+
+def test_where_bf16_does_not_help_either() -> None:
+    asked = problem(40.0)
+    assert settle_problem(asked)[0] is asked
