@@ -58,7 +58,10 @@ def every(recipe: Recipe, config: dict[str, JsonValue]) -> list[Estimate]:
     ("config", "nodes", "batch"),
     [(SMALL_LLAMA, 1, 16), (SMALL_GPT2, 3, 24), (LLAMA_8B, 2, 32), (LLAMA_8B, 1, 48), (LLAMA_70B, 8, 96)],
 )
-def test_it_finds_what_enumeration_finds(config: dict[str, JsonValue], nodes: int, batch: int, objective: str) -> None:
+def test_it_finds_what_enumeration_finds(
+    config: dict[str, JsonValue], nodes: int, batch: int, objective: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwright.search.search.FEW", 10**9)
     recipe = recipe_of(config, cluster={"nodes": nodes}, training={"global_batch_size": batch}, objective=objective)
     result = search(problem_of(recipe, graph_of(config)))
     # How many layers to recompute is no axis: tests/unit/search/test_partial.py.
