@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardwright.layout.estimate import Estimate
     from shardwright.layout.strategy import Strategy
     from shardwright.search.compare import LostRegion
-    from shardwright.search.deadline import OtherBatch, Sizing
+    from shardwright.search.deadline import LargerBatch, OtherBatch, Sizing
     from shardwright.search.search import SearchResult
 
 MOST_LOST = 5  # regions that the page names; --json has them all
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     from shardwright.cli.measured import plan_lines
     from shardwright.compile import size_recipe
     from shardwright.recipe.load import load_recipe
-    from shardwright.search.deadline import other_batch
+    from shardwright.search.deadline import larger_batch, other_batch
     from shardwright.search.search import choose, search
 
     model = plan_model.model_of(args)
@@ -85,18 +85,19 @@ def run(args: argparse.Namespace) -> int:
     problem, sizing = size_recipe(recipe)
     recipe = problem.recipe
     batch = None if sizing is None else other_batch(problem, sizing)
+    larger = None if sizing is None else larger_batch(problem, sizing)
     result = search(problem)
     rows = ranked_rows(problem, result, args.top)
     if args.pin is not None and (wrong := _unpinnable(args, rows)):
         error(wrong)
         return 1
     if args.json:
-        found = _object(args.recipe, problem, rows, result, sizing, batch)
+        found = _object(args.recipe, problem, rows, result, sizing, batch, larger)
         if model is not None:
             found["planned_as"], found["assumed"] = plan_model.planned_as(recipe), list(plan_model.assumed_keys(args))
         print(strict_json({**found, **_measured(problem)}))
     else:
-        lines = [*plan_model.heading(args, text), *page_lines(problem, rows, result, sizing, batch)]
+        lines = [*plan_model.heading(args, text), *page_lines(problem, rows, result, sizing, batch, larger)]
         print("\n".join([*lines, *plan_lines(recipe, problem.graph, problem.cluster)]), flush=True)
         print_diagnostics(result.ranked[0].diagnostics if result.ranked else (), recipe.source)
     if args.pin is not None:
@@ -165,6 +166,7 @@ def _object(
     result: SearchResult,
     sizing: Sizing | None,
     batch: OtherBatch | None,
+    larger: LargerBatch | None,
 ) -> dict[str, JsonValue]:
     from shardwright.cli.estimate import estimate_object
     from shardwright.search.compare import binding_constraint, lost_regions, pareto_front
@@ -187,7 +189,9 @@ def _object(
     }
     if sizing is not None:
         other = None if batch is None else dataclasses.asdict(batch)
-        found["sizing"] = {**dataclasses.asdict(sizing), "bound": _bound(recipe, sizing, batch), "other_batch": other}
+        more = None if larger is None else dataclasses.asdict(larger)
+        bound: JsonObject = {"bound": _bound(recipe, sizing, batch), "other_batch": other, "larger_batch": more}
+        found["sizing"] = {**dataclasses.asdict(sizing), **bound}
     return found
 
 
@@ -220,8 +224,9 @@ def page_lines(
     result: SearchResult,
     sizing: Sizing | None = None,
     batch: OtherBatch | None = None,
+    larger: LargerBatch | None = None,
 ) -> list[str]:
-    """What `plan` prints, without a line end. rows: of ranked_rows; batch: of other_batch."""
+    """What `plan` prints, without a line end. rows: of ranked_rows; batch: of other_batch; larger: of larger_batch."""
     from shardwright.cli.plan_table import error_notes, table
     from shardwright.search.compare import binding_constraint, lost_regions, pareto_front
     from shardwright.search.set_aside import set_aside, set_aside_words
@@ -244,6 +249,7 @@ def page_lines(
     if sizing is not None:
         days = f"{sizing.days:.3g} days of at most {sizing.days_at_most:g}"
         lines.append(f"{sizing.nodes} nodes are the fewest: {days}; {_bound(recipe, sizing, batch)}")
+        lines += [] if larger is None else [larger.words()]
     lost = lost_regions(recipe, result.ranked)
     if lost:
         lines.append("lost to row 1:")

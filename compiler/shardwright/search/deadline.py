@@ -18,6 +18,9 @@ from shardwright.search.search import search
 
 MOST_GPUS = 65_536  # as many as a plan.json lists: beyond it no answer could be compiled
 HOURS_PER_DAY = 24
+LARGER = 2
+"""Times the recipe's batch: what `nodes: auto` prices beside it."""
+WORTH_A_BATCH = 0.005  # of the days; below it a larger batch gains nothing
 TRIED_SHARES = (0.0, 0.25, 0.5)
 """Of the way from the nodes that perfect scaling needs to those that the recipe's own batch needs."""
 
@@ -75,17 +78,48 @@ def other_batch(problem: Problem, sizing: Sizing) -> OtherBatch | None:
         if nodes >= sizing.nodes or nodes in tried or batch in (0, training.global_batch_size):
             continue
         tried.add(nodes)
-        steps = math.ceil(training.known_steps * training.global_batch_size / batch)
-        changed = dataclasses.replace(training, global_batch_size=batch, steps=steps, tokens=None)
-        sized = _with_nodes(problem, nodes)
-        there = dataclasses.replace(sized, recipe=dataclasses.replace(sized.recipe, training=changed))
-        ranked = search(there).ranked
+        ranked = search(_with_batch(_with_nodes(problem, nodes), batch)).ranked
         if ranked and ranked[0].training.days <= sizing.days_at_most:
             price = cluster.price_per_gpu_hour
             now = None if price is None else sizing.days * HOURS_PER_DAY * cluster.world_size * price
             found = ranked[0].training
             return OtherBatch(global_batch_size=batch, nodes=nodes, days=found.days, cost=found.cost, cost_now=now)
     return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargerBatch:
+    """The same cluster with LARGER times the batch and as many tokens. shorter: of the days, as a share."""
+
+    global_batch_size: int
+    days: float
+    shorter: float
+
+    def words(self) -> str:
+        if self.shorter < WORTH_A_BATCH:
+            return f"a global_batch_size of {self.global_batch_size} would gain nothing in time"
+        return (
+            f"with global_batch_size {self.global_batch_size} the same tokens would take {self.days:.3g} days, "
+            f"{self.shorter:.0%} less"
+        )
+
+
+def larger_batch(problem: Problem, sizing: Sizing) -> LargerBatch | None:
+    """problem: sized. None where no layout of the larger batch fits."""
+    batch = LARGER * problem.recipe.training.global_batch_size
+    ranked = search(_with_batch(problem, batch)).ranked
+    if not ranked:
+        return None
+    days = ranked[0].training.days
+    return LargerBatch(global_batch_size=batch, days=days, shorter=1 - days / sizing.days)
+
+
+def _with_batch(problem: Problem, batch: int) -> Problem:
+    """And the steps that make the same tokens of it."""
+    training = problem.recipe.training
+    steps = math.ceil(training.known_steps * training.global_batch_size / batch)
+    changed = dataclasses.replace(training, global_batch_size=batch, steps=steps, tokens=None)
+    return dataclasses.replace(problem, recipe=dataclasses.replace(problem.recipe, training=changed))
 
 
 def _round(nodes: float) -> int:

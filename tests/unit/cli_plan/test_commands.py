@@ -259,7 +259,11 @@ def test_plan_says_that_the_batch_keeps_the_cluster_large(
     training = {"sequence_length": 128, "global_batch_size": 16, "steps": 10, "days_at_most": 30}
     path = write(tmp_path, "auto.yaml", parallelism={}, cluster=cluster, training=training)
     words = "the batch of 16 bounds it"
-    assert call(plan_command, path) == 0 and words in capsys.readouterr().out
+    assert call(plan_command, path) == 0
+    page = capsys.readouterr().out
+    assert words in page and "global_batch_size" in page.split("nodes are the fewest")[1].splitlines()[1]
     assert call(plan_command, "--json", path) == 0
     sizing = json.loads(capsys.readouterr().out)["sizing"]
     assert words in sizing["bound"] and sizing["other_batch"]["global_batch_size"] == 12
+    larger = sizing["larger_batch"]
+    assert larger["global_batch_size"] == 32 and larger["shorter"] == pytest.approx(1 - larger["days"] / sizing["days"])

@@ -9,7 +9,7 @@ import pytest
 from shardwright.diagnostics import Refusal
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.recipe import Recipe
-from shardwright.search.deadline import OtherBatch, Sizing, other_batch, size_cluster
+from shardwright.search.deadline import LARGER, OtherBatch, Sizing, larger_batch, other_batch, size_cluster
 from shardwright.search.search import search
 from tests.unit.model.factory import LLAMA_8B, LLAMA_70B, graph_of, problem_of, recipe_of
 
@@ -94,3 +94,21 @@ def test_a_batch_that_binds_is_named() -> None:
 
 def test_a_batch_that_does_not_bind_is_not() -> None:
     assert batch_of(auto(LLAMA_8B, 3000.0), LLAMA_8B)[2] is None
+
+
+def test_what_a_larger_batch_gives() -> None:
+    """Few micro-batches leave a step's collectives bare; many do not. Tokens stay the same."""
+    gains = []
+    for batch in (96, 768):
+        recipe = auto(LLAMA_8B, 3000.0, global_batch_size=batch)
+        wide = dataclasses.replace(recipe, cluster=dataclasses.replace(recipe.cluster, nodes=12))
+        asked = problem_of(wide, graph_of(LLAMA_8B))
+        days = search(asked).ranked[0].training.days
+        sizing = Sizing(nodes=12, days=days, days_at_most=3000.0, smaller_nodes=None, smaller_days=None)
+        found = larger_batch(asked, sizing)
+        assert found is not None and found.global_batch_size == LARGER * batch
+        assert found.shorter == pytest.approx(1 - found.days / days)
+        gains.append(found)
+    assert gains[0].shorter > gains[1].shorter and gains[0].shorter > 0.02
+    assert f"{gains[0].shorter:.0%} less" in gains[0].words()
+    assert "would gain nothing" in dataclasses.replace(gains[1], shorter=-0.01).words()
