@@ -126,6 +126,7 @@ def layout(e: Estimate) -> str:
     words += str(s.activation_checkpointing)
     words += "" if s.schedule == "1f1b" else f", {s.schedule}"
     words += "" if s.virtual_stages == 1 else f", {s.virtual_stages} virtual stages"
+    words += ", sequence parallel" if s.sequence_parallel else ""
     return words + ("" if s.offload == "none" else f", offload {s.offload}")
 
 
