@@ -64,6 +64,16 @@ MODELS = {
         "decoder_sparse_step": 1,
         "norm_topk_prob": True,
     },
+    "mixtral-deep": {**LLAMA, "model_type": "mixtral", "num_hidden_layers": 8, "num_local_experts": 4},
+    # The first layers are dense: a stage has no experts.
+    "dense-first": {
+        **LLAMA,
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "mlp_only_layers": [0, 1],
+    },
     # A soft cap on the logits, a divisor, a factor.
     "gemma2": {**LLAMA, "model_type": "gemma2", "head_dim": 16, "final_logit_softcapping": 0.5},
     "granite": {**LLAMA, "model_type": "granite", "logits_scaling": 4.0},
@@ -101,6 +111,7 @@ class Case:
     nodes: int = 1
     launcher: str = "auto"
     context: int = 1
+    expert: int = 1
     sequence_parallel: bool = False
     virtual_stages: int = 1
     target: str = "deepspeed"
@@ -141,6 +152,7 @@ def recipe(case: Case, folder: Path) -> dict[str, Any]:
             "tensor": case.tensor,
             "pipeline": case.pipeline,
             "context": case.context,
+            "expert": case.expert,
             "data": case.data,
             "zero_stage": case.zero_stage,
             "micro_batch_size": case.micro,

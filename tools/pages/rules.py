@@ -45,6 +45,10 @@ CHANGES: tuple[dict[str, object], ...] = (
     {"schedule": "dualpipev"},
     {"micro_batch_size": 3},
     {"expert": 2},
+    {"expert": 3},
+    {"expert": 16},
+    {"expert": 2, "zero_stage": 0},
+    {"virtual_stages": 2},
     {"pipeline": 4, "data": 4, "activation_checkpointing": PartialCheckpointing(full=32)},
     {"zero_stage": 1, "offload": "parameters"},
     {"zero_stage": 3, "offload": "parameters"},
@@ -64,7 +68,7 @@ def page() -> str:
         "",
         "`plan` leaves out what an error forbids. `estimate` prices it all the same and says the code, except where "
         "there is nothing to count: degrees that do not multiply out to the GPUs (SW3101), a batch that does not "
-        "divide (SW3102), expert ranks (SW3115). Its object has no `strategy`, `memory` and `time` then. "
+        "divide (SW3102). Its object has no `strategy`, `memory` and `time` then. "
         "`shardwright explain R --why-not tensor=8,pipeline=2` tells which one forbids a layout. Warnings forbid "
         "nothing. What is asked about each layout:",
     ]

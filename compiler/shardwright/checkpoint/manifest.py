@@ -45,12 +45,26 @@ class Fragment:
 class SavedTensor:
     """split: how the writer cut it, in Hugging Face's layout. transposed: the shards are stored the other way round
     (weights.conv1d_to_linear). states: fp32, exp_avg and exp_avg_sq of what the optimizer updates, value of the rest.
-    shards: fragments per distinct shard, in order of tensor ranks, each in order of start."""
+    experts: equal parts of the first dimension, one for each of the writer's expert ranks, each of which `split` cuts.
+    shards: fragments per distinct shard, in order of expert and then of tensor ranks, each in order of start."""
 
     split: ParameterSplit
     transposed: bool
     states: tuple[str, ...]
     shards: tuple[tuple[Fragment, ...], ...]
+    experts: int = 1
+
+    @property
+    def parts_are_even(self) -> bool:
+        if self.experts == 1:
+            return True
+        first = self.split.shape[0] if self.split.shape and self.split.dimension != 0 and not self.transposed else 0
+        return self.experts > 1 and first > 0 and first % self.experts == 0
+
+    @property
+    def tensor_shards(self) -> int:
+        """Of each part."""
+        return 1 if self.split.dimension is None else len(self.split.sizes) // self.split.copies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +102,13 @@ class Manifest:
         for name, tensor in self.tensors.items():
             split = tensor.split
             split.verify()
-            shards = 1 if split.dimension is None else len(split.sizes) // split.copies
+            shards = tensor.experts * tensor.tensor_shards
             fragments = [fragment for shard in tensor.shards for fragment in shard]
-            if len(tensor.shards) != shards or (tensor.transposed and len(split.shape) > 2):
+            if (
+                not tensor.parts_are_even
+                or len(tensor.shards) != shards
+                or (tensor.transposed and len(split.shape) > 2)
+            ):
                 raise ValueError(f"{MANIFEST} does not say how {name} was cut")
             if any(not 0 <= f.file < len(self.files) or min(f.start, f.numel, f.at) < 0 for f in fragments):
                 raise ValueError(f"{MANIFEST} does not say where {name} lies")

@@ -3,6 +3,7 @@ whole."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,6 +15,10 @@ from shardwright.checkpoint.fits import not_whole
 from shardwright.checkpoint.manifest import SavedTensor, read_manifest
 from shardwright.diagnostics import Refusal
 from shardwright.ir.partition import ParameterSplit
+
+Part = tuple[int, int]
+"""Of the first dimension, cut into equal parts: which one, of how many."""
+WHOLE: Part = (0, 1)
 
 
 class CheckpointReader:
@@ -28,7 +33,7 @@ class CheckpointReader:
             raise self.not_whole(str(error).splitlines()[0]) from None
         self._files: dict[int, Any] = {}
         # Of the parameter that was asked for last: an engine that holds it in pieces asks once a piece.
-        self._recut: tuple[tuple[str, int], dict[str, torch.Tensor]] = (("", 0), {})
+        self._recut: tuple[tuple[str, int, Part], dict[str, torch.Tensor]] = (("", 0, WHOLE), {})
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -48,6 +53,8 @@ class CheckpointReader:
     def whole(self, name: str, state: str) -> torch.Tensor:
         """The unsplit parameter in Hugging Face's layout."""
         saved = self.saved(name)
+        if saved.experts > 1:
+            return self._experts(name, state, WHOLE)
         split = saved.split
         parts = []
         for shard in range(len(saved.shards)):
@@ -58,22 +65,49 @@ class CheckpointReader:
         return join(split, parts)
 
     def fragment(
-        self, name: str, state: str, split: ParameterSplit, tensor_rank: int, start: int, numel: int
+        self,
+        name: str,
+        state: str,
+        split: ParameterSplit,
+        tensor_rank: int,
+        start: int,
+        numel: int,
+        experts: Part = WHOLE,
     ) -> torch.Tensor:
-        """Elements [start, start + numel) of the flattened shard that `split` gives `tensor_rank`. 1-D."""
+        """Elements [start, start + numel) of the flattened shard that `split` gives `tensor_rank` of one part of the
+        experts. 1-D. Of other experts nothing is read."""
         saved = self.saved(name)
         if split.shape != saved.split.shape:
             raise self.not_whole(f"{name} has the shape {saved.split.shape} in it, the model's is {split.shape}")
-        if split == saved.split:
+        if split == saved.split and experts[1] == saved.experts:
             shard = tensor_rank // split.copies if split.dimension is not None else 0
-            return self._range(name, state, shard, start, numel)
-        if self._recut[0] != (name, tensor_rank):
-            self._recut = ((name, tensor_rank), {})
+            return self._range(name, state, experts[0] * saved.tensor_shards + shard, start, numel)
+        if self._recut[0] != (name, tensor_rank, experts):
+            self._recut = ((name, tensor_rank, experts), {})
         flats = self._recut[1]
         if state not in flats:
-            shard_of = cut(split, self.whole(name, state), tensor_rank)
+            own = self.whole(name, state) if experts == WHOLE else self._experts(name, state, experts)
+            shard_of = cut(split, own, tensor_rank)
             flats[state] = (shard_of.t() if saved.transposed else shard_of).reshape(-1)
         return flats[state].narrow(0, start, numel)
+
+    def _experts(self, name: str, state: str, part: Part) -> torch.Tensor:
+        """A part of the experts, unsplit otherwise. They lie one behind the other in each shard."""
+        saved = self.saved(name)
+        split, count = saved.split, saved.split.shape[0]
+        first, stop, size = part[0] * count // part[1], (part[0] + 1) * count // part[1], count // saved.experts
+        found = []
+        for at in range(first // size, -(-stop // size)):
+            begin, end = max(first - at * size, 0), min(stop - at * size, size)
+            shards = []
+            for shard in range(saved.tensor_shards):
+                shape = split.shard_shape(shard * split.copies)[1:]
+                numel = math.prod(shape)
+                place = at * saved.tensor_shards + shard
+                flat = self._range(name, state, place, begin * numel, (end - begin) * numel)
+                shards.append(flat.view(end - begin, *shape))
+            found.append(join(split, shards))
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def _range(self, name: str, state: str, shard: int, start: int, numel: int) -> torch.Tensor:
         parts, at, stop = [], start, start + numel
@@ -103,7 +137,8 @@ def join(split: ParameterSplit, parts: list[torch.Tensor]) -> torch.Tensor:
     """Distinct shards, in order of tensor ranks -> the whole. A replicated parameter is its one copy."""
     if split.dimension is None:
         return parts[0].contiguous()
-    whole = parts[0].new_empty(split.shape)
+    shape = [split.shape[d] if d == split.dimension else size for d, size in enumerate(parts[0].shape)]
+    whole = parts[0].new_empty(shape)
     for shard, part in enumerate(parts):
         pieces = split.pieces(shard * split.copies)
         held = part.split([length for _, length in pieces], dim=split.dimension)

@@ -37,7 +37,7 @@ from shardwright.checkpoint.manifest import (
     write_manifest,
 )
 from shardwright.checkpoint.master_check import check_masters
-from shardwright.checkpoint.read import CheckpointReader
+from shardwright.checkpoint.read import WHOLE, CheckpointReader
 from shardwright.checkpoint.step_folders import (
     clear_unfinished,
     prune_set_aside,
@@ -269,8 +269,11 @@ def written_fragments(plan: Plan, trainer: Trainer, rank: int) -> list[tuple[int
         split = splits.get(f.name)
         cut = split is not None and split.dimension is not None
         copies = split.copies if split is not None and cut else plan.strategy.tensor
-        if not f.copied and at.tensor % copies == 0 and (f.partitioned or at.data == at.context == 0):
-            mine.append((at.tensor // copies if cut else 0, f))
+        experts, place = plan.expert_cut(f.name), at.data * plan.strategy.context + at.context
+        if not f.copied and at.tensor % copies == 0 and (f.partitioned or place < experts):
+            shards = plan.strategy.tensor // copies if cut else 1
+            part = plan.expert_of(at) if experts > 1 else 0
+            mine.append((part * shards + (at.tensor // copies if cut else 0), f))
     return mine
 
 
@@ -328,7 +331,13 @@ def _manifest(
         files += [SavedFile(name=name, size_bytes=size) for name, size, _ in names]
         for shard, name, shape, states, number, start, numel, at in written:
             split = splits.get(name) or _uncut(name, shape, trainer)
-            tensors[name] = SavedTensor(split=split, transposed=name in trainer.transposed, states=states, shards=())
+            tensors[name] = SavedTensor(
+                split=split,
+                transposed=name in trainer.transposed,
+                states=states,
+                shards=(),
+                experts=plan.expert_cut(name),
+            )
             found = shards.setdefault(name, {}).setdefault(shard, [])
             found.append(Fragment(file=first + number, start=start, numel=numel, at=at))
     for name, by_shard in shards.items():
@@ -356,8 +365,9 @@ def load_checkpoint(plan: Plan, trainer: Trainer, checkpoint: Path) -> int:
     with CheckpointReader(checkpoint) as reader, torch.no_grad():
         for f in trainer.owned():
             split = splits.get(f.name) or _uncut(f.name, f.shard_shape, trainer)
+            part = (plan.expert_of(at), plan.strategy.expert) if plan.expert_cut(f.name) > 1 else WHOLE
             for state, values in f.states.items():
-                values.copy_(reader.fragment(f.name, state, split, at.tensor, f.start, values.numel()))
+                values.copy_(reader.fragment(f.name, state, split, at.tensor, f.start, values.numel(), part))
         manifest = reader.manifest
     trainer.restored(manifest.step, Counters(updates=manifest.optimizer_step, loss_scale=manifest.loss_scale))
     if same_ranks(plan, read_plan(checkpoint)):

@@ -62,6 +62,20 @@ def all_reduce_seconds(cluster: Cluster, c: Constants, group: Group, total_bytes
     return 2 * gather_seconds(cluster, c, group, total_bytes, calls)
 
 
+def all_to_all_seconds(cluster: Cluster, c: Constants, group: Group, total_bytes: float, calls: float = 1.0) -> float:
+    """Each rank sends an equal piece of total_bytes to each other one: those of its node over the node's links, the
+    others' over its own adapter, both at the same time."""
+    n, here = group.ranks, group.ranks_per_node
+    if n == 1:
+        return 0.0
+    inside = (here - 1) / n * total_bytes / (cluster.intra_node_bytes_per_second * c.intra_node_efficiency)
+    start, across = c.intra_node_hop_seconds, 0.0
+    if group.spans_nodes:
+        start = c.inter_node_hop_seconds
+        across = (n - here) / n * total_bytes / (cluster.inter_node_bytes_per_second * c.inter_node_efficiency)
+    return calls * start + max(inside, across)
+
+
 def send_seconds(cluster: Cluster, c: Constants, distance: int, message_bytes: float) -> float:
     """One message to the rank `distance` further; nodes are filled in order."""
     if distance >= cluster.gpus_per_node:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from shardwright.cost.activations import keeps_products
 from shardwright.cost.constants import Constants
+from shardwright.cost.experts import UNEVEN
 from shardwright.cost.kernels import (
     Device,
     eager_attention_seconds,
@@ -67,7 +68,7 @@ def _depends_on(recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Strategy, c: Con
             traits_of(recipe.target, recipe.assume.kernels, s),
             recipe.lora is not None,
         ),
-        (s.tensor, s.context, s.micro_batch_size, s.sequence_parallel, s.checkpointing, s.loss),
+        (s.tensor, s.context, s.expert, s.micro_batch_size, s.sequence_parallel, s.checkpointing, s.loss),
         (recipe.cluster.measured and recipe.cluster.measured.sha256, recipe.target),
         c,
     )
@@ -195,9 +196,15 @@ class _Micro:
         every = sum(p.n * p.k * p.batch for p in kind.products)
         routed = kind.matmul_flops / (2 * every * self.s.tensor) if self._has_experts(kind) else 1.0
         forward = backward = 0.0
+        expert = self.s.expert if kind.expert_numel else 1
         for p in chosen:
-            tokens = self.tokens * min(1.0, routed) if p.batch > 1 else self.tokens
-            f, b = self._product(max(1.0, tokens), p.n, p.k, p.batch)
+            if p.batch > 1:
+                # Fewer experts on a rank, each with the rows of all expert ranks; the step waits for the fullest rank.
+                rows = max(1.0, self.tokens * min(1.0, routed) * expert)
+                f, b = self._product(rows, p.n, p.k, p.batch / expert)
+                f, b = (f, b) if expert == 1 else (UNEVEN * f, UNEVEN * b)
+            else:
+                f, b = self._product(max(1.0, self.tokens), p.n, p.k, p.batch)
             forward, backward = forward + f, backward + b
         return forward, backward
 

@@ -23,11 +23,11 @@ def data_comm_seconds(layout: Layout, rank: int, compute_seconds: float) -> floa
         return tied
     if s.zero_stage == 3:
         return tied + _zero_3_seconds(layout, rank, compute_seconds)
-    numel, group = layout.trained_of(layout.ranks[rank]), group_of(cluster, s.shards, s.tensor)
     gradient = ELEMENT_BYTES[layout.accumulation_dtype] if s.zero_stage <= 1 else layout.element_bytes
-    buckets = _buckets(numel)
-    reduce = gather_seconds(cluster, c, group, numel * gradient, buckets)
-    gather = gather_seconds(cluster, c, group, numel * layout.element_bytes, buckets)
+    reduce = gather = 0.0
+    for numel, group in _by_group(layout, rank, layout.trained_of(layout.ranks[rank])):
+        reduce += gather_seconds(cluster, c, group, numel * gradient, _buckets(numel))
+        gather += gather_seconds(cluster, c, group, numel * layout.element_bytes, _buckets(numel))
     behind = 1 - FORWARD_SHARE if s.pipeline == 1 else 0.0
     if s.zero_stage == 0:
         return tied + _exposed(layout, 2 * reduce, behind * compute_seconds)
@@ -35,6 +35,17 @@ def data_comm_seconds(layout: Layout, rank: int, compute_seconds: float) -> floa
         reduce, gather = reduce / c.zero_reduction_efficiency, gather / c.zero_reduction_efficiency
     reductions = s.gradient_accumulation_steps if s.zero_stage == 2 else 1
     return tied + reductions * _exposed(layout, reduce, behind * compute_seconds) + gather
+
+
+def _by_group(layout: Layout, rank: int, numel: int) -> list[tuple[int, Group]]:
+    """Of these parameters of a pipeline rank, those over all ranks, and those of experts over the ranks that have the
+    same ones."""
+    s, cluster = layout.strategy, layout.cluster
+    experts = layout.experts_of(layout.ranks[rank])
+    found = [(numel - experts, group_of(cluster, s.shards, s.tensor))]
+    if experts:
+        found.append((experts // s.expert, group_of(cluster, s.shards // s.expert, s.tensor * s.expert)))
+    return found
 
 
 def _zero_3_seconds(layout: Layout, rank: int, compute_seconds: float) -> float:
@@ -52,7 +63,12 @@ def _zero_3_seconds(layout: Layout, rank: int, compute_seconds: float) -> float:
         # An assumed rate is a whole run's: it has the engine's own delays in it.
         efficiency, reductions = c.zero_reduction_efficiency, _buckets(numel)
         gathers_a_pass = max(gathers_a_pass, min(held / PREFETCH_NUMEL, layout.shapes.matrices))
-    reduce = gather_seconds(cluster, c, group, numel * element, 0) / efficiency
+    kinds = _by_group(layout, rank, numel)
+    reduce = sum(gather_seconds(cluster, c, over, n * element, 0) for n, over in kinds) / efficiency
+    if len(kinds) > 1:  # the gathers are of the same bytes, experts' in calls of their own
+        starts = 3 * layers * ring_start_seconds(c, kinds[1][1])
+        dense = (2 * gathers_a_pass + reductions) * ring_start_seconds(c, group)
+        return m * (_exposed(layout, 3 * reduce, compute_seconds) + starts + dense)
 
     def micro_batch(forward: Group, backward: Group) -> float:
         """Gathers over these groups; the ring's steps do not hide: at each of them the ranks wait for one another."""

@@ -114,8 +114,15 @@ class Layout:
             return self.numel_of(blocks)
         return sum(self.adapters[b.stop] - self.adapters[b.start] for b in blocks)
 
+    def experts_of(self, blocks: tuple[Block, ...]) -> int:
+        """Those of them that expert ranks share out; 0 where none do."""
+        if self.strategy.expert == 1:
+            return 0
+        numel = self.shapes.expert_numel
+        return sum(numel[b.stop] - numel[b.start] for b in blocks)
+
     def numel_of(self, blocks: tuple[Block, ...]) -> int:
-        """Parameters of a rank with these blocks; a tied tensor that is on it twice counts once."""
+        """Parameters of a rank with these blocks, all experts among them; a tied tensor counts once."""
         numel = self.shapes.numel
         total = sum([numel[b.stop] - numel[b.start] for b in blocks])
         shared = self.shapes.shared_numel

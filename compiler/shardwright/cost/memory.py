@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from shardwright.cost.activations import Share, own_modules
 from shardwright.cost.constants import default_constants
+from shardwright.cost.experts import exchanged_bytes
 from shardwright.cost.layout import Block, Layout
 from shardwright.ir.recipe import ELEMENT_BYTES
 from shardwright.layout.buckets import BUCKET_NUMEL, LIVE_NUMEL
@@ -38,24 +39,28 @@ def cautious_bytes(capacity_bytes: int) -> int:
     return int(capacity_bytes * (1 - default_constants().memory_headroom))
 
 
-def states_bytes(layout: Layout, held: float, trained: float | None = None) -> tuple[float, float, float]:
+def states_bytes(
+    layout: Layout, held: float, trained: float | None = None, experts: float = 0.0
+) -> tuple[float, float, float]:
     """Parameters, gradients and optimizer states of a rank that holds so many parameters. trained: adapters beside
-    parameters that are frozen; None: all are trained."""
+    parameters that are frozen; None: all are trained. experts: those of them that expert ranks share out before ZeRO
+    does: what it shares out over all ranks is as much with them."""
     s, element = layout.strategy, layout.element_bytes
     numel = held if trained is None else trained
     if trained is not None:
         held += trained
-    parameters = held * element / (s.shards if s.zero_stage >= 3 else 1)
+    elsewhere = experts * (1 - 1 / s.expert)
+    parameters = held * element / s.shards if s.zero_stage >= 3 else (held - elsewhere) * element
     if s.hpz_partition_size > 1:
         # The second copy, in the type of the weights (DeepSpeed partition_parameters.py, _partition_param_sec).
         parameters += held * element / s.hpz_partition_size
-    gradients = numel * _gradient_bytes(layout) / (s.shards if s.zero_stage >= 2 else 1)
+    gradients = _gradient_bytes(layout) * (numel / s.shards if s.zero_stage >= 2 else numel - elsewhere)
     # Two float32 moments, and a float32 master copy (which ZeRO keeps for float32 parameters too).
     master = 0 if layout.recipe.training.precision == "fp32" and s.zero_stage == 0 else 4
     optimizer = numel * (8 + master) / (s.shards if s.zero_stage >= 1 else 1)
     if s.offload != "none":
         optimizer = 0.0  # in host memory (arXiv 2101.06840), as are the accumulated gradients
-        gradients = numel * element if s.zero_stage == 1 else 0.0
+        gradients = (numel - elsewhere) * element if s.zero_stage == 1 else 0.0
     if s.offload == "parameters":
         parameters = 0.0
     return parameters, gradients, optimizer
@@ -107,7 +112,7 @@ class RankBytes:
         layout = self._layout
         held = layout.numel_of(blocks)
         numel = layout.trained_of(blocks) if layout.adapters else held
-        states = states_bytes(layout, held, numel if layout.adapters else None)
+        states = states_bytes(layout, held, numel if layout.adapters else None, layout.experts_of(blocks))
         activations = sum(_kept_bytes(layout, block) * block.in_flight for block in blocks)
         bucket = _bucket_bytes(layout, numel)
         # Two phases that never meet: the last backward pass, and the optimizer's step, when no activation is left.
@@ -134,7 +139,7 @@ def framework_bytes(layout: Layout) -> float:
     if layout.cluster.gpu.is_cpu:
         return c.cpu_framework_bytes
     groups = (s.world_size > 1) + (s.shards > 1) + (s.context > 1) + (s.tensor > 1) + 2 * (s.pipeline > 1)
-    groups += s.hpz_partition_size > 1
+    groups += (s.hpz_partition_size > 1) + (s.expert > 1) + (1 < s.expert < s.shards)
     channels = min(1.0, layout.cluster.intra_node_bytes_per_second / ALL_CHANNELS_BYTES_PER_SECOND)
     return c.context_bytes + groups * channels * c.communicator_bytes
 
@@ -155,11 +160,22 @@ def _kept_bytes(layout: Layout, block: Block) -> float:
     total = kept.on_rank(layout.shapes.attention_degree, sequence_parallel=s.sequence_parallel)
     # A context rank has its piece of each row and, in attention, its heads of the whole one: the same share of both.
     total *= s.micro_batch_size / s.context
+    if s.expert > 1:
+        total += _exchanged(layout, block)
     if s.pipeline > 1:
         # Its output, held until the gradient comes back; DeepSpeed's pipe_partitioned keeps a share a tensor rank.
         share = 1 if s.schedule == "dualpipev" else s.tensor
         total += layout.graph.hidden_size / share * layout.tokens * layout.element_bytes
     return total
+
+
+def _exchanged(layout: Layout, block: Block) -> float:
+    """Rows of other ranks' tokens, of the layers that keep what they compute."""
+    kinds, kind_of = layout.shapes.kinds, layout.shapes.kind_of
+    if layout.checkpointed is None and layout.strategy.checkpointing == "full":
+        return 0.0
+    start = layout.checkpointed_stop(block.start, block.stop)
+    return sum(exchanged_bytes(layout, kinds[kind]) for kind in kind_of[start : block.stop] if kind >= 0)
 
 
 def _is_made_again(layout: Layout, blocks: tuple[Block, ...]) -> bool:
@@ -185,6 +201,7 @@ def _working_bytes(layout: Layout, with_head: bool, again: bool) -> float:
 
     recomputed = (layout.checkpointed or found).recomputed
     layer = again * held(recomputed) + c.backward_share * held(found.largest)
+    layer += 2 * max((exchanged_bytes(layout, kind) for kind in layout.shapes.kinds), default=0.0)
     loss = 0.0
     if with_head:
         kernels = layout.recipe.assume.kernels
@@ -198,7 +215,7 @@ def _working_bytes(layout: Layout, with_head: bool, again: bool) -> float:
     total = max(layer, loss) + made(found.context)  # masks are of the whole row on each rank
     if s.zero_stage >= 3 and s.shards > 1:
         # The layer in use and the one fetched ahead, as far as DeepSpeed lets them live together.
-        layers, widest = 2 * layout.shapes.largest_layer, layout.shapes.largest_product
+        layers, widest = 2 * layout.shapes.largest_layer(s.expert), layout.shapes.largest_product(s.expert)
         total += min(layers, LIVE_NUMEL + widest) * layout.element_bytes
     return total
 

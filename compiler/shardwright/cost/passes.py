@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from shardwright.cost.collectives import all_reduce_seconds, gather_seconds, group_of, send_seconds
 from shardwright.cost.compute import layer_seconds, stops_early
+from shardwright.cost.experts import exchanged_seconds
 from shardwright.cost.layout import Block, Layout
 from shardwright.cost.replaced import host_seconds
 from shardwright.ir.recipe import ELEMENT_BYTES
@@ -47,7 +48,7 @@ def _depends_on(layout: Layout) -> Hashable:
         (cluster.gpu.hbm_bytes_per_second, cluster.gpu.is_cpu, layout.graph.identity, r.training.sequence_length),
         (layout.element_bytes, layout.accumulation_dtype, layout.adapters),
         (layout.traits, r.assume.kernels, r.assume.mfu is None),
-        (s.schedule, s.pipeline, s.data, s.context, s.tensor, s.micro_batch_size),
+        (s.schedule, s.pipeline, s.data, s.context, s.expert, s.tensor, s.micro_batch_size),
         (s.checkpointing, layout.checkpointed is None, s.sequence_parallel, s.virtual_stages),
         _host_seconds(layout),
         layout.constants,
@@ -71,12 +72,14 @@ def passes(layout: Layout) -> Passes:
         per_rank = _host_seconds(layout)
     forward_comm, backward_comm, again_comm = _tensor_comm_seconds(layout)
     exchange = _exchange_seconds(layout)
-    repeated = layout.checkpointed is None and s.checkpointing != "none"
-    for at, layer in enumerate(layout.graph.layers):
+    partial = layout.checkpointed is not None
+    repeated = not partial and s.checkpointing != "none"
+    whole = not partial and s.checkpointing == "full"  # the attention module has no experts
+    for at, (layer, rows) in enumerate(zip(layout.graph.layers, exchanged_seconds(layout), strict=True)):
         if layer.kind == "decoder":
-            forward_comm[at] += exchange
-            backward_comm[at] += (1 + repeated) * exchange
-            again_comm[at] += exchange * (layout.checkpointed is not None)
+            forward_comm[at] += exchange + rows
+            backward_comm[at] += (1 + repeated) * exchange + (1 + whole) * rows
+            again_comm[at] += (exchange + rows) * partial
     return Passes(
         forward_compute=seconds.forward,
         backward_compute=_sums(backward),
@@ -104,7 +107,10 @@ def _sums(values: list[float]) -> tuple[float, ...]:
 
 def _accumulation_seconds(layout: Layout) -> list[float]:
     """Each micro-batch's gradient is read and added to the accumulated one, in its own type."""
+    s = layout.strategy
     numel = _each(layout.adapters or layout.shapes.numel)
+    if s.expert > 1:
+        numel = [n - x * (1 - 1 / s.expert) for n, x in zip(numel, _each(layout.shapes.expert_numel), strict=True)]
     if layout.traits.fuses_accumulation:
         return [0.0] * len(numel)
     if not layout.adapters and (layout.strategy.pipeline == 1 or layout.strategy.schedule == "dualpipev"):

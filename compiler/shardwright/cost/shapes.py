@@ -10,8 +10,9 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardwright.ir.model_graph import Layer, ModelGraph
+from shardwright.ir.model_graph import Layer, ModelGraph, Parameter
 from shardwright.ir.names import pattern
+from shardwright.layout.experts import expert_modules
 from shardwright.partition.tensor import (
     TRANSPOSED_LINEAR_TYPES,
     attention_is_cut,
@@ -38,6 +39,8 @@ class LayerShape:
     matmul_flops: forward, per token, of the whole layer; attention_flops: per token and position.
     attention_module_flops: the part of matmul_flops inside the attention module.
     fused_norms: torch's own LayerNorm, one kernel; composed_norms: a weight without a bias, RMSNorm in Python.
+    expert_numel: of numel, what expert ranks can share out; chosen_experts: that each token is routed to;
+    expert_features: widths of all products of an expert, into and out of each. 0 where there are none.
     gathered_products: linears whose whole output every tensor rank gets; gathered_features: what those move per token
         forward and backward, the output gathered and the input's gradient all-reduced (twice the bytes).
     """
@@ -54,6 +57,9 @@ class LayerShape:
     composed_norms: int
     gathered_features: int
     gathered_products: int
+    expert_numel: int = 0
+    chosen_experts: int = 0
+    expert_features: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +73,11 @@ class ModelShapes:
     kinds: tuple[LayerShape, ...]
     kind_of: tuple[int, ...]
     numel: tuple[int, ...]  # local parameters, prefix sums over graph.layers (length layers + 1)
-    gathered_products: tuple[int, ...]  # of LayerShape, prefix sums
+    expert_numel: tuple[int, ...]  # of LayerShape, prefix sums
+    gathered_products: tuple[int, ...]
     gathered_features: tuple[int, ...]
     decoder_flops: tuple[int, int, int]  # of all decoder layers: products, those of the attention modules, scores
     head_flops: int  # per token
-    largest_layer: int  # local parameters of the largest decoder layer, and of the largest matrix in one
-    largest_product: int
     attention_degree: int
     feed_forward_degree: int
     matrices: int  # of the decoder layers: as many parameters are gathered one by one at most
@@ -80,6 +85,19 @@ class ModelShapes:
     head_width: int  # local vocabulary
     flops_source: str  # of the first layer that was not traced, else traced
     positions: bool  # a table of positions is added at the embedding: no rotary kernels in the layers
+
+    def largest_layer(self, expert: int) -> int:
+        """Local parameters of the largest decoder layer, where so many expert ranks share out its experts."""
+        return max((kind.numel - kind.expert_numel + kind.expert_numel // expert for kind in self.kinds), default=0)
+
+    def largest_product(self, expert: int) -> int:
+        """Of the largest matrix in one."""
+        products = (
+            (p, max(1, p.batch // expert) if kind.expert_numel else p.batch)
+            for kind in self.kinds
+            for p in kind.products
+        )
+        return max((p.n * p.k * batch for p, batch in products), default=0)
 
 
 @remembered(lambda graph, tensor: (graph.identity, tensor))
@@ -96,6 +114,7 @@ def model_shapes(graph: ModelGraph, tensor: int) -> ModelShapes:
         kinds=kinds,
         kind_of=kind_of,
         numel=(0, *itertools.accumulate(numel)),
+        expert_numel=prefix(lambda kind: kind.expert_numel),
         gathered_products=prefix(lambda kind: kind.gathered_products),
         gathered_features=prefix(lambda kind: kind.gathered_features),
         decoder_flops=(
@@ -103,8 +122,6 @@ def model_shapes(graph: ModelGraph, tensor: int) -> ModelShapes:
             sum(layer.attention_module_flops_per_token for layer in decoder),
             sum(layer.attention_flops_per_token_per_position for layer in decoder),
         ),
-        largest_layer=max((kind.numel for kind in kinds), default=0),
-        largest_product=max((p.n * p.k * p.batch for kind in kinds for p in kind.products), default=0),
         head_flops=sum(layer.matmul_flops_per_token for layer in graph.layers if layer.kind != "decoder"),
         attention_degree=tensor if attention_is_cut(graph) or not mapped else 1,
         feed_forward_degree=tensor if feed_forward_is_cut(graph) or not mapped else 1,
@@ -168,7 +185,12 @@ def _split_layer(graph: ModelGraph, layer: Layer, tensor: int, styles: dict[str,
         and len(p.shape) == 2
         and styles.get(pattern(p.name.rpartition(".")[0])) == "colwise_gather_output"
     ]
+    modules = expert_modules(graph)
+    experts = [(p, shape) for p, shape in shards if p.name.rpartition(".")[0] in modules]
     shape = LayerShape(
+        expert_numel=sum(_numel(shape) for _, shape in experts),
+        chosen_experts=_chosen(layer, [p for p, _ in experts]),
+        expert_features=sum(shape[-1] + shape[-2] for _, shape in experts if len(shape) == 3),
         products=tuple(
             _product(shape, transposed, p.name.startswith(attention)) for p, shape in shards if len(shape) in (2, 3)
         ),
@@ -185,6 +207,17 @@ def _split_layer(graph: ModelGraph, layer: Layer, tensor: int, styles: dict[str,
         gathered_products=len(gathered),
     )
     return shape, numel
+
+
+def _chosen(layer: Layer, experts: list[Parameter]) -> int:
+    """Experts that a token goes to: what the layer computes beyond its other matrices."""
+    if not experts:
+        return 0
+    names = {p.name for p in experts}
+    others = sum(p.numel for p in layer.parameters if len(p.shape) == 2 and p.name not in names)
+    stacked = sum(p.numel for p in experts if len(p.shape) == 3)
+    count = experts[0].shape[0]
+    return max(1, min(count, round((layer.matmul_flops_per_token / 2 - others) * count / stacked)))
 
 
 def kept_products(products: tuple[Product, ...]) -> tuple[Product, ...]:

@@ -130,10 +130,10 @@ AXES: tuple[Axis, ...] = (
         holds=True,
         cuts=True,
         yields=True,
-        priced=False,
         runs=False,
         short="EP",
         machinery="expert parallelism",
+        synonyms=("ep", "expert_parallel_size", "expert_model_parallel_size", "ep_size"),
     ),
     Axis(
         name="virtual_stages",

@@ -1,4 +1,4 @@
-"""Mixtures of experts: how many a layer has, by its parameters."""
+"""Mixtures of experts: how many a layer has, by its parameters, and which of them expert ranks share out."""
 
 from __future__ import annotations
 
@@ -14,6 +14,22 @@ _NUMBERED = re.compile(r"experts\.(\d+)\.")
 def experts_of(graph: ModelGraph) -> int:
     """Of the decoder layer that has the most; 0 where the model is dense."""
     return max(map(_of_layer, graph.layers))
+
+
+@remembered(lambda graph: graph.config_hash)
+def expert_modules(graph: ModelGraph) -> dict[str, int]:
+    """Modules whose own parameters are stacks of as many experts along the first dimension -> how many. By names and
+    shapes; whether expert ranks can share them out is the model's own matter (hf/experts.py)."""
+    found: dict[str, int] = {}
+    for layer in graph.layers:
+        owned: dict[str, list[tuple[int, ...]]] = {}
+        for p in layer.parameters:
+            owned.setdefault(p.name.rpartition(".")[0], []).append(p.shape)
+        for module, shapes in owned.items():
+            stacked = any(len(shape) == 3 for shape in shapes) and ("expert" in module or "moe" in module)
+            if layer.kind == "decoder" and stacked and len({shape[0] for shape in shapes}) == 1:
+                found[module] = shapes[0][0]
+    return found
 
 
 def _of_layer(layer: Layer) -> int:

@@ -51,7 +51,7 @@ REASONS: dict[str, str] = {
     "data_parallel_size": "it follows from the world and the other degrees",
     "data_types": "parameters have training.precision, the optimizer's states fp32",
     "dataloader_drop_last": "an epoch ends with its last full batch",
-    "expert_parallel": "DeepSpeed's expert parallelism is not part of a run yet",
+    "expert_parallel": "set parallelism.expert by hand: DeepSpeed's AutoEP is not used",
     "bf16": "compile writes the precision's section",
     "fp16": "compile writes the precision's section; the scale's keys stand in `extra`",
     "hybrid_engine": "it is for generation during training",

@@ -16,6 +16,7 @@ from transformers.utils import logging
 from shardwright.diagnostics import KeyPath, Refusal, refusal
 from shardwright.hf.adapters import adapt
 from shardwright.hf.context import why_no_context
+from shardwright.hf.experts import why_no_expert_ranks as no_expert_ranks
 from shardwright.hf.packing import why_not_packed
 from shardwright.hf.probe import NotCuttable, Probed, find_cut, find_together, probe
 from shardwright.hf.shrink import VOCABULARY, shrink
@@ -23,7 +24,9 @@ from shardwright.hf.task import task_of
 from shardwright.ir.apart import share_apart
 from shardwright.ir.cut import Cut, Range
 from shardwright.ir.model_graph import ModelGraph
+from shardwright.ir.names import pattern
 from shardwright.ir.recipe import FLASH
+from shardwright.layout.experts import expert_modules
 
 MOST_PARAMETERS = 250_000_000
 """Of a copy with the model's own widths: 1 GB in fp32, and as much again for each isolated piece in its turn."""
@@ -126,6 +129,26 @@ def _why_no_context(model_type: str, text: str, attention: str) -> str:
         except Exception as error:  # whatever a type's own code raises on a piece of a row
             lines = str(error).strip().splitlines() or [""]
             return f"a tiny copy does not run on a piece of a row ({type(error).__name__}: {lines[0][:120]})"
+
+
+def why_no_expert_ranks(graph: ModelGraph) -> str:
+    """ "" where the experts of this configuration can be shared out over ranks."""
+    planned = sorted({pattern(path) for path in expert_modules(graph)})
+    if not planned:
+        return "no parameter of it is a stack of experts"
+    attention = "eager" if graph.attention == FLASH else graph.attention  # it is not the question
+    return _why_no_experts(graph.model_type, _text(shrink(dict(graph.config), depth=False)), attention, tuple(planned))
+
+
+@functools.lru_cache(maxsize=256)
+def _why_no_experts(model_type: str, text: str, attention: str, planned: tuple[str, ...]) -> str:
+    with _aside():
+        try:
+            model = _random_model(model_type, text, attention)
+            return no_expert_ranks(model, task_of(model.config).example(VOCABULARY), frozenset(planned))
+        except Exception as error:  # whatever a type's own code raises with some of its experts
+            lines = str(error).strip().splitlines() or [""]
+            return f"a tiny copy does not run with some of its experts ({type(error).__name__}: {lines[0][:120]})"
 
 
 @functools.lru_cache(maxsize=256)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from shardwright.hf.task import task_of
 from shardwright.ir.partition import ParameterSplit
-from shardwright.modules.weight_files import Weights
+from shardwright.modules.weight_files import Range, Weights
 
 _register = nn.Module.register_parameter
 
@@ -63,9 +63,13 @@ class Filler:
         splits: dict[str, ParameterSplit],
         transposed: frozenset[str],
         tensor_rank: int,
+        experts: Callable[[str, int], tuple[int, int] | None] = lambda name, count: None,
     ) -> None:
-        """splits: by Hugging Face name; of a parameter that is not in it the whole is read."""
+        """splits: by Hugging Face name; of a parameter that is not in it the whole is read. experts: of a parameter
+        that expert ranks share out, by its name and first dimension, the first of this rank's experts and their number.
+        """
         self.weights, self.splits, self.transposed, self.tensor_rank = weights, splits, transposed, tensor_rank
+        self.experts = experts
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         stored = set(weights.names())
         # Of a tied parameter's names the first.
@@ -89,13 +93,22 @@ class Filler:
         data = torch.empty(parameter.shape, dtype=parameter.dtype)
         split, stored = self._split_of.get(id(parameter)), self._stored[id(parameter)]
         view = data.t() if name in self.transposed else data
+        own = self.experts(name, parameter.shape[0] if parameter.ndim else 0)
+        view = view if own is None else view.narrow(0, *own)
         if split is None or split.dimension is None:
-            view.copy_(self.weights.read(stored, None))
+            view.copy_(self._read(stored, None, own))
         else:
             for start, length in split.pieces(self.tensor_rank):
-                part = view.narrow(split.dimension, start, length)
-                part.copy_(self.weights.read(stored, (split.dimension, start, length)))
+                piece = (split.dimension, start, length)
+                view.narrow(*piece).copy_(self._read(stored, piece, own))
         parameter.data = data
+
+    def _read(self, stored: str, piece: Range | None, own: tuple[int, int] | None) -> torch.Tensor:
+        """own: experts; no others are read."""
+        if own is None:
+            return self.weights.read(stored, piece)
+        values = self.weights.read(stored, (0, *own))
+        return values if piece is None or not values.ndim else values.narrow(*piece)
 
 
 class NoWeights:

@@ -9,10 +9,19 @@ from shardwright.modules.lora import plain_name
 from shardwright.plan.plan import Plan
 
 
+def set_padding(parameter: nn.Parameter) -> None:
+    """It is no part of the model: an engine's optimizer wants it."""
+    setattr(parameter, "is_padding", True)  # noqa: B010
+
+
+def is_padding(parameter: nn.Parameter) -> bool:
+    return getattr(parameter, "is_padding", False)
+
+
 def named_parameters(plan: Plan, module: nn.Module) -> dict[str, nn.Parameter]:
     """Of this rank, by one name each: of tied parameters the name that the plan lists, on every stage."""
     first = {alias: group[0] for group in plan.model.tied for alias in group}
-    named = ((plain_name(name), parameter) for name, parameter in module.named_parameters())
+    named = ((plain_name(name), p) for name, p in module.named_parameters() if not is_padding(p))
     return {first.get(name, name): parameter for name, parameter in named}
 
 

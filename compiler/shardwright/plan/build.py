@@ -26,6 +26,7 @@ from shardwright.ir.recipe import (
 )
 from shardwright.ir.weights import LocatedWeights
 from shardwright.layout.estimate import Estimate
+from shardwright.layout.experts import expert_modules
 from shardwright.layout.strategy import Strategy
 from shardwright.plan.plan import (
     PLAN_VERSION,
@@ -106,6 +107,7 @@ def build_plan(
         tracking=recipe.tracking,
         validation=_validation(recipe),
         lora=plan_lora(recipe, graph),
+        experts=tuple(expert_modules(graph)) if strategy.expert > 1 else (),
     )
 
 

@@ -137,7 +137,8 @@ class Plan:
 
     versions: package -> the public version that compiled it. zero: how the engine shares out states, in its own words.
     digests: file of the compiled folder -> sha256 (hex) of its bytes, for each that a run reads as data; {} in
-    folders that an earlier version compiled."""
+    folders that an earlier version compiled. experts: paths of the modules whose parameters expert ranks cut along
+    the first dimension; () where there are none."""
 
     version: int
     name: str
@@ -166,6 +167,15 @@ class Plan:
     validation: ValidationSection | None = None
     lora: PlanLora | None = None
     digests: Mapping[str, str] = field(default_factory=dict)
+    experts: tuple[str, ...] = ()
+
+    def expert_of(self, rank: PlanRank) -> int:
+        """Its place among the ranks that share out experts: neighbours among the data x context ranks."""
+        return (rank.data * self.strategy.context + rank.context) % self.strategy.expert
+
+    def expert_cut(self, parameter: str) -> int:
+        """Equal parts of its first dimension, one for each expert rank; 1 where each rank has all of it."""
+        return self.strategy.expert if parameter.rpartition(".")[0] in self.experts else 1
 
     @property
     def boundaries(self) -> tuple[int, ...]:
@@ -179,6 +189,8 @@ class Plan:
             raise ValueError(f"tensor x pipeline x data = {s.world_size}, ranks = {len(self.ranks)}")
         if s.micro_batch_size * s.gradient_accumulation_steps * s.data != self.training.global_batch_size:
             raise ValueError("micro_batch_size x gradient_accumulation_steps x data is not the global batch")
+        if s.shards % s.expert or (s.expert > 1) != bool(self.experts):
+            raise ValueError(f"expert {s.expert} over {s.shards} data x context ranks, {len(self.experts)} modules")
         if len(self.stages) != s.parts or any(not stage.layers for stage in self.stages):
             raise ValueError(f"{len(self.stages)} stages in the plan, {s.parts} in the strategy")
         layers = [name for stage in self.stages for name in stage.layers]

@@ -8,6 +8,7 @@ from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.partition import StagePartition, TensorParallelMap
 from shardwright.ir.recipe import ELEMENT_BYTES, Recipe
 from shardwright.layout.axes import coordinates
+from shardwright.layout.experts import expert_modules
 from shardwright.layout.strategy import Strategy
 from shardwright.plan.plan import PlanRank
 
@@ -45,8 +46,10 @@ def _parameter_bytes(
 ) -> int:
     """A tensor that is tied over two stages counts on both, but only once on one rank.
 
-    ZeRO-3 keeps ceil(numel / (data x context)) elements of each parameter.
+    ZeRO-3 keeps ceil(numel / (data x context)) elements of each parameter; of an expert's, which `expert` ranks cut
+    before, as many ranks fewer share each part.
     """
+    experts = expert_modules(graph) if strategy.expert > 1 else {}
     shard_numel = {p.name: p.shard_numel(tensor) for module in tensor_map.modules for p in module.parameters}
     names = {
         parameter.name
@@ -54,9 +57,13 @@ def _parameter_bytes(
         for layer in graph.layers[partition.boundaries[stage] : partition.boundaries[stage + 1]]
         for parameter in layer.parameters
     }
-    parts = strategy.shards if strategy.zero_stage == 3 else 1
-    held = [shard_numel[name] for name in names]
+    held = [(shard_numel[n], strategy.expert if n.rpartition(".")[0] in experts else 1) for n in names]
     if recipe.lora is not None:
         modules = target_modules(graph, recipe.lora)
-        held += [numel for layer in graph.layers for numel in adapters(layer, modules, recipe.lora.rank)]
-    return sum(-(-numel // parts) for numel in held) * ELEMENT_BYTES[recipe.training.precision]
+        held += [(numel, 1) for layer in graph.layers for numel in adapters(layer, modules, recipe.lora.rank)]
+    shares = strategy.shards if strategy.zero_stage == 3 else 1
+
+    def resident(numel: int, cut: int) -> int:
+        return -(-(numel // cut) // max(1, shares // cut))
+
+    return sum(resident(*each) for each in held) * ELEMENT_BYTES[recipe.training.precision]

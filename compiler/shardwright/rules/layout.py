@@ -206,16 +206,18 @@ def not_yet(x: Candidate) -> Diagnostic | None:
 
 
 def no_expert_parallelism(x: Candidate) -> Diagnostic | None:
-    """A mixture of experts without expert parallelism, which no engine here runs."""
+    """A mixture of experts without expert ranks: what an engine lacks, or a recipe does not ask for."""
     experts = experts_of(x.graph)
-    if experts < 2:
+    if experts < 2 or x.strategy.expert > 1:
         return None
+    has = "expert" in ENGINES[x.recipe.target].axes
+    help = "`expert: N` spreads them over ranks, and" if has else "An engine that spreads experts over ranks"
     return found(
         "SW3132",
         "parallelism.expert",
-        f"{experts} experts a layer without expert parallelism, which this version lacks",
+        f"{experts} experts a layer without expert parallelism{'' if has else ', which this version lacks'}",
         "Every data-parallel rank holds all experts of its layers, or gathers them (ZeRO-3), and all figures are for "
-        "that. An engine that spreads experts over ranks may take much less time and memory.",
+        f"that. {help} may take much less time and memory.",
         severity="warning",
     )
 

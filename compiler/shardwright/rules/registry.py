@@ -10,7 +10,7 @@ from shardwright.layout.axes import rank_axes
 from shardwright.layout.problem import Problem
 from shardwright.layout.rule import Candidate, Rule, rule
 from shardwright.layout.strategy import Strategy
-from shardwright.rules import attention, context, layout, lora, offload
+from shardwright.rules import attention, context, expert, layout, lora, offload
 
 _DEGREES = [axis.name for axis in rank_axes()]
 
@@ -52,6 +52,11 @@ RUNTIME_RULES: dict[str, Rule] = {
     "SW3142": rule(context.heads, "context", "tensor"),
     "SW3143": rule(context.model_type, "context"),
     "SW3144": rule(context.dropout, "context"),
+    "SW3145": rule(expert.groups, "expert", "data", "context"),
+    "SW3146": rule(expert.experts, "expert"),
+    "SW3147": rule(expert.model_type, "expert"),
+    "SW3148": rule(expert.dropout, "expert"),
+    "SW3149": rule(expert.lora, "expert"),
     "SW3119": rule(layout.fp16_on_cpu),
     "SW3120": rule(layout.zero_3_slow_links, "zero_stage"),
 }

@@ -111,7 +111,7 @@ def with_hpz(layout: Layout) -> Layout | None:
     DeepSpeed#6926). Beside context ranks it is not tried."""
     s, recipe = layout.strategy, layout.recipe
     own = ENGINES[recipe.target].traits.hpz and recipe.assume.kernels == "auto" and not asks_for_none(recipe.extra)
-    if not own or s.zero_stage != 3 or s.pipeline > 1 or s.context > 1 or s.offload != "none":
+    if not own or s.zero_stage != 3 or s.pipeline > 1 or s.context > 1 or s.expert > 1 or s.offload != "none":
         return None
     group = group_of(layout.cluster, s.shards, s.tensor)
     if not 1 < group.ranks_per_node < group.ranks or group.ranks % group.ranks_per_node:

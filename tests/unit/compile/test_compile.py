@@ -81,7 +81,7 @@ def test_layout_errors_come_with_the_others(write_recipe: Callable[..., Path]) -
     """Three tensor ranks for four heads, and a key for estimates alone; each is told once."""
     changes = {
         "cluster.gpus_per_node": 3,
-        "parallelism": {"tensor": 3, "pipeline": 1, "data": 1, "micro_batch_size": 2, "expert": 2},
+        "parallelism": {"tensor": 3, "pipeline": 1, "data": 1, "micro_batch_size": 2, "virtual_stages": 2},
         "assume": {"mfu": 0.4},
     }
     found = codes(write_recipe(changes))

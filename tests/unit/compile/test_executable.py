@@ -21,7 +21,7 @@ BEYOND: dict[str, list[dict[str, Any]]] = {
     "assume.kernels": [{"assume": {"kernels": "compiled"}}],
     "assume.mfu": [{"assume": {"mfu": 0.4}}],
     "assume.ignore_memory": [{"assume": {"ignore_memory": True}}],
-    "parallelism.expert": [{"parallelism.expert": 2}],
+    "parallelism.expert": [{"parallelism.expert": 2, "target": "reference"}],
     "parallelism.context": [{"parallelism.context": 2, "target": "reference"}],
     "parallelism.virtual_stages": [{"parallelism.virtual_stages": 2}],
     "parallelism.sequence_parallel": [{"parallelism.sequence_parallel": True}],

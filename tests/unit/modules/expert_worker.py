@@ -16,7 +16,8 @@ from torch import distributed as dist
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwright.modules.expert.spread import number_of_experts, spread_experts
+from shardwright.hf.experts import number_of_experts
+from shardwright.modules.expert.spread import ExpertSpreader
 from tests.zoo.configs import tiny_config
 
 TYPES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
@@ -53,7 +54,12 @@ def measure(model_type: str, implementation: str, shape: tuple[int, int], rank: 
     loss = loss_of(whole, ids)
     loss.backward()
     paths = [path for path, module in mine.named_modules() if number_of_experts(module)]
-    experts = {id(p) for p in spread_experts(mine, paths, dist.group.WORLD)}
+    experts: set[int] = set()
+    spreader = ExpertSpreader(mine, paths, dist.group.WORLD, lambda parameter: experts.add(id(parameter)))
+    stack = "model.layers"
+    for layer in (f"{stack}.{name}" for name, _ in mine.get_submodule(stack).named_children()):
+        spreader.cut(layer)
+        spreader.dispatch(layer)
     own = loss_of(mine, ids.chunk(ranks)[rank]) / ranks
     own.backward()
     total = own.detach().clone()

@@ -142,7 +142,7 @@ def test_objective_memory() -> None:
         ({"pipeline": 8}, "SW3106", "pipeline"),
         ({"schedule": "dualpipev", "pipeline": 1}, "SW3110", "schedule"),
         ({"offload": "parameters", "zero_stage": 2}, "SW3111", "zero_stage"),
-        ({"expert": 2}, "SW3115", "expert"),
+        ({"expert": 2}, "SW3147", "expert"),
     ],
 )
 def test_an_illegal_pin_is_explained_at_its_key(pins: dict[str, object], code: str, key: str) -> None:

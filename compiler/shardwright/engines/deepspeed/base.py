@@ -12,6 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from torch import nn
 
+from shardwright.engines.deepspeed.experts import parameter_groups
 from shardwright.engines.deepspeed.live import (
     held_parameters,
     live_fragments,
@@ -24,7 +25,6 @@ from shardwright.engines.deepspeed.live import (
 from shardwright.engines.protocol import Counters, HeldParameter, LiveFragment
 from shardwright.modules.batches import MicroBatch
 from shardwright.modules.context.rows import own_piece
-from shardwright.modules.learning_rate import decay_groups
 from shardwright.modules.loss import CausalLoss, ChunkedLoss
 from shardwright.plan.plan import Plan
 
@@ -62,7 +62,7 @@ class DeepSpeedTrainer:
         buffers = _buffers(module)
         self.engine, *_ = deepspeed.initialize(
             model=module,
-            model_parameters=decay_groups(module.named_parameters(), self.plan.optimizer.weight_decay),
+            model_parameters=parameter_groups(self.plan, module),
             config=config,
             mpu=mpu,
             dist_init_required=False,

@@ -15,6 +15,7 @@ from shardwright.engines.deepspeed.base import DeepSpeedTrainer, causal_loss
 from shardwright.engines.deepspeed.secondary import secondary_group
 from shardwright.engines.protocol import StepResult
 from shardwright.modules.batches import HeldOut, MicroBatch
+from shardwright.modules.expert.spread import ExpertSpreader, own_splits
 from shardwright.modules.loss import ChunkedLoss, compute_loss_inside, micro_batch_loss
 from shardwright.modules.materialize import Filler
 from shardwright.modules.precision import DTYPES
@@ -26,26 +27,30 @@ from shardwright.plan.plan import Plan
 class DataTrainer(DeepSpeedTrainer):
     """The Hugging Face model itself under DeepSpeedEngine: ZeRO 0 to 3, tensor-parallel layers, no pipeline."""
 
-    def __init__(self, plan: Plan, model: nn.Module, config: dict[str, Any], filler: Filler) -> None:
+    def __init__(
+        self, plan: Plan, model: nn.Module, config: dict[str, Any], filler: Filler, experts: ExpertSpreader
+    ) -> None:
         super().__init__(plan, filler.transposed)
         strategy = plan.strategy
         topology = PipeModelDataParallelTopology(num_pp=1, num_mp=strategy.tensor, num_dp=strategy.shards)
         self.grid = PipelineParallelGrid(topology=topology)
         self.secondary_group = secondary_group(plan)
-        self._cut_and_fill(model, config, filler)
+        self._cut_and_fill(model, config, filler, experts)
         recompute_as_planned(model, plan)
         self.loss_fn = causal_loss(plan, self.grid)
         if isinstance(self.loss_fn, ChunkedLoss):
             compute_loss_inside(model, self.loss_fn)
         self._initialize(model, config, self.grid)
 
-    def _cut_and_fill(self, model: nn.Module, config: dict[str, Any], filler: Filler) -> None:
+    def _cut_and_fill(self, model: nn.Module, config: dict[str, Any], filler: Filler, experts: ExpertSpreader) -> None:
         """A decoder layer at a time, and then the rest. At ZeRO-3 each is partitioned before the next is read."""
         plan, stack = self.plan, self.plan.model.cut.stack
-        splits = plan.tensor_parallel.modules if plan.strategy.tensor > 1 else ()
+        splits = own_splits(plan) if plan.strategy.tensor > 1 else ()
         splitter = TensorSplitter(model, splits, filler.transposed, self.grid.get_slice_parallel_group())
         layers = [f"{stack}.{name}" for name, _ in model.get_submodule(stack).named_children()]
         for path in (*layers, ""):
+            filler.fill(experts.inside(path))
+            experts.cut(path)
             for split in splits:
                 of_a_layer = split.module.startswith(stack + ".")
                 if (split.module + ".").startswith(path + ".") if path else not of_a_layer:
@@ -53,6 +58,7 @@ class DataTrainer(DeepSpeedTrainer):
                     own = [name for name, _ in model.get_submodule(split.module).named_parameters(recurse=False)]
                     filler.fill([f"{split.module}.{name}" if split.module else name for name in own])
                     splitter.split(split)
+            experts.dispatch(path)
             filler.fill([path])
             if plan.strategy.zero_stage == 3:
                 self._partition(model.get_submodule(path), config)

@@ -28,5 +28,5 @@ DEEPSPEED = Engine(
     ),
     rules=RULES,
     check_extra=check_extra,
-    axes=frozenset({"context"}),
+    axes=frozenset({"context", "expert"}),
 )

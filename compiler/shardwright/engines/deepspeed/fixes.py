@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -11,6 +12,10 @@ from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import ReduceTiedGrads
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.utils import groups
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 
 _norm_of_tensors = bf16_optimizer.get_global_norm_of_tensors
 
@@ -51,7 +56,55 @@ def _reduce_tied_where_they_are(self: Any) -> None:
             dist.all_reduce(weight.grad_accum, group=group)
 
 
+def _norm_with_experts(
+    non_expert_norm: torch.Tensor, mpu: Any, expert_tensors: dict[str, list[torch.Tensor]], norm_type: float = 2
+) -> float:
+    """bf16's optimizer sums the squares of experts over the stages only where a rank has any, and over tensor ranks
+    never (runtime/utils.py, get_norm_with_moe_layers). Here as of all other parameters, and over the expert ranks."""
+    squares = torch.zeros(1, device=get_accelerator().current_device_name())
+    for tensor in (tensor for tensors in expert_tensors.values() for tensor in tensors):
+        squares += tensor.detach().float().square().sum()
+    for group in (mpu.get_model_parallel_group(), groups._get_max_expert_parallel_group()):
+        dist.all_reduce(squares, group=group)
+    norm = float((float(non_expert_norm) ** 2 + squares).sqrt())
+    return norm if math.isfinite(norm) else -1.0
+
+
+_plain_gradients_for_norm = bf16_optimizer.BF16_Optimizer.get_grads_for_norm
+
+
+def _gradients_for_norm(self: Any, for_clipping: bool = False) -> Any:
+    """It counts an expert's parameters on every tensor rank, also those that all of them hold whole; here it counts
+    them as it does all others."""
+    found = _plain_gradients_for_norm(self, for_clipping)
+    if for_clipping or not self.has_moe_layers:
+        return found
+    first = bwc_tensor_model_parallel_rank(mpu=self.mpu) == 0
+    experts = [
+        self.fp32_groups_gradients[number][place]
+        for number, group in enumerate(self.optimizer.param_groups)
+        for place, parameter in enumerate(self.bf16_groups[number])
+        if group.get("moe") and self.fp32_groups_has_gradients[number][place]
+        if first or is_model_parallel_parameter(parameter)
+    ]
+    return found[0], {"experts": experts}
+
+
+_counts_every_rank = DeepSpeedZeroOptimizer_Stage3._grad_norm_counts_every_rank
+
+
+def _experts_count_by_tensor_rank(self: Any, params: list[Any], process_group: Any) -> bool:
+    """ZeRO-3 takes the ranks of an expert group for tensor ranks too, as those of its own AutoEP are; here each tensor
+    rank has a part of every expert, marked as any other parameter's (zero/stage3.py)."""
+    if self._autoep_expert_parallel_group(params) is not None:
+        return False
+    return bool(_counts_every_rank(self, params, process_group))
+
+
 def apply_fixes() -> None:
+    DeepSpeedZeroOptimizer_Stage3._grad_norm_counts_every_rank = _experts_count_by_tensor_rank
+    bf16_optimizer.get_norm_with_moe_layers = _norm_with_experts
+    bf16_optimizer.BF16_Optimizer.get_grads_for_norm = _gradients_for_norm
     for engine in (PipelineEngine, DualPipeVEngine):  # each has a map of its own
         engine._INSTRUCTION_MAP[ReduceTiedGrads] = _reduce_tied_where_they_are
     bf16_optimizer.get_global_norm_of_tensors = _norm_of_possibly_no_tensors

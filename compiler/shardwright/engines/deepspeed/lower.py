@@ -24,8 +24,9 @@ def plan_section(plan: Plan) -> JsonObject:
 def files(plan: Plan, config: JsonObject) -> tuple[dict[str, bytes], tuple[Diagnostic, ...]]:
     """ds_config.json, and for scripts of the user's own what they can be given."""
     found = {DS_CONFIG: json_bytes(checked(ds_config(plan)))}
-    if plan.strategy.context > 1:
-        return found, ()  # a script of one's own would feed each context rank rows of its own
+    if plan.strategy.context > 1 or plan.strategy.expert > 1:
+        # A script of one's own would feed each context rank rows of its own, and train experts whole.
+        return found, ()
     found |= accelerate_files(plan)
     autotp = autotp_config(plan)
     if isinstance(autotp, Diagnostic):

@@ -21,6 +21,7 @@ from shardwright.hf.skeleton import Skeleton, State
 from shardwright.hf.tail import Tail
 from shardwright.ir.partition import ModuleSplit
 from shardwright.modules.context.ranks import CONTEXT
+from shardwright.modules.expert.spread import ExpertSpreader, own_splits
 from shardwright.modules.materialize import Filler
 from shardwright.modules.recompute import recompute_as_planned
 from shardwright.modules.tensor.split import TensorSplitter
@@ -30,14 +31,15 @@ from shardwright.plan.plan import Plan
 class StageModel:
     """The skeleton and the plan, shared by the pieces of one rank; `group` is set once DeepSpeed's grid exists."""
 
-    def __init__(self, model: nn.Module, plan: Plan, filler: Filler) -> None:
-        self.plan, self.filler = plan, filler
+    def __init__(self, model: nn.Module, plan: Plan, filler: Filler, experts: ExpertSpreader) -> None:
+        self.plan, self.filler, self.experts = plan, filler, experts
         tokens = (plan.strategy.micro_batch_size, plan.training.sequence_length // plan.strategy.context)
         self.skeleton = Skeleton(model, plan.model.cut, tokens)
         self.skeleton.keywords = CONTEXT.keywords
         self.tail = Tail(model) if plan.model.loss == "chunked" else None
         self.group: dist.ProcessGroup | None = None
         self.names: dict[int, str] = {}  # id of a parameter -> its Hugging Face name
+        self._splits = own_splits(plan)
         self._split: set[str] = set()
         self._splitter: TensorSplitter | None = None
 
@@ -46,13 +48,15 @@ class StageModel:
         model, plan = self.skeleton.model, self.plan
         if layer not in ("embedding", "head"):
             self.filler.fill([layer])
-            self._cut([m for m in plan.tensor_parallel.modules if m.module.startswith(layer + ".")])
+            self.experts.cut(layer)
+            self._cut([m for m in self._splits if m.module.startswith(layer + ".")])
+            self.experts.dispatch(layer)
             recompute_as_planned(model, plan, [layer])
             return [layer]
         modules = plan.model.embedding_modules if layer == "embedding" else plan.model.head_modules
         self.filler.fill(modules)
         # The embedding before a head that is tied to it: the head takes the slice that the embedding made.
-        self._cut([m for m in plan.tensor_parallel.modules if m.module in modules or m.style == f"vocabulary_{layer}"])
+        self._cut([m for m in self._splits if m.module in modules or m.style == f"vocabulary_{layer}"])
         return list(modules)
 
     def _cut(self, splits: list[ModuleSplit]) -> None:
@@ -60,9 +64,7 @@ class StageModel:
             return
         if self._splitter is None:
             assert self.group is not None
-            self._splitter = TensorSplitter(
-                self.skeleton.model, self.plan.tensor_parallel.modules, self.filler.transposed, self.group
-            )
+            self._splitter = TensorSplitter(self.skeleton.model, self._splits, self.filler.transposed, self.group)
         for split in splits:
             if split.module not in self._split:
                 self._splitter.split(split)
@@ -205,10 +207,11 @@ def build_pipeline(
     device: torch.device,
     dtype: torch.dtype,
     filler: Filler,
+    experts: ExpertSpreader,
 ) -> Stages:
     """The module of this rank; every parameter of other stages is freed."""
     adapt(model)
-    stage = StageModel(model, plan, filler)
+    stage = StageModel(model, plan, filler, experts)
     kind = DualPipeVStages if plan.strategy.schedule == "dualpipev" else Stages
     module = kind(stage, loss_fn)
     stage.skeleton.release({id(p) for p in module.parameters()}, device, dtype)

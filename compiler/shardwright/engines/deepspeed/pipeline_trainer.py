@@ -11,6 +11,7 @@ from shardwright.engines.deepspeed.base import DeepSpeedTrainer, causal_loss
 from shardwright.engines.deepspeed.pipeline import build_pipeline
 from shardwright.engines.protocol import StepResult
 from shardwright.modules.batches import HeldOut, MicroBatch
+from shardwright.modules.expert.spread import ExpertSpreader
 from shardwright.modules.loss import CausalLoss, ChunkedLoss
 from shardwright.modules.materialize import Filler
 from shardwright.modules.precision import DTYPES
@@ -20,11 +21,13 @@ from shardwright.plan.plan import Plan
 class PipelineTrainer(DeepSpeedTrainer):
     """PipelineModule x tensor-parallel layers x ZeRO-1, 1F1B or DualPipeV."""
 
-    def __init__(self, plan: Plan, model: nn.Module, config: dict[str, Any], filler: Filler) -> None:
+    def __init__(
+        self, plan: Plan, model: nn.Module, config: dict[str, Any], filler: Filler, experts: ExpertSpreader
+    ) -> None:
         super().__init__(plan, filler.transposed)
         self.loss_fn = CausalLoss()
         dtype = DTYPES[plan.training.precision]
-        module = build_pipeline(model, plan, lambda *a: self.loss_fn(*a), self.device, dtype, filler)
+        module = build_pipeline(model, plan, lambda *a: self.loss_fn(*a), self.device, dtype, filler, experts)
         self.grid = module.mpu()
         self.loss_fn = causal_loss(plan, self.grid)
         if isinstance(self.loss_fn, ChunkedLoss):

@@ -106,6 +106,19 @@ def timers_in_a_pipeline(x: Candidate) -> Diagnostic | None:
     )
 
 
+def experts_without_zero(x: Candidate) -> Diagnostic | None:
+    """Measured: without ZeRO each rank clips by the norm of its own experts, 2e-3 off (runtime/engine.py)."""
+    if x.strategy.expert == 1 or x.strategy.zero_stage > 0:
+        return None
+    return found(
+        "SW3150",
+        "parallelism.zero_stage",
+        f"zero_stage 0 with expert {x.strategy.expert} computes a wrong gradient norm: a rank counts its own experts",
+        "Use zero_stage: 1, 2 or 3.",
+        (1, 2, 3),
+    )
+
+
 def _is_on(value: JsonValue) -> bool:
     return bool(value.get("enabled") if isinstance(value, Mapping) else value)
 
@@ -117,4 +130,5 @@ RULES: dict[str, Rule] = {
     "SW3111": rule(ignored_offload, "zero_stage", "offload"),
     "SW3114": rule(zero_0_half_precision, "pipeline", "zero_stage"),
     "SW3133": rule(timers_in_a_pipeline, "pipeline"),
+    "SW3150": rule(experts_without_zero, "expert", "zero_stage"),
 }

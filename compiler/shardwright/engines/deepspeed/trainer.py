@@ -9,11 +9,13 @@ from typing import Any
 from deepspeed import comm as dist
 
 from shardwright.engines.deepspeed.data_trainer import DataTrainer
+from shardwright.engines.deepspeed.experts import expert_spreader
 from shardwright.engines.deepspeed.fixes import apply_fixes
 from shardwright.engines.deepspeed.pipeline_trainer import PipelineTrainer
 from shardwright.engines.protocol import Trainer
 from shardwright.modules.context.ranks import CONTEXT
 from shardwright.modules.dropout import TENSOR_RANDOM
+from shardwright.modules.expert.spread import own_experts
 from shardwright.modules.lora import add_adapters
 from shardwright.modules.materialize import Filler
 from shardwright.modules.weights import conv1d_to_linear, open_model
@@ -29,11 +31,13 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer
     model, weights = open_model(plan, folder, resumes=resumes)
     transposed = conv1d_to_linear(model)
     splits = {p.name: p for module in plan.tensor_parallel.modules for p in module.parameters}
+    at = plan.ranks[dist.get_rank()]
     # Before the adapters, which have their values: it knows the parameters by Hugging Face's names.
-    filler = Filler(model, weights, splits, transposed, plan.ranks[dist.get_rank()].tensor)
+    filler = Filler(model, weights, splits, transposed, at.tensor, lambda n, count: own_experts(plan, at, n, count))
     add_adapters(model, plan)
+    experts = expert_spreader(plan, model)
     config = json.loads((folder / "ds_config.json").read_text(encoding="utf-8"))
-    trainer = (PipelineTrainer if plan.strategy.pipeline > 1 else DataTrainer)(plan, model, config, filler)
+    trainer = (PipelineTrainer if plan.strategy.pipeline > 1 else DataTrainer)(plan, model, config, filler, experts)
     random_is_cut = plan.model.dropout > 0 and plan.strategy.tensor > 1
     CONTEXT.use(_context_group(plan))
     TENSOR_RANDOM.use(trainer.grid.get_slice_parallel_rank() if random_is_cut else None)

@@ -6,14 +6,12 @@ that this rank receives. Nothing is dropped: R is whatever the routers chose.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import distributed as dist
 
-Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(hidden states (T, H), chosen experts (T, k), their weights (T, k)) -> (T, H)"""
+from shardwright.hf.experts import Experts
 
 
 def dispatched(inner: Experts, experts: int, group: dist.ProcessGroup) -> Experts:

@@ -1,0 +1,46 @@
+"""What expert ranks cost beside their experts' own products: rows that travel, and rows that arrive unevenly.
+
+A routed token's hidden states go to the rank of each chosen expert and come back: 2 b S k H elements a layer forward,
+of which (e - 1) / e leave the rank, and as many backward; every tensor rank sends all of it. Shape letters: b
+micro-batch, S tokens of a row on a rank, H hidden size, k chosen experts, e expert ranks, t tensor ranks.
+"""
+
+from __future__ import annotations
+
+from shardwright.cost.collectives import all_to_all_seconds, group_of
+from shardwright.cost.layout import Layout
+from shardwright.cost.shapes import LayerShape
+
+UNEVEN = 1.25
+"""Rows of the fullest rank over the mean. Nothing is dropped, so that there is no bound: routers trained with a balance
+loss stay near the mean, and an estimate is of those. Twice the mean is possible early in training."""
+
+
+def exchanged_seconds(layout: Layout) -> list[float]:
+    """Of each layer forward: the counts, the rows' way there and their way back. As long backward."""
+    s, cluster = layout.strategy, layout.cluster
+    if s.expert == 1:
+        return [0.0] * len(layout.graph.layers)
+    group = group_of(cluster, s.expert, s.tensor)
+    seconds = [
+        all_to_all_seconds(cluster, layout.constants, group, UNEVEN * 2 * _rows_bytes(layout, kind), 3)
+        if kind.chosen_experts
+        else 0.0
+        for kind in layout.shapes.kinds
+    ]
+    return [0.0 if kind < 0 else seconds[kind] for kind in layout.shapes.kind_of]
+
+
+def _rows_bytes(layout: Layout, kind: LayerShape) -> float:
+    """The rows of one micro-batch, a copy for each chosen expert."""
+    return layout.tokens * kind.chosen_experts * layout.graph.hidden_size * layout.element_bytes
+
+
+def exchanged_bytes(layout: Layout, kind: LayerShape) -> float:
+    """What a layer keeps on a rank beyond what it keeps without expert ranks: the rows that arrived and those that came
+    back, and the inner features of the rows beyond the mean."""
+    s = layout.strategy
+    if s.expert == 1 or not kind.chosen_experts:
+        return 0.0
+    inner = layout.tokens * kind.chosen_experts * kind.expert_features * layout.element_bytes
+    return (1 + UNEVEN) * _rows_bytes(layout, kind) + (UNEVEN - 1) * inner

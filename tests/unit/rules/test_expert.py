@@ -1,0 +1,65 @@
+"""What expert ranks do not run, each with a code and a way out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardwright.cluster.resolve import resolve_cluster
+from shardwright.ir.json_value import JsonValue
+from shardwright.ir.lora import LoraSection
+from shardwright.layout.experts import expert_modules
+from shardwright.layout.problem import Problem
+from shardwright.rules.registry import check_layout
+from tests.unit.model.factory import SMALL_LLAMA, graph_of, recipe_of
+from tests.unit.rules.test_context import errors
+from tests.unit.rules.test_layout import change
+from tests.zoo.configs import tiny_config
+
+MIXTURE: dict[str, JsonValue] = {
+    **SMALL_LLAMA,
+    "model_type": "mixtral",
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+}
+TWO = change(tensor=1, pipeline=2, data=4, expert=2, gradient_accumulation_steps=4)
+
+
+def test_a_mixture_runs() -> None:
+    assert not errors(MIXTURE, TWO)
+    assert set(expert_modules(graph_of(MIXTURE)).values()) == {6}
+
+
+def test_expert_ranks_are_data_ranks() -> None:
+    found = errors(MIXTURE, change(tensor=1, pipeline=2, data=4, expert=3, gradient_accumulation_steps=4))
+    assert "data 4 x context 1" in found["SW3145"].message and set(found["SW3145"].valid) <= {"1", "2", "4"}
+    shared = change(tensor=1, pipeline=2, data=1, context=4, expert=2, gradient_accumulation_steps=16)
+    assert "SW3145" not in errors(MIXTURE, shared)
+
+
+def test_experts_divide() -> None:
+    found = errors(MIXTURE, change(tensor=1, pipeline=2, data=4, expert=4, gradient_accumulation_steps=4))["SW3146"]
+    assert "6 experts" in found.message and set(found.valid) <= {"1", "2", "3", "6"}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [SMALL_LLAMA, *(tiny_config(name) for name in ("llama4_text", "jetmoe", "longcat_flash"))],
+    ids=lambda config: config["model_type"],
+)
+def test_types_without_the_interface_are_refused_by_name(config: dict[str, JsonValue]) -> None:
+    assert repr(config["model_type"]) in errors(config, TWO)["SW3147"].message
+
+
+def test_what_is_not_proved_beside_them() -> None:
+    dropped: dict[str, JsonValue] = {**MIXTURE, "attention_dropout": 0.1}
+    assert "dropout 0.1" in errors(dropped, TWO)["SW3148"].message
+    adapted = replace(recipe_of(MIXTURE), lora=LoraSection(rank=4, alpha=8.0, dropout=0.0, target_modules=("q_proj",)))
+    problem = Problem(recipe=adapted, graph=graph_of(MIXTURE), cluster=resolve_cluster(adapted.cluster))
+    assert "SW3149" in {d.code for d in check_layout(problem, change(**FLAT))}
+    assert "SW3150" in errors(MIXTURE, change(**{**FLAT, "zero_stage": 0}))
+    assert not errors(MIXTURE, change(**{**FLAT, "zero_stage": 3}))
+
+
+FLAT: dict[str, object] = {"tensor": 1, "pipeline": 1, "data": 8, "expert": 2, "gradient_accumulation_steps": 2}
