@@ -32,13 +32,21 @@ CONTEXT: dict[str, dict[str, int]] = {
     "s2-zero3": {"context": 2, "zero_stage": 3},
 }
 """Of context ranks: not in the matrix, and named in it."""
+EXPERT: dict[str, dict[str, int]] = {
+    "e2": {"data": 2, "expert": 2},
+    "e2-zero3": {"data": 2, "expert": 2, "zero_stage": 3},
+    "s2-e2": {"context": 2, "expert": 2},
+    "e2-tp2": {"data": 2, "expert": 2, "tensor": 2},
+    "e2-pp2": {"data": 2, "expert": 2, "pipeline": 2},
+}
+"""Of expert ranks, the same."""
 MODELS = ("llama", "gpt2")
 
 
 def case(name: str) -> Case:
     """name: "llama pp2-tp2". The same global batch in every layout."""
     model, layout = name.split()
-    keys = {**_LAYOUTS, **CONTEXT}[layout]
+    keys = {**_LAYOUTS, **CONTEXT, **EXPERT}[layout]
     return Case(model=model, micro=2, accumulation=BATCH // 2 // keys.get("data", 1), **keys)  # type: ignore[arg-type]
 
 

@@ -74,6 +74,24 @@ def test_context_ranks_resume_and_are_resumed(tmp_path: Path) -> None:
     assert max(differences.values()) <= TOLERANCE, differences
 
 
+@pytest.mark.launch
+def test_expert_ranks_resume_and_are_resumed(tmp_path: Path) -> None:
+    """Under another expert degree, under context ranks, and under none."""
+    pairs = [("mixtral e2", "mixtral tp2"), ("mixtral tp2", "mixtral e2-zero3"), ("mixtral e2-zero3", "mixtral s2-e2")]
+    differences = resumed(pairs, tmp_path)
+    assert set(differences) == set(pairs)
+    assert max(differences.values()) <= TOLERANCE, differences
+
+
+@pytest.mark.prove
+@pytest.mark.launch
+def test_expert_ranks_resume_on_wider_layouts(tmp_path: Path) -> None:
+    pairs = [("mixtral e2-tp2", "mixtral e2"), ("mixtral e2", "mixtral e2-pp2"), ("mixtral e2-pp2", "mixtral e2-tp2")]
+    differences = resumed(pairs, tmp_path)
+    assert set(differences) == set(pairs)
+    assert max(differences.values()) <= TOLERANCE, differences
+
+
 @pytest.mark.prove
 @pytest.mark.launch
 def test_every_layout_resumes_on_every_other(

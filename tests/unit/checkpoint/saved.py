@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from pathlib import Path
 
@@ -33,28 +34,37 @@ def write_checkpoint(
     split: ParameterSplit = WHOLE,
     whole: torch.Tensor | None = None,
     ranks: int = 1,
+    experts: int = 1,
     line: Line | None = None,
     finite: bool = True,
 ) -> Path:
-    """One parameter in the three states of training, `ranks` data ranks x the split's tensor ranks; the compiled
+    """One parameter in the three states of training, `ranks` data ranks x the split's tensor ranks, each of so many
+    parts of `experts`; the compiled
     `folder`'s own plan beside it. line: None for a checkpoint from before runs had ids."""
     path = folder / "checkpoints" / f"step-{step:08d}"
     path.mkdir(parents=True)
     whole = torch.arange(24.0).view(6, 4) if whole is None else whole
     shards, files = [], []
-    for shard in range(max(1, len(split.sizes) // split.copies)):
-        flat = cut(split, whole, shard * split.copies).reshape(-1)
+    places = range(max(1, len(split.sizes) // split.copies))
+    for part, shard in itertools.product(whole.chunk(experts), places):
+        flat = cut(split, part, shard * split.copies).reshape(-1)
         fragments, start = [], 0
-        for part in flat.tensor_split(ranks):
+        for piece in flat.tensor_split(ranks):
             name = f"rank-{len(files):05d}-000.safetensors"
             save_file(
-                {f"{state}/w": part + i for i, state in enumerate(("fp32", "exp_avg", "exp_avg_sq"))}, path / name
+                {f"{state}/w": piece + i for i, state in enumerate(("fp32", "exp_avg", "exp_avg_sq"))}, path / name
             )
-            fragments.append(Fragment(file=len(files), start=start, numel=part.numel()))
+            fragments.append(Fragment(file=len(files), start=start, numel=piece.numel()))
             files.append(SavedFile(name=name, size_bytes=(path / name).stat().st_size))
-            start += part.numel()
+            start += piece.numel()
         shards.append(tuple(fragments))
-    saved = SavedTensor(split=split, transposed=False, states=("fp32", "exp_avg", "exp_avg_sq"), shards=tuple(shards))
+    saved = SavedTensor(
+        split=split,
+        transposed=False,
+        states=("fp32", "exp_avg", "exp_avg_sq"),
+        shards=tuple(shards),
+        experts=experts,
+    )
     manifest = Manifest(
         version=1,
         step=step,

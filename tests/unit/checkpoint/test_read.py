@@ -42,6 +42,37 @@ def test_every_cut_reads_every_other(writer: str, reader: str, tmp_path: Path) -
                 assert torch.equal(got, shard[start : start + numel])
 
 
+@pytest.mark.parametrize(("writer", "reader"), list(itertools.product((1, 2, 3, 6), repeat=2)))
+@pytest.mark.parametrize(("saved", "wanted"), list(itertools.product(("whole", "columns"), repeat=2)))
+def test_every_part_of_the_experts_reads_every_other(
+    writer: int, reader: int, saved: str, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six experts of four elements; a rank's own, and no others are read."""
+    whole, split = torch.randn(6, 4), SPLITS[wanted]
+    path = write_checkpoint(tmp_path, split=SPLITS[saved], whole=whole, ranks=3, experts=writer)
+    with CheckpointReader(path) as checkpoint:
+        assert torch.equal(checkpoint.whole("w", "fp32"), whole)
+        read = _count_elements(checkpoint, monkeypatch)
+        for part, rank in itertools.product(range(reader), range(max(1, len(split.sizes)))):
+            shard = cut(split, whole.chunk(reader)[part] + 1, rank).reshape(-1)
+            read.clear()
+            got = checkpoint.fragment("w", "exp_avg", split, rank, 1, shard.numel() - 1, (part, reader))
+            assert torch.equal(got, shard[1:])
+            assert reader == 1 or sum(read) <= 24 // reader
+
+
+def _count_elements(checkpoint: CheckpointReader, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    read: list[int] = []
+    plain = checkpoint._read
+
+    def counted(number: int, key: str, first: int, last: int) -> torch.Tensor:
+        read.append(last - first)
+        return plain(number, key, first, last)
+
+    monkeypatch.setattr(checkpoint, "_read", counted)
+    return read
+
+
 def test_elements_that_are_not_there_are_not_made_up(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path)
     with CheckpointReader(path) as checkpoint:
