@@ -35,6 +35,7 @@ def tiny_strategy(s: Strategy) -> Strategy:
         pipeline=pipeline,
         data=data,
         context=min(s.context, 2),
+        expert=min(s.expert, 2),
         micro_batch_size=min(s.micro_batch_size, 2),
         gradient_accumulation_steps=accumulation,
         hpz_partition_size=1,  # the copy has one node
