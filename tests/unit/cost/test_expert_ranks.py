@@ -1,0 +1,79 @@
+"""An expert degree divides weights and gradients of experts, never ZeRO's states; rows travel, and arrive unevenly."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwright.cost.collectives import all_to_all_seconds, group_of
+from shardwright.cost.constants import default_constants
+from shardwright.cost.experts import UNEVEN
+from shardwright.cost.layout import Layout
+from shardwright.cost.memory import estimate_memory
+from shardwright.cost.passes import passes
+from shardwright.ir.json_value import JsonValue
+from shardwright.ir.partition import StagePartition
+from shardwright.layout.strategy import Strategy
+from shardwright.partition.tensor import tensor_parallel_map
+from shardwright.plan.ranks import place_ranks
+from shardwright.search.settle import place
+from tests.unit.cost.test_estimate import change
+from tests.unit.model.factory import SMALL_LLAMA, graph_of, problem_of, recipe_of
+
+MIXTURE: dict[str, JsonValue] = {
+    **SMALL_LLAMA,
+    "model_type": "mixtral",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+def layout_of(strategy: Strategy) -> Layout:
+    return place(problem_of(recipe_of(MIXTURE, cluster={"gpu": "h100-sxm-80gb"}), graph_of(MIXTURE)), strategy)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_what_expert_ranks_divide(zero_stage: int) -> None:
+    whole = layout_of(change(tensor=1, pipeline=1, data=8, zero_stage=zero_stage))
+    cut = layout_of(change(tensor=1, pipeline=1, data=8, expert=4, zero_stage=zero_stage))
+    experts = 4 * 3 * 8 * 64 * 128  # layers, matrices, experts, their sizes
+    assert cut.experts_of(cut.ranks[0]) == experts and whole.experts_of(whole.ranks[0]) == 0
+    before, after = (estimate_memory(layout).stages[0] for layout in (whole, cut))
+    assert after.optimizer_bytes == before.optimizer_bytes
+    elsewhere = experts * 3 // 4 * cut.element_bytes
+    assert before.parameters_bytes - after.parameters_bytes == (elsewhere if zero_stage < 3 else 0)
+    assert (after.gradients_bytes < before.gradients_bytes) == (zero_stage == 1)
+
+
+@pytest.mark.parametrize(("tensor", "expert", "checkpointing", "again"), [(1, 8, "none", 1), (2, 4, "full", 2)])
+def test_the_rows_of_a_layer(tensor: int, expert: int, checkpointing: str, again: int) -> None:
+    """2 b S k H elements each way, on every tensor rank."""
+    keys = {"tensor": tensor, "pipeline": 1, "data": 8 // tensor, "activation_checkpointing": checkpointing}
+    plain, layout = layout_of(change(**keys)), layout_of(change(**keys, expert=expert))
+    assert {kind.chosen_experts for kind in layout.shapes.kinds} == {2}
+    moved = UNEVEN * 2 * layout.tokens * 2 * layout.graph.hidden_size * layout.element_bytes
+    group = group_of(layout.cluster, expert, tensor)
+    wanted = all_to_all_seconds(layout.cluster, default_constants(), group, moved, 3)
+    before, found = passes(plain), passes(layout)
+    ahead = (found.forward_comm[2] - found.forward_comm[1]) - (before.forward_comm[2] - before.forward_comm[1])
+    back = (found.backward_comm[2] - found.backward_comm[1]) - (before.backward_comm[2] - before.backward_comm[1])
+    assert ahead == pytest.approx(wanted) and back == pytest.approx(again * wanted)
+
+
+def test_rows_within_a_node_and_beyond_go_at_the_same_time() -> None:
+    cluster, c = problem_of(recipe_of(MIXTURE, cluster={"nodes": 2}), graph_of(MIXTURE)).cluster, default_constants()
+    slots = cluster.gpus_per_node
+    inside = all_to_all_seconds(cluster, c, group_of(cluster, slots, 1), 1e9, 0)
+    across = all_to_all_seconds(cluster, c, group_of(cluster, 2 * slots, 1), 1e9, 0)
+    rate = cluster.inter_node_bytes_per_second * c.inter_node_efficiency
+    assert across == pytest.approx(1e9 / 2 / rate) and inside < across
+
+
+def test_a_rank_of_the_plan_holds_its_own_experts() -> None:
+    """The bytes of plan.json are those that the memory model counts."""
+    strategy = change(tensor=1, pipeline=1, data=8, expert=4)
+    layout = layout_of(strategy)
+    partition, problem = StagePartition(boundaries=layout.boundaries, schedule=strategy.schedule), layout.problem
+    tensor_map = tensor_parallel_map(problem.graph, 1)
+    ranks = place_ranks(problem.graph, problem.cluster, strategy, partition, tensor_map, problem.recipe)
+    (stage,) = estimate_memory(layout).stages
+    assert {rank.parameter_bytes for rank in ranks} == {stage.parameters_bytes}
