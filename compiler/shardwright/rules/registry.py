@@ -32,7 +32,7 @@ GENERAL_RULES: dict[str, Rule] = {
     "SW3121": rule(layout.half_precision_accumulation, "gradient_accumulation_steps"),
     "SW3130": rule(layout.not_causal),
     "SW3131": rule(layout.own_loss),
-    "SW3132": rule(layout.no_expert_parallelism),
+    "SW3132": rule(layout.no_expert_parallelism, "expert"),
     "SW3135": rule(layout.checkpointed_layers, "activation_checkpointing", "pipeline", "schedule"),
 }
 
