@@ -125,6 +125,8 @@ def layout(e: Estimate) -> str:
     words = f"{s.tensor} x {s.pipeline} x {s.data}, ZeRO-{s.zero_stage}, {s.micro_batch_size}, "
     words += str(s.activation_checkpointing)
     words += "" if s.schedule == "1f1b" else f", {s.schedule}"
+    words += "" if s.expert == 1 else f", expert {s.expert}"
+    words += "" if s.context == 1 else f", context {s.context}"
     words += "" if s.virtual_stages == 1 else f", {s.virtual_stages} virtual stages"
     words += ", sequence parallel" if s.sequence_parallel else ""
     return words + ("" if s.offload == "none" else f", offload {s.offload}")
@@ -138,12 +140,10 @@ def _beside() -> str:
     for run in published():
         found = planned(run["recipe"])
         keys = ", ".join(f"{key}={value}" for key, value in run["layout"].items())
-        estimate = run.get("unpriced")
-        if estimate is None:
-            theirs = priced(run)
-            estimate = f"{theirs.time.step_seconds:.3g} s, {theirs.time.hardware_tflops_per_gpu:.0f} TFLOP/s per GPU"
-            broken = [d.code for d in theirs.diagnostics if d.severity == "error"]
-            estimate += f" ({', '.join(broken)})" if broken else ""
+        theirs = priced(run)
+        estimate = f"{theirs.time.step_seconds:.3g} s, {theirs.time.hardware_tflops_per_gpu:.0f} TFLOP/s per GPU"
+        broken = [d.code for d in theirs.diagnostics if d.severity == "error"]
+        estimate += f" ({', '.join(broken)})" if broken else ""
         ours = f"{found.best.time.step_seconds:.3g} s"
         cells = (run["recipe"], f"{keys} ({run['source']})", run["measured"], estimate, layout(found.best), ours)
         lines.append(f"| {' | '.join(cells)} |")
