@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardwright.diagnostics.explain import texts
+from shardwright.diagnostics.explain import argument_texts, texts
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/lint.md"
 BEGIN, END = "<!-- made by `make lint-docs` -->\n", "<!-- end -->"
@@ -18,6 +18,7 @@ GROUPS = {
     "46": "Pipeline, tensor parallelism, activation checkpointing",
     "47": "Other sections",
     "48": "Memory",
+    "49": "Arguments of Megatron-LM (`--for megatron`)",
 }
 
 
@@ -32,7 +33,7 @@ def table() -> str:
     lines: list[str] = []
     for digits, title in GROUPS.items():
         lines += [f"### {title}", "", "| code | finds | from |", "|---|---|---|"]
-        for code, entry in texts().items():
+        for code, entry in {**texts(), **argument_texts()}.items():
             if code[2:4] == digits:
                 lines.append(f"| {code} | {_cell(entry.title)} | {_cell(entry.source)} |")
         lines.append("")

@@ -1,4 +1,5 @@
-"""`shardwright lint FILE...`: rules over existing DeepSpeed configurations, without torch or DeepSpeed."""
+"""`shardwright lint FILE...`: rules over existing DeepSpeed configurations, and over arguments of Megatron-LM's
+pretrain_gpt.py, without torch or either engine."""
 
 from __future__ import annotations
 
@@ -37,16 +38,22 @@ class _Result:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="+", metavar="FILE", help="a ds_config.json; - is standard input")
+    parser.add_argument(
+        "files",
+        nargs="+",
+        metavar="FILE",
+        help="a ds_config.json, or Megatron-LM's options; - is standard input",
+    )
     parser.add_argument(
         "--world-size", type=positive, metavar="N", help="the number of ranks, to check the batch sizes against"
     )
     parser.add_argument(
         "--for",
         dest="audience",
-        choices=("deepspeed", "trainer"),
-        help='who reads the file: a script that calls DeepSpeed, or the HF Trainer or Accelerate, which fill in "auto" '
-        '(default: trainer if the file contains a Trainer "auto")',
+        choices=("deepspeed", "trainer", "megatron"),
+        help='who reads the file: a script that calls DeepSpeed; the HF Trainer or Accelerate, which fill in "auto" '
+        '(default: trainer if the file contains a Trainer "auto"); or the parser of Megatron-LM\'s pretrain_gpt.py, '
+        "whose options stand in a shell script",
     )
     parser.add_argument("--fix", action="store_true", help="fix in place what needs no decision")
     parser.add_argument(
@@ -66,6 +73,9 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None and (args.gpu or args.sequence_length):
         error("--gpu and --sequence-length are for --model M")
         return 1
+    if args.audience == "megatron" and (args.fix or args.model):
+        error("--fix and --model are for a ds_config.json, not for --for megatron")
+        return 1
     reports = {"text": _text, "json": _json, "github": _github}
     ok, printed = True, 0
     for path in args.files:
@@ -84,6 +94,8 @@ def _lint(path: str, args: argparse.Namespace) -> _Result:
     mended: tuple[Found, ...] = ()
     notes: tuple[str, ...] = ()
     try:
+        if args.audience == "megatron":
+            return _lint_arguments(name, read_file(path), args.world_size)
         document = read_document(name, read_file(path))
         if args.fix:
             document, mended = _fix(document, args)
@@ -109,6 +121,15 @@ def _lint(path: str, args: argparse.Namespace) -> _Result:
         mended=mended,
         notes=notes,
     )
+
+
+def _lint_arguments(name: str, text: str, world_size: int | None) -> _Result:
+    from shardwright.lint.megatron.read import read_arguments
+    from shardwright.lint.megatron.rules import lint_arguments
+
+    arguments = read_arguments(name, text, world_size)
+    told = lint_arguments(arguments)
+    return _Result(name=name, diagnostics=told, source=arguments.source, fixable=(False,) * len(told))
 
 
 def _fix(document: Document, args: argparse.Namespace) -> tuple[Document, tuple[Found, ...]]:

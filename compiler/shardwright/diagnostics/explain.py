@@ -13,9 +13,9 @@ from shardwright.diagnostics.codes import CODES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeExplanation:
-    """title: the registry's line. example, instead: a ds_config with the fault and without; "" where there is none.
+    """title: the registry's line. example, instead: a file with the fault and without; "" where there is none.
     audience: "" or what `--for` has to say for the example; world_size: 0 or what `--world-size` has to.
-    source: where in DeepSpeed it stands, and the threads of users who met it."""
+    source: where in the engine it stands, and the threads of users who met it."""
 
     code: str
     title: str
@@ -30,8 +30,18 @@ class CodeExplanation:
 
 @functools.cache
 def texts() -> Mapping[str, CodeExplanation]:
-    """Of every code that has more than the registry's line."""
-    file = resources.files("shardwright.diagnostics.codes").joinpath("ds_config.toml")
+    """Of every code about a ds_config that has more than the registry's line."""
+    return _read("ds_config.toml")
+
+
+@functools.cache
+def argument_texts() -> Mapping[str, CodeExplanation]:
+    """The same of Megatron-LM's arguments."""
+    return _read("megatron_args.toml")
+
+
+def _read(name: str) -> dict[str, CodeExplanation]:
+    file = resources.files("shardwright.diagnostics.codes").joinpath(name)
     table: dict[str, dict[str, str | int]] = tomllib.loads(file.read_text("utf-8"))
     return {code: _explanation(code, entry) for code, entry in table.items()}
 
@@ -40,7 +50,7 @@ def explanation(code: str) -> CodeExplanation | None:
     """None where there is no such code."""
     if code not in CODES:
         return None
-    return texts().get(code) or CodeExplanation(code=code, title=CODES[code])
+    return texts().get(code) or argument_texts().get(code) or CodeExplanation(code=code, title=CODES[code])
 
 
 def _explanation(code: str, entry: Mapping[str, str | int]) -> CodeExplanation:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from shardwright.engines.megatron.rules import RULES
 from shardwright.ir.partition import padded_shard_sizes
 from shardwright.layout.axes import AXES
 from shardwright.layout.strategy import Strategy
+from shardwright.lint.megatron.read import read_arguments
+from shardwright.lint.megatron.rules import lint_arguments
 from shardwright.recipe.load import load_recipe
 from shardwright.recipe.schema import properties, recipe_schema
 from shardwright.rules.registry import check_layout
@@ -158,3 +161,76 @@ def test_dropout_is_refused(write_recipe: Callable[..., Path], monkeypatch: pyte
     with pytest.raises(Refusal) as caught:
         compile_recipe(load_recipe(write_recipe({"target": "megatron", "model.config": config})))
     assert [d.code for d in caught.value.diagnostics] == ["SW2054"]
+
+
+def arguments(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str | None, list[str]]:
+    """(megatron_args.sh, the warnings' codes)"""
+    monkeypatch.setattr(proof, "prove", lambda *asked: None)
+    monkeypatch.setattr("shardwright.compile.package_errors", lambda engine: ())
+    made = compile_recipe(load_recipe(recipe))
+    file = made.files.get("megatron_args.sh")
+    return file and file.decode(), [w.code for w in made.warnings]
+
+
+H100 = {"target": "megatron", "cluster": {"nodes": 1, "gpus_per_node": 8, "gpu": "h100-sxm-80gb"}}
+PIPED = {"tensor": 2, "pipeline": 2, "data": 2, "zero_stage": 1, "micro_batch_size": 1, "sequence_parallel": True}
+VIRTUAL = {**PIPED, "virtual_stages": 2, "activation_checkpointing": {"full": 2}}
+LLAMA_3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({}, "--swiglu --disable-bias-linear --group-query-attention --rotary-base --use-distributed-optimizer"),
+        ({"parallelism": VIRTUAL}, "--recompute-num-layers"),
+        ({"model.config": {**SMALL_LLAMA, "model_type": "qwen3", "tie_word_embeddings": True}}, "--qk-layernorm"),
+        ({"model.config": EXPERTS}, "--num-experts --moe-router-topk --sequence-parallel"),
+        (
+            {"model.config": {**SMALL_LLAMA, "rope_parameters": {**LLAMA_3, "original_max_position_embeddings": 8192}}},
+            "--use-rope-scaling --rope-scaling-factor",
+        ),
+    ],
+    ids=["llama", "virtual", "qwen3", "mixtral", "llama3"],
+)  # fmt: skip
+def test_arguments_of_megatrons_own_script(
+    changes: dict[str, Any], wanted: str, write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are options of its parser and stand by the rules of `lint`; a shell reads the file without complaint."""
+    path = write_recipe({**H100, "parallelism": PIPED, **changes})
+    text, warnings = arguments(path, monkeypatch)
+    assert text is not None and "SW2055" not in warnings
+    read = read_arguments("megatron_args.sh", text, 8)
+    assert lint_arguments(read) == ()
+    assert {given.name for given in read.given} >= set(wanted.split())
+    assert read.integer("--pipeline-model-parallel-size") == 2 and read.has("--pipeline-model-parallel-layout")
+    counted = 'source /dev/stdin; echo "${#MEGATRON_ARGS[@]}"'
+    shell = subprocess.run(["bash", "-c", counted], input=text, capture_output=True, text=True)
+    assert int(shell.stdout) == sum(1 + len(given.values) for given in read.given) and not shell.stderr
+    tied = bool(changes.get("model.config", {}).get("tie_word_embeddings"))
+    assert read.has("--untie-embeddings-and-output-weights") != tied
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({**SMALL_LLAMA, "model_type": "gemma", "head_dim": 16}, "scaled by the square root"),
+        ({**SMALL_LLAMA, "rope_parameters": {**LLAMA_3, "original_max_position_embeddings": 32}}, "original_max"),
+        ({**SMALL_LLAMA, "rope_theta": 10000.5}, "rope_theta 10000.5"),
+        ({**SMALL_LLAMA, "hidden_act": "gelu"}, "gelu"),
+    ],
+    ids=["gemma", "llama3", "theta", "gelu"],
+)
+def test_what_its_script_has_no_option_for(
+    config: dict[str, Any], said: str, write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Said in a warning: train.py runs it all the same."""
+    monkeypatch.setattr(proof, "prove", lambda *asked: None)
+    monkeypatch.setattr("shardwright.compile.package_errors", lambda engine: ())
+    made = compile_recipe(load_recipe(write_recipe({**H100, "parallelism": PIPED, "model.config": config})))
+    (told,) = (w for w in made.warnings if w.code == "SW2055")
+    assert "megatron_args.sh" not in made.files and said in told.message
+
+
+def test_cpu_ranks_have_no_arguments_file(write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    text, warnings = arguments(write_recipe({"target": "megatron"}), monkeypatch)
+    assert text is None and "SW2055" not in warnings

@@ -23,4 +23,5 @@ MODEL_CODES: dict[str, str] = {
     "SW2052": "the model computes something else under Megatron-Core",
     "SW2053": "Megatron-Core does not build the ranks that are planned",
     "SW2054": "dropout does not run under Megatron-Core",
+    "SW2055": "Megatron-LM's script has no option for the model",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardwright.engines.engine import Engine, Traits
 from shardwright.engines.megatron.keys import check_keys
+from shardwright.engines.megatron.names import ARGUMENTS_FILE
 from shardwright.engines.megatron.rules import RULES
 
 MEGATRON = Engine(
@@ -14,6 +15,7 @@ MEGATRON = Engine(
     program="deepspeed",  # its launcher starts the ranks
     packages={"megatron-core": ">=0.16.1,<0.17", "deepspeed": ">=0.19.8,<0.20"},
     extra="megatron",
+    artifacts=(ARGUMENTS_FILE,),
     traits=Traits(
         selective_repeats_projections=False,  # arXiv 2205.05198
         fuses_accumulation=True,

@@ -32,6 +32,16 @@ class Family:
     scaled_embedding: bool = False
 
 
+def configuration(document: Mapping[str, Any]) -> Any:
+    """Hugging Face's object: its attributes have names that the document may lack."""
+    from transformers import AutoConfig
+
+    from shardwright.hf.floats import untagged
+
+    whole = dict(untagged(dict(document)))
+    return AutoConfig.for_model(whole.pop("model_type"), **whole)
+
+
 def _activation(name: str) -> Callable[..., Any]:
     from functools import partial
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardwright.diagnostics import Diagnostic, refusal
+from shardwright.engines.megatron.arguments import arguments_file
 from shardwright.ir.json_value import JsonObject
 from shardwright.plan.plan import Plan
 
@@ -14,7 +15,8 @@ def plan_section(plan: Plan) -> JsonObject:
 
 
 def files(plan: Plan, config: JsonObject) -> tuple[dict[str, bytes], tuple[Diagnostic, ...]]:
-    """None: train.py reads plan.json. Raises Refusal where the model does not compute the same: SW2051 to SW2054."""
+    """megatron_args.sh alone, for a script that is not ours: train.py reads plan.json. Raises Refusal where the model
+    does not compute the same: SW2051 to SW2054."""
     if plan.model.dropout > 0:
         raise refusal(
             "SW2054",
@@ -24,4 +26,4 @@ def files(plan: Plan, config: JsonObject) -> tuple[dict[str, bytes], tuple[Diagn
     from shardwright.engines.megatron.proof import prove
 
     prove(plan, config)
-    return {}, ()
+    return arguments_file(plan, config)

@@ -30,15 +30,6 @@ def main() -> None:
     print(json.dumps(found))
 
 
-def _configuration(document: dict[str, Any]) -> Any:
-    from transformers import AutoConfig
-
-    from shardwright.hf.floats import untagged
-
-    whole = dict(untagged(document))
-    return AutoConfig.for_model(whole.pop("model_type"), **whole)
-
-
 def _numbers(document: dict[str, Any]) -> dict[str, Any]:
     import torch
     from megatron.core import parallel_state
@@ -46,12 +37,13 @@ def _numbers(document: dict[str, Any]) -> dict[str, Any]:
     from torch import distributed as dist
 
     from shardwright.engines.megatron.build import build_model, fill, pieces, rotary_of, transformer_config
+    from shardwright.engines.megatron.families import configuration
     from shardwright.hf.shrink import shrink
     from shardwright.hf.task import task_of
     from shardwright.modules.weights import conv1d_names
 
-    whole = _configuration(document)
-    config = _configuration(shrink(whole.to_dict()))
+    whole = configuration(document)
+    config = configuration(shrink(whole.to_dict()))
     torch.manual_seed(0)
     model = task_of(config).build(config, None)
     with torch.no_grad():  # norms and biases begin at ones and zeros, which would hide what is wrong with them
@@ -124,10 +116,11 @@ def _ranks(document: dict[str, Any], plan_document: dict[str, Any]) -> dict[str,
     layers between them."""
     import torch
 
+    from shardwright.engines.megatron.families import configuration
     from shardwright.plan.serialize import plan_from_json
 
     plan = plan_from_json(json.dumps(plan_document))
-    config = _configuration(document)
+    config = configuration(document)
     chosen: dict[Any, int] = {}
     for r in plan.ranks:
         layers = tuple(len(s.layers) for s in plan.stages if s.pipeline_rank == r.pipeline)

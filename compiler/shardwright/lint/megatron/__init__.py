@@ -1,0 +1,1 @@
+"""Rules over an arguments file of Megatron-LM's pretrain_gpt.py."""
