@@ -67,7 +67,7 @@ class Arguments:
 
 @functools.cache
 def options() -> Mapping[str, Known]:
-    """Those of Megatron-LM core_v0.19.0's parser (tools/write_megatron_options.py)."""
+    """Those of Megatron-LM core_v0.19.0's parser (tools/megatron_parser.py)."""
     text = resources.files("shardwright.lint.megatron").joinpath("options.json").read_text("utf-8")
     return {
         name: Known(values=values, kind=kind, choices=tuple(choices))

@@ -135,7 +135,7 @@ def experts_over_the_world(a: Arguments) -> Iterator[Diagnostic]:
 
 
 def experts_without_sequence(a: Arguments) -> Iterator[Diagnostic]:
-    """core/transformer/moe/moe_layer.py:629, in the first forward pass of training."""
+    """megatron/core/transformer/moe/moe_layer.py:629, in the first forward pass of training."""
     tensor = a.integer(TENSOR, 1)
     if not tensor or tensor == 1 or not a.has(EXPERTS) or a.has("--sequence-parallel"):
         return
