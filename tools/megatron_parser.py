@@ -69,7 +69,9 @@ def written(arguments: Any) -> str:
     for action in parser._actions:
         kind = {int: "int", float: "float"}.get(action.type, "text")
         count = 1 if action.nargs is None else action.nargs
-        found |= {name: [count, kind, list(action.choices or [])] for name in action.option_strings}
+        found |= {
+            name: [count, kind, [getattr(c, "name", c) for c in action.choices or ()]] for name in action.option_strings
+        }
     rows = [f"  {json.dumps(n)}: {json.dumps(found[n])}" for n in sorted(found) if n not in ("-h", "--help")]
     return f'{{"megatron_core": "{VERSION}",\n"options": {{\n' + ",\n".join(rows) + "\n}}\n"
 

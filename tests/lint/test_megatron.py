@@ -71,6 +71,7 @@ def test_a_script_is_read_as_a_shell_reads_it() -> None:
         ("--num-layers many", None, ["SW4902"]),
         ("--num-layers=32 --lr 1e-4 --clip-grad -1", None, []),
         ("--lr nan", None, ["SW4902"]),
+        ("--attention-backend flash --exit-signal SIGTERM", None, []),
         ("--bf16 --seq-length 2048 \\\n --num-layerz 3", None, ["SW4901"]),
         ("--my-own-option 3", None, ["SW4901"]),
         ("--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout 'Et|t|t|t|t|t|t|tL' --micro-batch-size 1 "

@@ -55,6 +55,11 @@ PIECES: dict[str, Piece] = {
         speaks_of=("engines/deepspeed", "ir", "layout", "lower", "plan", "rules"),
         areas=("ds-config",),
     ),
+    "megatron-args": Piece(
+        tests=("tests/megatron/test_arguments.py",),
+        speaks_of=("engines/megatron", "ir", "layout", "lint/megatron", "partition", "plan", "rules"),
+        areas=("megatron-args",),
+    ),
     "mutations": Piece(tests=("tests/mutations/test_mutations.py",), speaks_of=("",)),
     "recipes": Piece(tests=("tests/recipes/test_recipes.py",), speaks_of=(*COST, "lower", "plan"), areas=("recipes",)),
     "why-not": Piece(tests=("tests/unit/answers/test_why_not.py",), speaks_of=COST, areas=("why-not",)),

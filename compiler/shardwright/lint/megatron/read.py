@@ -70,7 +70,7 @@ def options() -> Mapping[str, Known]:
     """Those of Megatron-LM core_v0.19.0's parser (tools/megatron_parser.py)."""
     text = resources.files("shardwright.lint.megatron").joinpath("options.json").read_text("utf-8")
     return {
-        name: Known(values=values, kind=kind, choices=tuple(choices))
+        name: Known(values=values, kind=kind, choices=tuple(map(str, choices)))
         for name, (values, kind, choices) in json.loads(text)["options"].items()
     }
 

@@ -1,0 +1,180 @@
+"""megatron_args.sh and the rules of `lint --for megatron` against Megatron-LM's own parser and Megatron-Core."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.compile import compile_recipe
+from shardwright.diagnostics import Refusal
+from shardwright.diagnostics.explain import argument_texts
+from shardwright.engines.megatron import proof
+from shardwright.recipe.load import load_recipe
+from tools.megatron_parser import OPTIONS, ROOT, unpacked
+
+REFUSED = {
+    "SW4921": "should be divisible by vp_size",
+    "SW4922": "The remainder of M",
+    "SW4923": "not divisible by expert_tensor_model_pipeline_parallel size",
+    "SW4924": "sequence parallel",
+}
+"""Code of a layout that the parser lets through -> what Megatron-Core says of it."""
+PARSER = {"SW4901", "SW4902", "SW4911", "SW4913"}
+"""Codes that the parser itself stands for. SW4912 stops the calculator of micro-batches, which comes behind it."""
+SMALLEST: dict[str, str] = {
+    "--num-layers": "32",
+    "--hidden-size": "1024",
+    "--num-attention-heads": "16",
+    "--seq-length": "1024",
+    "--max-position-embeddings": "1024",
+    "--micro-batch-size": "1",
+    "--global-batch-size": "64",
+    "--train-iters": "10",
+    "--lr": "1e-4",
+}
+"""What the parser wants beside any example."""
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "num_hidden_layers": 14,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "intermediate_size": 2816,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
+EXPERTS = {"num_experts_per_tok": 2}
+MODELS: tuple[dict[str, Any], ...] = (
+    LLAMA,
+    {**LLAMA, "model_type": "mistral", "sliding_window": 1024},
+    {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True},
+    {**LLAMA, "model_type": "qwen3", "head_dim": 64},
+    {**LLAMA, "model_type": "mixtral", "num_local_experts": 8, **EXPERTS},
+    {**LLAMA, "model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 512, "head_dim": 64, **EXPERTS},
+    {
+        "model_type": "gpt2",
+        "n_embd": 1024,
+        "n_layer": 14,
+        "n_head": 16,
+        "vocab_size": 50257,
+        "n_positions": 2048,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0),
+    },
+)
+PLANS = 30
+
+
+@pytest.mark.launch
+@pytest.mark.skipif(not importlib.util.find_spec("megatron"), reason="megatron-core is not installed")
+def test_megatron_refuses_what_its_parser_lets_through() -> None:
+    """The example of each rule; what is recommended instead gets further."""
+    script = Path(__file__).with_name("refused_worker.py")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found.keys() == REFUSED.keys()
+    for code, (example, instead) in found.items():
+        assert REFUSED[code] in example, (code, example)
+        assert REFUSED[code] not in instead, (code, instead)
+
+
+def asked(questions: list[dict[str, Any]]) -> list[dict[str, str]]:
+    command = [sys.executable, "-m", "tools.megatron_parser", str(unpacked()), "ask"]
+    text = "".join(json.dumps(question) + "\n" for question in questions)
+    done = subprocess.run(command, input=text, capture_output=True, text=True, cwd=ROOT, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def whole(example: str) -> list[str]:
+    words = shlex.split(example)
+    return [*(word for name, value in SMALLEST.items() if name not in words for word in (name, value)), *words]
+
+
+@pytest.mark.prove
+def test_the_parser_takes_and_refuses_what_the_rules_say(proved: Callable[..., None]) -> None:
+    entries = [e for e in argument_texts().values() if e.example and e.code != "SW4912"]
+    cases = [(e.code, which, e.world_size or 16) for e in entries for which in ("example", "instead")]
+    told = asked(
+        [{"world": world, "args": whole(getattr(argument_texts()[code], which))} for code, which, world in cases]
+    )
+    for (code, which, _), answer in zip(cases, told, strict=True):
+        assert bool(answer) == (which == "example" and code in PARSER), (code, which, answer)
+    assert {e.code for e in entries} == PARSER | REFUSED.keys()
+    proved("megatron-args", "rules", {"examples": len(cases), "let through": len(REFUSED)})
+
+
+@pytest.mark.prove
+def test_the_options_are_those_of_the_parser() -> None:
+    before = OPTIONS.read_text(encoding="utf-8")
+    command = [sys.executable, "-m", "tools.megatron_parser", str(unpacked()), "options"]
+    try:
+        subprocess.run(command, check=True, capture_output=True, cwd=ROOT, timeout=300)
+        assert OPTIONS.read_text(encoding="utf-8") == before
+    finally:
+        OPTIONS.write_text(before, encoding="utf-8")
+
+
+@pytest.mark.prove
+def test_the_parser_takes_random_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proved: Callable[..., None]
+) -> None:
+    """Of the layouts that the rules allow, at their world size."""
+    monkeypatch.setattr(proof, "prove", lambda *asked: None)
+    draw, questions = random.Random(17), list[dict[str, Any]]()
+    while len(questions) < PLANS:
+        document = random_recipe(draw)
+        (tmp_path / "recipe.yaml").write_text(json.dumps(document))
+        try:
+            made = compile_recipe(load_recipe(tmp_path / "recipe.yaml"))
+        except Refusal:
+            continue
+        text = made.files["megatron_args.sh"].decode()
+        body = text.partition("MEGATRON_ARGS=(\n")[2].rpartition(")")[0]
+        words = [word for line in body.splitlines() for word in shlex.split(line, comments=True)]
+        questions.append({"world": made.plan.strategy.world_size, "args": words})
+    answers = asked(questions)
+    assert answers == [{}] * PLANS, [(q, a) for q, a in zip(questions, answers, strict=True) if a]
+    worlds = sorted({q["world"] for q in questions})
+    proved("megatron-args", "plans", {"accepted": len(answers), "smallest": worlds[0], "largest": worlds[-1]})
+
+
+def random_recipe(draw: random.Random) -> dict[str, Any]:
+    nodes, virtual = draw.choice((1, 2, 16)), draw.choice((1, 1, 2))
+    tensor, pipeline = draw.choice((1, 2, 4, 8)), draw.choice((1, 2, 4))
+    scheduler = {"name": "cosine", "warmup_steps": 10, "min_lr": 0}
+    return {
+        "version": 1,
+        "name": "random",
+        "target": "megatron",
+        "model": {"config": draw.choice(MODELS), "weights": "random"},
+        "cluster": {"nodes": nodes, "gpus_per_node": 8, "gpu": "h100-sxm-80gb"},
+        "training": {
+            "sequence_length": 1024,
+            "global_batch_size": 512,
+            "steps": 100,
+            "precision": draw.choice(("bf16", "bf16", "fp32")),
+            "optimizer": {"name": "adamw", "lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+            "scheduler": draw.choice((scheduler, {**scheduler, "name": "wsd", "decay_steps": 20})),
+        },
+        "data": {"kind": "synthetic"},
+        "parallelism": {
+            "tensor": tensor,
+            "pipeline": pipeline,
+            "data": nodes * 8 // (tensor * pipeline) or 1,
+            "zero_stage": draw.choice((0, 1)),
+            "micro_batch_size": draw.choice((1, 2)),
+            "activation_checkpointing": draw.choice(("none", "selective", "full", {"full": 2})),
+            "sequence_parallel": tensor > 1 and draw.random() < 0.7,
+            "virtual_stages": virtual if pipeline > 1 else 1,
+        },
+    }
