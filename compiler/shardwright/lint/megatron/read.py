@@ -33,7 +33,7 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class GivenOption:
     """values: with None for one that a variable of elsewhere stands for."""
 
     name: str
@@ -45,11 +45,11 @@ class Given:
 class Arguments:
     """given: in the order of the file. source: the text to show."""
 
-    given: tuple[Given, ...]
+    given: tuple[GivenOption, ...]
     source: Source
     world_size: int | None
 
-    def last(self, name: str) -> Given | None:
+    def last(self, name: str) -> GivenOption | None:
         """argparse takes the last of several."""
         return next((g for g in reversed(self.given) if g.name == name), None)
 
@@ -77,7 +77,7 @@ def options() -> Mapping[str, Known]:
 
 def read_arguments(name: str, text: str, world_size: int | None) -> Arguments:
     lines = LineOffsets(name, text)
-    given: list[Given] = []
+    given: list[GivenOption] = []
     words = list(_words(text))
     at = 0
     while at < len(words):
@@ -93,7 +93,7 @@ def read_arguments(name: str, text: str, world_size: int | None) -> Arguments:
         known = options().get(option)
         if known is not None and isinstance(known.values, int):  # what follows belongs to something else
             values = values[: known.values]
-        given.append(Given(name=option, values=tuple(values), place=lines.at(start, end)))
+        given.append(GivenOption(name=option, values=tuple(values), place=lines.at(start, end)))
     return Arguments(given=tuple(given), source=Source(file=name, texts={name: text}), world_size=world_size)
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from shardwright.diagnostics import Diagnostic, Location, Severity, found
-from shardwright.lint.megatron.read import Arguments, Given, options
+from shardwright.lint.megatron.read import Arguments, GivenOption, options
 
 Check = Callable[[Arguments], Iterator[Diagnostic]]
 TENSOR, PIPELINE, CONTEXT = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
@@ -202,5 +202,5 @@ def _stages(text: str, pipeline: int) -> int:
 
 def _place(a: Arguments, *names: str) -> Location:
     """Of the first option of these that the file has."""
-    given: Given | None = next((g for name in names if (g := a.last(name)) is not None), None)
+    given: GivenOption | None = next((g for name in names if (g := a.last(name)) is not None), None)
     return given.place if given else Location(file=a.source.file, line=1, column=1)
