@@ -16,7 +16,7 @@ from shardwright.cost.layout import Layout
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph, hash_of_config
-from shardwright.ir.recipe import DataSection, Recipe
+from shardwright.ir.recipe import DataSection, Recipe, with_kernels
 from shardwright.layout.estimate import Estimate
 from shardwright.layout.problem import Problem
 from shardwright.plan.build import accumulation_dtype, canonical_hash
@@ -84,7 +84,7 @@ def _recipe(folder: Path, plan: Plan) -> Recipe:
         dtype = plan.training.gradient_accumulation_dtype
         training = dataclasses.replace(training, gradient_accumulation_dtype=dtype)
     return dataclasses.replace(
-        recipe,
+        with_kernels(recipe, plan.model.kernels),
         training=training,
         cluster=dataclasses.replace(recipe.cluster, nodes=plan.nodes),
         checkpoint=dataclasses.replace(recipe.checkpoint, every_steps=plan.checkpoint.every_steps),

@@ -106,6 +106,7 @@ class Case:
     pretrained: bool = False
     offload: str = "none"
     loss: str = "auto"
+    kernels: str = "hf"
     lora_rank: int = 0
     lora_dropout: float = 0.0
     nodes: int = 1
@@ -129,7 +130,7 @@ def recipe(case: Case, folder: Path) -> dict[str, Any]:
     model: dict[str, Any] = {"config": MODELS[case.model], "weights": "random"}
     if case.pretrained:
         model = {"source": "./weights", "weights": "pretrained"}
-    model["loss"] = case.loss
+    model |= {"loss": case.loss, "kernels": case.kernels}
     return {
         "version": 1,
         "name": "parity",

@@ -14,7 +14,7 @@ from shardwright.diagnostics.codes import CODES
 from shardwright.engines.megatron.keys import REFUSED, RUNS
 from shardwright.engines.table import ENGINES
 from shardwright.ir.lora import LoraSection
-from shardwright.ir.recipe import DataSection, Recipe
+from shardwright.ir.recipe import DataSection, Recipe, with_kernels
 from shardwright.ir.words import PartialCheckpointing
 from shardwright.layout.rule import Candidate, Rule
 from shardwright.layout.strategy import Strategy
@@ -158,6 +158,8 @@ def recipes() -> tuple[Recipe, ...]:
     return (
         plain,
         dataclasses.replace(single, model=dataclasses.replace(single.model, attention="flash_attention_2")),
+        with_kernels(plain, "compile"),
+        dataclasses.replace(plain, model=dataclasses.replace(plain.model, kernels="liger")),
         dataclasses.replace(plain, data=TEXT),
         dataclasses.replace(plain, lora=LoraSection(rank=8, alpha=16.0, dropout=0.0, target_modules=("c_attn",))),
         dataclasses.replace(plain, extra={"wall_clock_breakdown": True}),

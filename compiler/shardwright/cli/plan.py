@@ -170,10 +170,11 @@ def _object(
 ) -> dict[str, JsonValue]:
     from shardwright.cli.estimate import estimate_object
     from shardwright.search.compare import binding_constraint, lost_regions, pareto_front
+    from shardwright.search.kernels import chosen_kernels
     from shardwright.search.set_aside import set_aside
     from shardwright.search.sums import short_sums
 
-    recipe, sums = problem.recipe, short_sums(problem)
+    recipe, sums, kernels = problem.recipe, short_sums(problem), chosen_kernels(problem)
     found: dict[str, JsonValue] = {
         "recipe": path,
         "plans": [estimate_object(path, row.estimate) for row in rows],
@@ -185,6 +186,7 @@ def _object(
         "measured_error": _measured_error(result),
         "set_aside": [dataclasses.asdict(each) for each in set_aside(recipe, result.ranked)],
         "short_sums": None if sums is None else dataclasses.asdict(sums),
+        "kernels": None if kernels is None else dataclasses.asdict(kernels),
         "search_seconds": result.seconds,
     }
     if sizing is not None:
@@ -229,6 +231,7 @@ def page_lines(
     """What `plan` prints, without a line end. rows: of ranked_rows; batch: of other_batch; larger: of larger_batch."""
     from shardwright.cli.plan_table import error_notes, table
     from shardwright.search.compare import binding_constraint, lost_regions, pareto_front
+    from shardwright.search.kernels import chosen_kernels
     from shardwright.search.set_aside import set_aside, set_aside_words
     from shardwright.search.sums import short_sums
 
@@ -245,6 +248,8 @@ def page_lines(
         ]
         sums = short_sums(problem)
         lines += [] if sums is None else [sums.words()]
+        kernels = chosen_kernels(problem)
+        lines += [] if kernels is None else [kernels.words()]
         lines += [f"set aside: {set_aside_words(each)}" for each in set_aside(recipe, result.ranked)]
     if sizing is not None:
         days = f"{sizing.days:.3g} days of at most {sizing.days_at_most:g}"

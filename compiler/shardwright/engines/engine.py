@@ -51,6 +51,7 @@ class Engine:
         run reads as data.
     rules: code -> what it does not run. check_extra: what it does not take of the recipe's `extra`.
     axes: keys of a layout, beyond those of every engine, that it has.
+    compiles_layers: whether it runs `model.kernels: compile`.
     pads_vocabulary: to a multiple of the tensor ranks; the last ones have fewer tokens.
     """
 
@@ -68,6 +69,7 @@ class Engine:
     rules: Mapping[str, Rule] = field(default_factory=dict)
     check_extra: Callable[[Recipe], tuple[Diagnostic, ...]] = lambda recipe: ()
     axes: frozenset[str] = frozenset()
+    compiles_layers: bool = False
     pads_vocabulary: bool = False
 
 

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from shardwright.diagnostics import KeyPath, Source
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.lora import LoraSection
 from shardwright.ir.measured import MeasuredFile
-from shardwright.ir.words import Checkpointing, Loss, Objective, Offload, PartialCheckpointing, Precision, Schedule
+from shardwright.ir.words import (
+    Checkpointing,
+    Kernels,
+    Loss,
+    Objective,
+    Offload,
+    PartialCheckpointing,
+    Precision,
+    Schedule,
+)
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Of a precision or an accumulation type."""
@@ -26,6 +35,7 @@ class ModelSection:
     weights: str  # pretrained | random
     attention: str  # auto | sdpa | eager | flash_attention_2
     loss: Loss | Literal["auto"]
+    kernels: Kernels | Literal["auto", "liger"] = "hf"
     trust_remote_code: str | None = None  # the same as source, or None: code of the model's own never runs
 
 
@@ -311,6 +321,11 @@ class Recipe:
     document: JsonObject
     source: Source
 
+    @property
+    def prices_own_run(self) -> bool:
+        """Whether what an estimate prices is a run of this project, not one that others published."""
+        return self.assume.kernels == "auto" or self.model.kernels == "compile"
+
     def data_parts(self) -> tuple[tuple[KeyPath, DataSection], ...]:
         """Each data set of one kind, training and validation, with where it stands."""
         held_out = None if self.validation is None else self.validation.data
@@ -325,3 +340,11 @@ class Recipe:
     def tokenized(self) -> tuple[tuple[KeyPath, DataSection], ...]:
         """Those of them that need a tokenizer."""
         return tuple((key, part) for key, part in self.data_parts() if part.kind in TOKENIZED_KINDS)
+
+
+def with_kernels(recipe: Recipe, kernels: Kernels) -> Recipe:
+    """model.kernels as it is settled. `compile` is priced as `assume.kernels: compiled`."""
+    assumed = recipe.assume.kernels
+    if assumed in ("auto", "compiled"):
+        assumed = "compiled" if kernels == "compile" else "auto"
+    return replace(recipe, model=replace(recipe.model, kernels=kernels), assume=replace(recipe.assume, kernels=assumed))

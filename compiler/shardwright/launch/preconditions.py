@@ -13,7 +13,7 @@ from shardwright.diagnostics import Diagnostic, Refusal, found
 from shardwright.engines.table import engine_of
 from shardwright.ir.recipe import FLASH
 from shardwright.launchers.table import LAUNCHERS
-from shardwright.optional_packages import missing_flash_attention, missing_peft
+from shardwright.optional_packages import missing_compiler, missing_flash_attention, missing_peft
 from shardwright.plan.hosts import SAFE_UNQUOTED, read_hosts
 from shardwright.plan.plan import Plan
 from shardwright.safe_read import read_regular_text
@@ -75,6 +75,8 @@ def _obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[Diag
     if plan.lora is not None and (absent := missing_peft()):
         yield absent
     if plan.model.attention == FLASH and (absent := missing_flash_attention()):
+        yield absent
+    if plan.model.kernels == "compile" and (absent := missing_compiler(is_cpu=plan.is_cpu)):
         yield absent
     if plan.is_cpu and plan.training.precision == "fp16":
         help = "Set training.precision to bf16 or fp32 and compile again; fp16 plans run on GPUs."

@@ -91,6 +91,12 @@ def proved_chunked(model_type: str) -> bool:
     return model_type in _chunked_types()
 
 
+@functools.cache
+def compiled_types() -> frozenset[str]:
+    """Types whose decoder layers train under torch.compile as without: tests/parity/test_compiled.py."""
+    return frozenset(json.loads(_text("compile_proved.json")))
+
+
 def nearest_types(text: str, names: Iterable[str], cutoff: float = 0.6) -> tuple[str, ...]:
     """Up to three of `names` that `text` may mean, the nearest first: "Llama-3", "MistralForCausalLM", "gpt-neo".
 

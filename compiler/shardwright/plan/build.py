@@ -153,6 +153,7 @@ def _model(
         revision=None if weights is None else weights.revision,
         attention=graph.attention,
         loss=strategy.loss,
+        kernels="compile" if recipe.model.kernels == "compile" else "hf",
         shared_parameters=tuple(p.name for p in graph.layers[0].parameters if p in graph.layers[-1].parameters),
         cut=graph.cut,
         embedding_modules=_modules(graph, graph.layers[0]),

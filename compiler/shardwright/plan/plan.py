@@ -24,7 +24,7 @@ from shardwright.ir.recipe import (
     TrainingRecord,
     ValidationSection,
 )
-from shardwright.ir.words import Loss
+from shardwright.ir.words import Kernels, Loss
 from shardwright.layout.axes import coordinates
 from shardwright.layout.estimate import Memory, Time, Training
 from shardwright.layout.strategy import Strategy
@@ -65,6 +65,7 @@ class PlanModel:
     vocabulary_size: int
     dropout: float
     own_code: OwnCode | None = None
+    kernels: Kernels = "hf"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

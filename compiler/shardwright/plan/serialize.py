@@ -14,13 +14,16 @@ from shardwright.safe_read import parse_json
 
 def plan_to_json(plan: Plan) -> str:
     """The text of plan.json: field order, one-space indent, a final newline. A rank's place among context ranks stands
-    where there are several, and the modules of experts where ranks share them out."""
+    where there are several, the modules of experts where ranks share them out, and `kernels` where they are not Hugging
+    Face's."""
     document = dataclasses.asdict(plan)
     if plan.strategy.context == 1:
         for rank in document["ranks"]:
             del rank["context"]
     if not plan.experts:
         del document["experts"]
+    if plan.model.kernels == "hf":
+        del document["model"]["kernels"]
     return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
 
 

@@ -12,7 +12,7 @@ from typing import cast
 from shardwright.diagnostics import Refusal, Source
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.ir.measured import MeasuredFile
-from shardwright.ir.recipe import Recipe
+from shardwright.ir.recipe import Recipe, with_kernels
 from shardwright.layout.axes import AXES
 from shardwright.recipe.measured import document_entry, read_measured
 from shardwright.recipe.paths import absolute, absolute_data_path, is_folder
@@ -35,6 +35,8 @@ def decide(document: JsonObject) -> JsonObject:
     model = dict(cast(JsonObject, document["model"]))
     if model["weights"] == "auto":
         model["weights"] = "random" if model["source"] is None else "pretrained"
+    if model.get("kernels") == "hf":  # said or left out, it is the same recipe
+        del model["kernels"]
     decided["model"] = model
     for section in ("data", "validation"):
         if decided.get(section) is not None:
@@ -76,7 +78,8 @@ def build(document: JsonObject, directory: str, source: Source) -> Recipe:
             settled[key] = settle(dict(cast(JsonObject, document[key])), directory)
     settled["cluster"] = {k: v for k, v in cast(JsonObject, settled["cluster"]).items() if k != "measured"}
     recipe = read_record(Recipe, settled, directory=directory, document=document, source=source)
-    return dataclasses.replace(recipe, cluster=dataclasses.replace(recipe.cluster, measured=measured))
+    recipe = dataclasses.replace(recipe, cluster=dataclasses.replace(recipe.cluster, measured=measured))
+    return with_kernels(recipe, "compile") if recipe.model.kernels == "compile" else recipe
 
 
 def _with_measured(document: JsonObject, directory: str, source: Source) -> tuple[JsonObject, MeasuredFile | None]:

@@ -33,6 +33,13 @@ def _beyond_engine(axis: Axis, recipe: Recipe) -> Value | None:
 LATER = "`shardwright estimate` and `shardwright plan` read it already."
 UNKNOWN = "This version has no numbers for it either."
 
+
+def _assumed_kernels(recipe: Recipe) -> str:
+    """`compiled` is what `model.kernels: compile` runs."""
+    assumed = recipe.assume.kernels
+    return "auto" if assumed == "compiled" and recipe.model.kernels == "compile" else assumed
+
+
 LARGEST_WORLD = 65536
 """Ranks that a plan.json can sensibly list: four times the largest published training."""
 
@@ -43,10 +50,11 @@ EXECUTABLE: tuple[Limit, ...] = (
             key=("assume", key),
             value=value,
             allowed=allowed,
-            help="Remove it: `assume` changes what an estimate predicts, not what a run does.",
+            help="Remove it: `assume` changes what an estimate predicts, not what a run does."
+            + (" `model.kernels: compile` runs what `compiled` assumes." if key == "kernels" else ""),
         )
         for key, value, allowed in (
-            ("kernels", lambda r: r.assume.kernels, ("auto", "hf")),
+            ("kernels", _assumed_kernels, ("auto", "hf")),
             ("mfu", lambda r: r.assume.mfu, (None,)),
             ("ignore_memory", lambda r: r.assume.ignore_memory, (False,)),
         )

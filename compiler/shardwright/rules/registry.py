@@ -10,7 +10,7 @@ from shardwright.layout.axes import rank_axes
 from shardwright.layout.problem import Problem
 from shardwright.layout.rule import Candidate, Rule, rule
 from shardwright.layout.strategy import Strategy
-from shardwright.rules import attention, context, expert, layout, lora, offload
+from shardwright.rules import attention, context, expert, kernels, layout, lora, offload
 
 _DEGREES = [axis.name for axis in rank_axes()]
 
@@ -57,6 +57,18 @@ RUNTIME_RULES: dict[str, Rule] = {
     "SW3147": rule(expert.model_type, "expert"),
     "SW3148": rule(expert.dropout, "expert"),
     "SW3149": rule(expert.lora, "expert"),
+    "SW3161": rule(kernels.compiled_model),
+    "SW3162": rule(
+        kernels.compiled_layout,
+        "tensor",
+        "context",
+        "expert",
+        "schedule",
+        "zero_stage",
+        "activation_checkpointing",
+        "offload",
+    ),
+    "SW3163": rule(kernels.liger),
     "SW3119": rule(layout.fp16_on_cpu),
     "SW3120": rule(layout.zero_3_slow_links, "zero_stage"),
 }

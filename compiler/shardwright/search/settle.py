@@ -86,7 +86,7 @@ def place(problem: Problem, strategy: Strategy, constants: Constants | None = No
 
 def _may_chunk(recipe: Recipe, graph: ModelGraph, strategy: Strategy, memory: Memory) -> bool:
     """`loss: auto` makes the head's product once more only for memory that is asked for or needed (decision 018)."""
-    own = ENGINES[recipe.target].traits.chunked_loss and recipe.assume.kernels == "auto"
+    own = ENGINES[recipe.target].traits.chunked_loss and recipe.prices_own_run
     unsettled = recipe.model.loss == "auto" and strategy.loss == "full"
     wanted = recipe.objective == "memory" or not memory.fits
     return own and unsettled and wanted and proved_chunked(graph.model_type)

@@ -39,6 +39,7 @@ BEYOND: dict[str, dict[str, Any]] = {
         "training.gradient_accumulation_dtype": "bf16",
     },
     "model.loss": {"model.loss": "chunked"},
+    "model.kernels": {"model.kernels": "compile"},
     "model.attention": {"model.attention": "flash_attention_2", "training.precision": "bf16"},
     "lora": {"lora": {"rank": 4}},
     "extra": {"extra": {"memory_breakdown": True}},

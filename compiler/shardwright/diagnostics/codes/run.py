@@ -10,6 +10,7 @@ RUN_CODES: dict[str, str] = {
     "SW6007": "the pretrained weights are not where the plan says",
     "SW6008": "the model's own code is not what was compiled",
     "SW6009": "flash attention needs flash-attn",
+    "SW6013": "torch.compile needs a compiler",
     "SW6010": "a file of the compiled folder was edited",
     "SW6011": "hosts with different plans, files or data",
     "SW6012": "values of launch.env_from that did not reach a host",

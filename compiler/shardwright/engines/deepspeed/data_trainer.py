@@ -15,6 +15,7 @@ from shardwright.engines.deepspeed.base import DeepSpeedTrainer, causal_loss
 from shardwright.engines.deepspeed.secondary import secondary_group
 from shardwright.engines.protocol import StepResult
 from shardwright.modules.batches import HeldOut, MicroBatch
+from shardwright.modules.compiled import compile_as_planned
 from shardwright.modules.expert.spread import ExpertSpreader, own_splits
 from shardwright.modules.loss import ChunkedLoss, compute_loss_inside, micro_batch_loss
 from shardwright.modules.materialize import Filler
@@ -36,6 +37,7 @@ class DataTrainer(DeepSpeedTrainer):
         self.grid = PipelineParallelGrid(topology=topology)
         self.secondary_group = secondary_group(plan)
         self._cut_and_fill(model, config, filler, experts)
+        compile_as_planned(model, plan)
         recompute_as_planned(model, plan)
         self.loss_fn = causal_loss(plan, self.grid)
         if isinstance(self.loss_fn, ChunkedLoss):

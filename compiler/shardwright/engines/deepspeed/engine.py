@@ -29,4 +29,5 @@ DEEPSPEED = Engine(
     rules=RULES,
     check_extra=check_extra,
     axes=frozenset({"context", "expert"}),
+    compiles_layers=True,
 )

@@ -20,6 +20,7 @@ from shardwright.hf.adapters import adapt
 from shardwright.hf.skeleton import Skeleton, State
 from shardwright.hf.tail import Tail
 from shardwright.ir.partition import ModuleSplit
+from shardwright.modules.compiled import compile_as_planned
 from shardwright.modules.context.ranks import CONTEXT
 from shardwright.modules.expert.spread import ExpertSpreader, own_splits
 from shardwright.modules.materialize import Filler
@@ -51,6 +52,7 @@ class StageModel:
             self.experts.cut(layer)
             self._cut([m for m in self._splits if m.module.startswith(layer + ".")])
             self.experts.dispatch(layer)
+            compile_as_planned(model, plan, [layer])
             recompute_as_planned(model, plan, [layer])
             return [layer]
         modules = plan.model.embedding_modules if layer == "embedding" else plan.model.head_modules

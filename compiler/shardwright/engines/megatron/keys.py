@@ -36,6 +36,9 @@ REFUSED: Mapping[str, Key] = {
     "model.loss": Key(
         value=lambda r: r.model.loss, allowed=("auto", "full"), why="its head gives the logits of a whole micro-batch"
     ),
+    "model.kernels": Key(
+        value=lambda r: r.model.kernels, allowed=("hf", "auto"), why="its layers are Megatron-Core's own modules"
+    ),
     "model.attention": Key(
         value=lambda r: r.model.attention,
         allowed=("auto", "eager", "sdpa"),

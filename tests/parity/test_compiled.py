@@ -1,0 +1,44 @@
+"""`kernels: compile` trains as one plain process without torch.compile, and its layers are compiled indeed; many in one
+launch. The types here are those of model/compile_proved.json."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from shardwright.model.support import compiled_types
+from tests.parity.harness import BF16_RELATIVE, LOSS_ABSOLUTE, MODELS, NORM_RELATIVE, Case
+from tests.parity.launched import launched
+
+pytestmark = pytest.mark.launch
+
+COMPILED = Case(model="llama", kernels="compile")
+ONE: dict[str, Case] = {
+    "llama": COMPILED,
+    "llama-full": dataclasses.replace(COMPILED, checkpointing="full"),
+    "llama-partial-chunked": dataclasses.replace(COMPILED, checkpointing={"full": 2}, loss="chunked"),
+    "llama-bf16": dataclasses.replace(COMPILED, precision="bf16"),
+    "gpt2": dataclasses.replace(COMPILED, model="gpt2-plain"),
+    "llama-hf": dataclasses.replace(COMPILED, kernels="hf"),
+}
+TWO: dict[str, Case] = {
+    "llama-dp2-zero2": dataclasses.replace(COMPILED, data=2, zero_stage=2),
+    "llama-pp2-full": dataclasses.replace(COMPILED, pipeline=2, checkpointing="full"),
+    "gpt2-pp2": dataclasses.replace(COMPILED, model="gpt2-plain", pipeline=2),
+    "gpt2-dp2-zero1": dataclasses.replace(COMPILED, model="gpt2-plain", data=2),
+}
+
+
+@pytest.mark.parametrize("cases", [ONE, TWO], ids=["one-rank", "two-ranks"])
+def test_compiled_layers_train_as_one_plain_process(cases: dict[str, Case], tmp_path: Path) -> None:
+    for name, figures in launched(cases, tmp_path, "compiled_worker.py").items():
+        half = cases[name].precision == "bf16"
+        assert figures["loss"] <= (BF16_RELATIVE if half else LOSS_ABSOLUTE), (name, figures)
+        assert half or figures["norm"] <= NORM_RELATIVE, (name, figures)
+
+
+def test_each_type_is_among_the_cases() -> None:
+    cases = (*ONE.values(), *TWO.values())
+    assert compiled_types() == {MODELS[case.model]["model_type"] for case in cases if case.kernels == "compile"}

@@ -1,0 +1,82 @@
+"""model.kernels: auto takes torch.compile where it is proved and faster. It is priced as assume.kernels: compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.compile import size_recipe
+from shardwright.ir.json_value import JsonValue
+from shardwright.ir.recipe import Recipe
+from shardwright.recipe.load import load_recipe
+from shardwright.rules.executable import check_executable
+from shardwright.search.kernels import chosen_kernels
+from shardwright.search.search import search
+from tests.unit.model.factory import SMALL_LLAMA
+
+MAMBA: dict[str, JsonValue] = {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 259}
+
+
+def recipe(folder: Path, config: dict[str, JsonValue] = SMALL_LLAMA, **model: object) -> Recipe:
+    document: dict[str, Any] = {
+        "version": 1,
+        "name": "kernels",
+        "model": {"config": config, "weights": "random", **model},
+        "cluster": {"nodes": 1, "gpus_per_node": 8, "gpu": "h100-sxm-80gb"},
+        "training": {"sequence_length": 128, "global_batch_size": 16, "steps": 10},
+        "data": {"kind": "synthetic"},
+    }
+    if "assume" in model:
+        document["assume"] = document["model"].pop("assume")
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(document))
+    return load_recipe(path)
+
+
+def test_auto_takes_what_is_faster(tmp_path: Path) -> None:
+    problem, _ = size_recipe(recipe(tmp_path, kernels="auto"))
+    found = chosen_kernels(problem)
+    assert found is not None and found.kernels == problem.recipe.model.kernels == "compile"
+    assert found.other_seconds is not None and found.seconds < found.other_seconds
+    assert f"{found.other_seconds:.3g} s with hf" in found.words()
+    plain, _ = size_recipe(recipe(tmp_path))
+    assert search(plain).ranked[0].time.step_seconds == found.other_seconds and chosen_kernels(plain) is None
+
+
+def test_auto_takes_what_is_proved(tmp_path: Path) -> None:
+    problem, _ = size_recipe(recipe(tmp_path, MAMBA, kernels="auto"))
+    found = chosen_kernels(problem)
+    assert found is not None and found.kernels == problem.recipe.model.kernels == "hf"
+    assert found.other_seconds is None and "no layout runs with compile" in found.words()
+    assert problem.recipe.assume.kernels == "auto"
+
+
+def test_auto_takes_what_the_engine_runs(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    recipe(tmp_path, kernels="auto")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"target": "megatron"}))
+    problem, _ = size_recipe(load_recipe(path))
+    assert problem.recipe.model.kernels == "hf" and search(problem).ranked
+
+
+def test_what_is_assumed_and_what_runs_is_one_thing(tmp_path: Path) -> None:
+    runs, assumed = recipe(tmp_path, kernels="compile"), recipe(tmp_path, assume={"kernels": "compiled"})
+    times = {}
+    for name, each in (("runs", runs), ("assumed", assumed)):
+        problem, _ = size_recipe(each)
+        times[name] = {e.strategy: (e.time, e.memory) for e in search(problem).ranked}
+    assert times["runs"] and all(times["assumed"][s] == found for s, found in times["runs"].items())
+    assert check_executable(runs) == ()
+    (refused,) = check_executable(assumed)
+    assert refused.code == "SW1914" and "model.kernels: compile" in refused.help
+
+
+@pytest.mark.parametrize("kernels", ["hf", "compile"])
+def test_a_recipe_that_says_the_default_is_the_same_recipe(kernels: str, tmp_path: Path) -> None:
+    said, left_out = recipe(tmp_path, kernels=kernels), recipe(tmp_path)
+    assert (said.document == left_out.document) == (kernels == "hf")
+    assert dataclasses.replace(said.model, kernels="hf") == left_out.model
