@@ -18,6 +18,7 @@ import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwright.engines.deepspeed.pipeline import build_pipeline
+from shardwright.modules.expert.spread import ExpertSpreader
 from shardwright.modules.materialize import Filler
 from shardwright.modules.weight_files import WeightFiles
 from shardwright.modules.weights import conv1d_to_linear, open_model
@@ -54,7 +55,9 @@ def main() -> None:
     model, weights = open_model(plan, folder, resumes=False)
     splits = {p.name: p for module in plan.tensor_parallel.modules for p in module.parameters}
     filler = Filler(model, weights, splits, conv1d_to_linear(model), plan.ranks[rank].tensor)
-    module = build_pipeline(model, plan, lambda *a: None, torch.device("cpu"), torch.float32, filler)
+    module = build_pipeline(
+        model, plan, lambda *a: None, torch.device("cpu"), torch.float32, filler, ExpertSpreader(model)
+    )
     held = sum(p.numel() * p.element_size() for p in module.parameters())
     assert isinstance(weights, WeightFiles)
     print(json.dumps({"held": held, "peak": peak.bytes - before, "read": weights.read_bytes}))

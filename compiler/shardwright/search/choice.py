@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from statistics import NormalDist
 
 from shardwright.cost.constants import default_constants
@@ -25,8 +26,10 @@ def chance_of_fitting(recipe: Recipe, memory: Memory) -> float:
 
 
 def expected_seconds(recipe: Recipe, estimate: Estimate) -> float:
-    """Of a step, over the chance of fitting; that of a layout which leaves memory_headroom free is 1."""
-    return estimate.time.step_seconds / min(1.0, chance_of_fitting(recipe, estimate.memory) / SURE)
+    """Of a step, over the chance of fitting; that of a layout which leaves memory_headroom free is 1. Infinite where
+    there is no chance."""
+    chance = chance_of_fitting(recipe, estimate.memory)
+    return estimate.time.step_seconds / min(1.0, chance / SURE) if chance else math.inf
 
 
 def weighed_seconds(recipe: Recipe, estimate: Estimate) -> float:

@@ -54,6 +54,14 @@ def test_the_chance_of_fitting() -> None:
     assert expected_seconds(pinned, taking(some, 1.0, 0.999)) == 1.0
 
 
+def test_what_cannot_fit_at_all_is_still_ranked() -> None:
+    recipe = recipe_of()
+    some = ranked_of(recipe)[0]
+    beyond = taking(some, 1.0, 100.0)
+    assert chance_of_fitting(recipe, beyond.memory) == 0 and expected_seconds(recipe, beyond) == float("inf")
+    assert in_order(recipe, beyond, some) == (some, beyond)
+
+
 def test_headroom_is_a_price_and_no_wall() -> None:
     recipe = recipe_of()
     plain = find(ranked_of(recipe), pipeline=1, tensor=1)
