@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from shardwright.ir.apart import apart, series_apart, weights_apart
 from tests import warm
 from tests.figures import lines_apart
+from tests.parity.balance import add_balance
 from tests.parity.reference import Reference, initial_model, token_rows, train
 
 LLAMA: dict[str, Any] = {
@@ -74,6 +75,23 @@ MODELS = {
         "moe_intermediate_size": 48,
         "mlp_only_layers": [0, 1],
     },
+    "deepseek_v3": {
+        **LLAMA,
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 48,
+        "first_k_dense_replace": 1,
+    },
     # A soft cap on the logits, a divisor, a factor.
     "gemma2": {**LLAMA, "model_type": "gemma2", "head_dim": 16, "final_logit_softcapping": 0.5},
     "granite": {**LLAMA, "model_type": "granite", "logits_scaling": 4.0},
@@ -116,6 +134,7 @@ class Case:
     sequence_parallel: bool = False
     virtual_stages: int = 1
     target: str = "deepspeed"
+    balance: float = 0.0
 
     @property
     def world(self) -> int:
@@ -131,6 +150,8 @@ def recipe(case: Case, folder: Path) -> dict[str, Any]:
     if case.pretrained:
         model = {"source": "./weights", "weights": "pretrained"}
     model |= {"loss": case.loss, "kernels": case.kernels}
+    if case.balance:
+        model["router_aux_loss"] = case.balance
     return {
         "version": 1,
         "name": "parity",
@@ -243,6 +264,8 @@ def check_live_split(folder: Path) -> None:
 def reference(case: Case, tokens: np.ndarray, dtype: torch.dtype = torch.float32) -> Reference:
     model = initial_model(MODELS[case.model], SEED)
     blocks = [token_rows(tokens, k, case.batch) for k in range(1, STEPS + 1)]
+    if case.balance:
+        add_balance(model, case.balance)
     if case.lora_rank:
         model = with_adapters(model, case)
     if case.lora_dropout:

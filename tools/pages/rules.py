@@ -155,6 +155,7 @@ def recipes() -> tuple[Recipe, ...]:
     training = {"sequence_length": 1024, "global_batch_size": 64}
     plain = recipe_of(cluster=cluster, training=training)
     single = recipe_of(cluster=cluster, training={**training, "precision": "fp32"})
+    half = recipe_of(cluster={**cluster, "gpu": "cpu"}, training={**training, "precision": "fp16"})
     return (
         plain,
         dataclasses.replace(single, model=dataclasses.replace(single.model, attention="flash_attention_2")),
@@ -166,6 +167,6 @@ def recipes() -> tuple[Recipe, ...]:
         recipe_of(cluster=cluster, training={**training, "sequence_length": 262_144}),
         recipe_of(cluster=cluster, training={**training, "gradient_accumulation_dtype": "bf16"}),
         recipe_of(cluster={**cluster, "gpu": "v100-sxm2-32gb"}, training=training),
-        recipe_of(cluster={**cluster, "gpu": "cpu"}, training={**training, "precision": "fp16"}),
+        dataclasses.replace(half, model=dataclasses.replace(half.model, router_aux_loss=0.001)),
         recipe_of(cluster={**cluster, "inter_node_gbits_per_second": 50.0}, training=training),
     )

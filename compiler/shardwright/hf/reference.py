@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from shardwright.hf.balance import RouterBalance
 from shardwright.hf.objective import IGNORED
 from shardwright.hf.plain_optimizer import PlainOptimizer
 
@@ -42,15 +43,16 @@ def train(
     own_loss: bool = True,
     held_out: Rows | None = None,
     every: int = 1,
+    balance: RouterBalance | None = None,
 ) -> Reference:
     """blocks: per step. The loss is Hugging Face's own, sum over the predicted tokens / their number over all rows of
     the step. own_loss False: the model's own loss is another one, and next-token cross-entropy is taken from its
-    logits. held_out: rows to evaluate after each `every` steps and after the last."""
+    logits. held_out: rows to evaluate after each `every` steps and after the last. balance: of the model's routers."""
     model.train()
     optimizer = PlainOptimizer(model, betas=betas, eps=eps, weight_decay=weight_decay, clipping=clipping, dtype=dtype)
     losses, norms, rates, evaluations = [], [], [], {}
     for step, rows in enumerate(blocks, 1):
-        loss = mean_loss(model, rows, own_loss=own_loss)
+        loss = mean_loss(model, rows, own_loss=own_loss, balance=balance)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.take_gradients()
         rate = lr * step / warmup if step <= warmup else cosine(lr, step, warmup, len(blocks))
@@ -66,11 +68,14 @@ def train(
     return Reference(losses, norms, rates, weights, unused, evaluations)
 
 
-def mean_loss(model: nn.Module, rows: Rows, *, own_loss: bool) -> torch.Tensor:
-    """Over the predicted tokens of all rows."""
+def mean_loss(model: nn.Module, rows: Rows, *, own_loss: bool, balance: RouterBalance | None = None) -> torch.Tensor:
+    """Over the predicted tokens of all rows; a balance loss adds to the gradients alone."""
     items = sum(int((r["labels"][:, 1:] != IGNORED).sum()) for r in rows)
     loss = torch.zeros(())
     for r in rows:
+        if balance is not None:
+            balance.share = len(r["input_ids"]) / sum(len(each["input_ids"]) for each in rows)
+            balance.length = r["input_ids"].shape[1]
         if own_loss:
             loss = loss + model(**r, use_cache=False, num_items_in_batch=items).loss
         else:

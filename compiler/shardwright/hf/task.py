@@ -3,6 +3,7 @@ name that peft has for it. Everything that builds, loads or registers a model as
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,14 @@ class Task:
         )
 
     def build(self, config: PretrainedConfig, attention: str | None = None) -> PreTrainedModel:
-        """The whole model in fp32, its weights drawn. attention: None takes what transformers picks for the type."""
+        """The whole model in fp32, its weights drawn. attention: None takes what transformers picks for the type.
+
+        It returns no router logits, whatever the configuration asks for: of them a forward makes a loss that nothing
+        here trains on, out of all layers at once.
+        """
+        if getattr(config, "output_router_logits", False):
+            config = copy.deepcopy(config)
+            config.output_router_logits = False
         model: PreTrainedModel = self.auto_class.from_config(
             config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
         )

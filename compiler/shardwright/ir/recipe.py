@@ -37,6 +37,7 @@ class ModelSection:
     loss: Loss | Literal["auto"]
     kernels: Kernels | Literal["auto", "liger"] = "hf"
     trust_remote_code: str | None = None  # the same as source, or None: code of the model's own never runs
+    router_aux_loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from shardwright.diagnostics import KeyPath, Refusal, refusal
 from shardwright.hf.adapters import adapt
+from shardwright.hf.balance import NoBalance, affinity_of
 from shardwright.hf.context import why_no_context
 from shardwright.hf.experts import why_no_expert_ranks as no_expert_ranks
 from shardwright.hf.packing import why_not_packed
@@ -149,6 +150,23 @@ def _why_no_experts(model_type: str, text: str, attention: str, planned: tuple[s
         except Exception as error:  # whatever a type's own code raises with some of its experts
             lines = str(error).strip().splitlines() or [""]
             return f"a tiny copy does not run with some of its experts ({type(error).__name__}: {lines[0][:120]})"
+
+
+def router_affinity(graph: ModelGraph) -> str | NoBalance:
+    """What makes the routers' logits affinities, a key of hf.balance.AFFINITIES, or why they get no balance loss."""
+    attention = "eager" if graph.attention == FLASH else graph.attention  # it is not the question
+    return _router_affinity(graph.model_type, _text(shrink(dict(graph.config), depth=False)), attention)
+
+
+@functools.lru_cache(maxsize=256)
+def _router_affinity(model_type: str, text: str, attention: str) -> str | NoBalance:
+    with _aside():
+        try:
+            model = _random_model(model_type, text, attention)
+            return affinity_of(model, task_of(model.config).example(VOCABULARY))
+        except Exception as error:  # whatever a type's own code raises at this size
+            lines = str(error).strip().splitlines() or [""]
+            return NoBalance(f"a tiny copy does not run ({type(error).__name__}: {lines[0][:120]})")
 
 
 @functools.lru_cache(maxsize=256)

@@ -31,6 +31,7 @@ from shardwright.layout.strategy import Strategy
 from shardwright.plan.plan import (
     PLAN_VERSION,
     Plan,
+    PlanBalance,
     PlanCheckpoint,
     PlanLora,
     PlanModel,
@@ -164,7 +165,18 @@ def _model(
         vocabulary_size=graph.vocabulary_size,
         dropout=max(graph.max_dropout, 0.0 if recipe.lora is None else recipe.lora.dropout),
         own_code=own_code,
+        router_aux_loss=_balance(recipe, graph),
     )
+
+
+def _balance(recipe: Recipe, graph: ModelGraph) -> PlanBalance | None:
+    if recipe.model.router_aux_loss is None:
+        return None
+    from shardwright.model.probed import router_affinity
+
+    affinity = router_affinity(graph)
+    assert isinstance(affinity, str), "a rule has refused it"
+    return PlanBalance(coefficient=recipe.model.router_aux_loss, affinity=affinity)
 
 
 def _modules(graph: ModelGraph, layer: Layer) -> tuple[str, ...]:

@@ -33,6 +33,14 @@ PLAN_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanBalance:
+    """affinity: what makes a router's logits a token's affinity to each expert (hf/balance.py)."""
+
+    coefficient: float
+    affinity: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanModel:
     """config_file, tokenizer_directory: relative to the compiled folder.
 
@@ -44,6 +52,7 @@ class PlanModel:
     shared_parameters: those that both hold, by name.
     dropout: the largest probability in the model; 0 where nothing is random.
     own_code: of a type that transformers lacks; its files lie beside config_file.
+    router_aux_loss: None where routers get no balance loss.
     """
 
     model_type: str
@@ -66,6 +75,7 @@ class PlanModel:
     dropout: float
     own_code: OwnCode | None = None
     kernels: Kernels = "hf"
+    router_aux_loss: PlanBalance | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

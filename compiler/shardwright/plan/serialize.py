@@ -14,8 +14,8 @@ from shardwright.safe_read import parse_json
 
 def plan_to_json(plan: Plan) -> str:
     """The text of plan.json: field order, one-space indent, a final newline. A rank's place among context ranks stands
-    where there are several, the modules of experts where ranks share them out, and `kernels` where they are not Hugging
-    Face's."""
+    where there are several, the modules of experts where ranks share them out, `kernels` where they are not Hugging
+    Face's, and a balance loss where there is one."""
     document = dataclasses.asdict(plan)
     if plan.strategy.context == 1:
         for rank in document["ranks"]:
@@ -24,6 +24,8 @@ def plan_to_json(plan: Plan) -> str:
         del document["experts"]
     if plan.model.kernels == "hf":
         del document["model"]["kernels"]
+    if plan.model.router_aux_loss is None:
+        del document["model"]["router_aux_loss"]
     return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
 
 

@@ -96,7 +96,8 @@ def _with_measured(document: JsonObject, directory: str, source: Source) -> tupl
 
 def _model(model: Section, directory: str) -> Section:
     names = {key: _folder_or_name(model[key], directory) for key in ("source", "trust_remote_code")}
-    return {**model, **names}
+    balance = model.get("router_aux_loss", "off")
+    return {**model, **names, "router_aux_loss": None if balance == "off" else balance}
 
 
 def _without_auto(section: Section, _: str = "") -> Section:

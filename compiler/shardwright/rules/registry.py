@@ -10,7 +10,7 @@ from shardwright.layout.axes import rank_axes
 from shardwright.layout.problem import Problem
 from shardwright.layout.rule import Candidate, Rule, rule
 from shardwright.layout.strategy import Strategy
-from shardwright.rules import attention, context, expert, kernels, layout, lora, offload
+from shardwright.rules import attention, balance, context, expert, kernels, layout, lora, offload
 
 _DEGREES = [axis.name for axis in rank_axes()]
 
@@ -57,6 +57,9 @@ RUNTIME_RULES: dict[str, Rule] = {
     "SW3147": rule(expert.model_type, "expert"),
     "SW3148": rule(expert.dropout, "expert"),
     "SW3149": rule(expert.lora, "expert"),
+    "SW3158": rule(balance.routers),
+    "SW3159": rule(balance.unproved),
+    "SW3160": rule(balance.asked_for),
     "SW3161": rule(kernels.compiled_model),
     "SW3162": rule(
         kernels.compiled_layout,

@@ -53,6 +53,7 @@ def tiny_config(config: JsonObject, s: Strategy) -> dict[str, JsonValue]:
 
     small: dict[str, JsonValue] = shrink(config)
     small.pop("architectures", None)
+    small.pop("output_router_logits", None)  # Hugging Face's own balance loss, which is not trained on
     _keep_uneven(config, small, s.tensor)
     for name, value in small.items():
         whole = config.get(name)
@@ -91,7 +92,12 @@ def tiny_recipe(recipe: Recipe, s: Strategy, data: JsonObject, held_out: JsonObj
     return {
         "version": 1,
         "name": "verify",
-        "model": {"source": f"./{MODEL}", "weights": "pretrained", "loss": s.loss},
+        "model": {
+            "source": f"./{MODEL}",
+            "weights": "pretrained",
+            "loss": s.loss,
+            "router_aux_loss": recipe.model.router_aux_loss or "off",
+        },
         "cluster": {"nodes": 1, "gpus_per_node": s.world_size, "gpu": "cpu"},
         "training": {
             "sequence_length": LENGTH,

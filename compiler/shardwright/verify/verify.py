@@ -104,6 +104,7 @@ def _prepare(
     """The tiny model's weights and tokens, its compiled folder `out`, and what one process makes of them."""
     import torch
 
+    from shardwright.hf.balance import RouterBalance
     from shardwright.hf.reference import train
     from shardwright.hf.task import task_of
 
@@ -128,6 +129,7 @@ def _prepare(
         local_files_only=True,
         trust_remote_code=False,
     )
+    balance = plan.model.router_aux_loss
     wanted = train(
         _with_adapters(plain, plan),
         [data.rows(step * batch, (step + 1) * batch) for step in range(tiny.STEPS)],
@@ -140,6 +142,7 @@ def _prepare(
         own_loss=plan.model.cut.loss == "next_token",
         held_out=None if held_out is None else held_out.rows(0, len(held_out.ids)),
         every=tiny.EVERY,
+        balance=None if balance is None else RouterBalance(plain, balance.coefficient, balance.affinity),
     )
     return wanted, plan
 

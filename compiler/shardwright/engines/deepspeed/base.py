@@ -23,18 +23,22 @@ from shardwright.engines.deepspeed.live import (
     use_masters,
 )
 from shardwright.engines.protocol import Counters, HeldParameter, LiveFragment
+from shardwright.hf.balance import RouterBalance
 from shardwright.modules.batches import MicroBatch
 from shardwright.modules.context.rows import own_piece
+from shardwright.modules.expert.balance import share_of_micro_batch
 from shardwright.modules.loss import CausalLoss, ChunkedLoss
 from shardwright.plan.plan import Plan
 
 
 class DeepSpeedTrainer:
-    """engines.protocol.Trainer without its steps. engine: DeepSpeed's; grid: its process groups."""
+    """engines.protocol.Trainer without its steps. engine: DeepSpeed's; grid: its process groups. balance: of the
+    routers, where the plan has a balance loss."""
 
     engine: Any
     grid: PipelineParallelGrid
     loss_fn: CausalLoss
+    balance: RouterBalance | None = None
 
     def __init__(self, plan: Plan, transposed: frozenset[str]) -> None:
         self.plan, self.transposed = plan, transposed
@@ -77,6 +81,8 @@ class DeepSpeedTrainer:
         those of the global batch."""
         predicted = self._sum(sum(m.predicted for m in micro_batches))
         self.loss_fn.scale = len(micro_batches) * self.plan.strategy.shards / predicted
+        if self.balance is not None:
+            self.balance.share = share_of_micro_batch(self.plan, len(micro_batches))
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rate
 

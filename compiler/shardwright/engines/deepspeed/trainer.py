@@ -15,6 +15,7 @@ from shardwright.engines.deepspeed.pipeline_trainer import PipelineTrainer
 from shardwright.engines.protocol import Trainer
 from shardwright.modules.context.ranks import CONTEXT
 from shardwright.modules.dropout import TENSOR_RANDOM
+from shardwright.modules.expert.balance import router_balance
 from shardwright.modules.expert.spread import own_experts
 from shardwright.modules.lora import add_adapters
 from shardwright.modules.materialize import Filler
@@ -35,11 +36,13 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer
     # Before the adapters, which have their values: it knows the parameters by Hugging Face's names.
     filler = Filler(model, weights, splits, transposed, at.tensor, lambda n, count: own_experts(plan, at, n, count))
     add_adapters(model, plan)
-    experts = expert_spreader(plan, model)
+    experts, context = expert_spreader(plan, model), _context_group(plan)
+    balance = router_balance(plan, model, context)
     config = json.loads((folder / "ds_config.json").read_text(encoding="utf-8"))
     trainer = (PipelineTrainer if plan.strategy.pipeline > 1 else DataTrainer)(plan, model, config, filler, experts)
     random_is_cut = plan.model.dropout > 0 and plan.strategy.tensor > 1
-    CONTEXT.use(_context_group(plan))
+    trainer.balance = balance
+    CONTEXT.use(context)
     TENSOR_RANDOM.use(trainer.grid.get_slice_parallel_rank() if random_is_cut else None)
     return trainer
 

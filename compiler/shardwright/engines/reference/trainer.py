@@ -11,6 +11,7 @@ from torch import nn
 from shardwright.engines.protocol import Counters, HeldParameter, LiveFragment, StepResult
 from shardwright.hf.plain_optimizer import PlainOptimizer
 from shardwright.modules.batches import HeldOut, MicroBatch
+from shardwright.modules.expert.balance import router_balance, share_of_micro_batch
 from shardwright.modules.lora import add_adapters, plain_name
 from shardwright.modules.loss import CausalLoss, ChunkedLoss, compute_loss_inside, micro_batch_loss
 from shardwright.modules.materialize import Filler
@@ -44,6 +45,7 @@ class ReferenceTrainer:
                 module._buffers[name] = buffer.contiguous()  # a checkpoint has flat views of them
         chunked = plan.model.loss == "chunked"
         self.loss_fn = ChunkedLoss() if chunked else CausalLoss()
+        self.balance = router_balance(plan, model)
         if isinstance(self.loss_fn, ChunkedLoss):
             compute_loss_inside(model, self.loss_fn)
         self.optimizer = PlainOptimizer(
@@ -57,6 +59,8 @@ class ReferenceTrainer:
 
     def step(self, micro_batches: list[MicroBatch], learning_rate: float) -> StepResult:
         self.loss_fn.scale = 1 / max(1, sum(m.predicted for m in micro_batches))
+        if self.balance is not None:
+            self.balance.share = share_of_micro_batch(self.plan, len(micro_batches))
         total = torch.zeros((), device=self.device)
         for m in micro_batches:
             loss = self._loss(m)

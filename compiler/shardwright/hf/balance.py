@@ -1,0 +1,152 @@
+"""Load balance of a mixture's routers: DeepSeek-V3's sequence-wise loss (arXiv 2412.19437, equations 17 to 20), for any
+type whose routers transformers can record.
+
+Of one layer and one row, E experts of which each of T tokens chooses k:
+
+    sum over i of f_i P_i,  f_i = E / (k T) x tokens that chose i,  P_i = mean over tokens of s_i / sum of s
+
+It is the mean over layers and rows, so that it adds up over stages, micro-batches and ranks, which Hugging Face's own
+loss (a product of sums over all layers and rows of a micro-batch) does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+AFFINITIES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "softmax": lambda logits: logits.softmax(dim=-1),
+    "sigmoid": torch.sigmoid,
+}
+"""What makes a token's affinity to each expert, s, of its router's logits."""
+PROPORTIONAL = 1e-3
+"""A token's routing weights over its affinities to the experts that it chose: how far apart the ratios may be."""
+
+
+def routers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """By path, those whose first output transformers records as `router_logits`."""
+    recorded = [
+        recorder
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel)
+        for recorder in _listed((getattr(module, "_can_record_outputs", None) or {}).get("router_logits"))
+        if recorder.index == 0
+    ]
+    kinds = tuple({recorder.target_class for recorder in recorded})
+    return {path: module for path, module in model.named_modules() if kinds and isinstance(module, kinds)}
+
+
+def _listed(recorders: Any) -> list[Any]:
+    found = recorders if isinstance(recorders, (list, tuple)) else [recorders]
+    return [each for each in found if hasattr(each, "target_class") and hasattr(each, "index")]
+
+
+@dataclass(frozen=True, slots=True)
+class NoBalance:
+    why: str
+
+
+@torch.no_grad()
+def affinity_of(model: nn.Module, input_ids: torch.Tensor) -> str | NoBalance:
+    """A key of AFFINITIES: the one to which the routing weights of every layer are proportional. model: tiny;
+    input_ids: (B, S)."""
+    routers = routers_of(model)
+    if not routers:
+        return NoBalance("transformers records the logits of none of its routers")
+    seen: list[tuple[torch.Tensor, ...]] = []
+    hooks = [m.register_forward_hook(lambda _m, _a, output: seen.append(output)) for m in routers.values()]
+    try:
+        model(input_ids=input_ids, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if len(seen) != len(routers) or not all(_is_routing(output, input_ids.numel()) for output in seen):
+        return NoBalance("its routers do not give logits, weights and chosen experts of every token")
+    if any(chosen.shape[-1] == 1 for _, _, chosen in seen):
+        return NoBalance("one expert a token: its routing weights do not tell what they are made of")
+    for name, affinities in AFFINITIES.items():
+        if all(_proportional(w, affinities(logits.float()).gather(1, chosen)) for logits, w, chosen in seen):
+            return name
+    return NoBalance(f"its routing weights are in proportion to none of {', '.join(AFFINITIES)}")
+
+
+def _is_routing(output: Any, tokens: int) -> bool:
+    if not isinstance(output, tuple) or len(output) != 3 or not all(isinstance(x, torch.Tensor) for x in output):
+        return False
+    logits, weights, chosen = output
+    return (
+        logits.ndim == chosen.ndim == 2
+        and len(logits) == len(chosen) == tokens
+        and weights.shape == chosen.shape
+        and chosen.dtype == torch.int64
+        and int(chosen.max()) < logits.shape[1]
+    )
+
+
+def _proportional(weights: torch.Tensor, affinities: torch.Tensor) -> bool:
+    ratio = weights.float() / affinities
+    return bool((ratio.amax(dim=1) - ratio.amin(dim=1) <= PROPORTIONAL * ratio.abs().amax(dim=1)).all())
+
+
+class RouterBalance:
+    """Adds the loss's gradient to those of a model's routers. Its value is in no output: it enters the graph beside the
+    routing weights, and so the backward pass of whichever stage and micro-batch a layer runs in.
+
+    share: of one micro-batch's rows in the mean of what is trained on together, with all factors by which an engine
+    divides gradients taken back; the coefficient times it is what the gradient is scaled with. Set it before each step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        coefficient: float,
+        affinity: str,
+        pieces: int = 1,
+        summed: Callable[[torch.Tensor], torch.Tensor] = lambda counts: counts,
+    ) -> None:
+        """pieces: ranks that share each row; summed: the sum of a tensor over them, collective."""
+        self.coefficient, self.affinity, self.pieces, self.summed = coefficient, affinity, pieces, summed
+        self.share, self.length = 1.0, 0
+        routers = routers_of(model)
+        self.layers = len(routers)
+        for router in routers.values():
+            router.register_forward_hook(self._beside)
+
+    def _beside(self, router: nn.Module, _: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        if not router.training or not torch.is_grad_enabled():
+            return None
+        logits, weights, chosen = output
+        loss = self.of_layer(logits, chosen)
+        return logits, _Beside.apply(weights, loss, self.coefficient * self.share / self.layers), chosen
+
+    def of_layer(self, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """Mean over rows; of a row that ranks share, this rank's tokens' part, whose sum over the ranks is the row's.
+        logits: (B T, E); chosen: (B T, k), T being `length`, a row's tokens on this rank."""
+        if not self.length or len(logits) % self.length:
+            raise RuntimeError(f"{len(logits)} tokens are no rows of {self.length}")
+        rows, experts = len(logits) // self.length, logits.shape[1]
+        affinities = AFFINITIES[self.affinity](logits.float())
+        share = (affinities / affinities.sum(dim=-1, keepdim=True)).view(rows, self.length, experts).sum(dim=1)
+        picked = chosen.reshape(rows, -1)
+        counts = share.new_zeros(rows, experts).scatter_add_(1, picked, share.new_ones(picked.shape))
+        tokens = self.length * self.pieces
+        f = self.summed(counts) * experts / (chosen.shape[1] * tokens)
+        return (f * share / tokens).sum(dim=1).mean()
+
+
+class _Beside(torch.autograd.Function):
+    """The weights as they are; in the backward pass the loss gets a gradient of its own, the scale."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: torch.Tensor, loss: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return gradient, torch.full((), ctx.scale, device=gradient.device), None
