@@ -33,7 +33,7 @@ from shardwright.model.popular.snapshot import locate_weights, tokenizer_folder
 from shardwright.partition.stages import interleaved_cut
 from shardwright.partition.tensor import tensor_parallel_map
 from shardwright.plan.build import MODEL_DIRECTORY, build_plan, data_errors, installed_versions
-from shardwright.plan.plan import Plan
+from shardwright.plan.plan import Plan, PlanBalance
 from shardwright.recipe.files import check_files
 from shardwright.rules.executable import check_executable
 from shardwright.search.deadline import Sizing
@@ -171,6 +171,17 @@ def _layout_errors(problem: Problem, errors: list[Diagnostic]) -> tuple[Diagnost
     return ()
 
 
+def _balance(problem: Problem) -> PlanBalance | None:
+    coefficient = problem.recipe.model.router_aux_loss
+    if coefficient is None:
+        return None
+    from shardwright.model.probed import router_affinity
+
+    affinity = router_affinity(problem.graph)
+    assert isinstance(affinity, str), "a rule has refused it"
+    return PlanBalance(coefficient=coefficient, affinity=affinity)
+
+
 def _planned(
     problem: Problem, inputs: Inputs, estimate: Estimate, partition: StagePartition, tensor_map: TensorParallelMap
 ) -> Plan:
@@ -188,6 +199,7 @@ def _planned(
         installed_versions(engine.packages),
         inputs.weights,
         None if inputs.own_code is None else inputs.own_code[1],
+        _balance(problem),
     )
     plan = dataclasses.replace(plan, zero=lowering_of(recipe.target).plan_section(plan))
     plan.verify()

@@ -40,7 +40,7 @@ class Task:
         """
         if getattr(config, "output_router_logits", False):
             config = copy.deepcopy(config)
-            config.output_router_logits = False
+            config.update({"output_router_logits": False})
         model: PreTrainedModel = self.auto_class.from_config(
             config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
         )

@@ -74,8 +74,9 @@ def build_plan(
     versions: Mapping[str, str],
     weights: LocatedWeights | None,
     own_code: OwnCode | None,
+    balance: PlanBalance | None,
 ) -> Plan:
-    """weights: where they are, None for random ones.
+    """weights: where they are, None for random ones. balance: of the routers, None where there is none.
 
     The engine's section is still to come.
     """
@@ -88,7 +89,7 @@ def build_plan(
         target=recipe.target,
         recipe_hash=canonical_hash(recipe.document),
         versions=versions,
-        model=_model(recipe, graph, strategy, weights, own_code),
+        model=_model(recipe, graph, strategy, weights, own_code, balance),
         strategy=strategy,
         nodes=cluster.nodes,
         gpus_per_node=cluster.gpus_per_node,
@@ -142,7 +143,12 @@ def accumulation_dtype(training: TrainingSection) -> str:
 
 
 def _model(
-    recipe: Recipe, graph: ModelGraph, strategy: Strategy, weights: LocatedWeights | None, own_code: OwnCode | None
+    recipe: Recipe,
+    graph: ModelGraph,
+    strategy: Strategy,
+    weights: LocatedWeights | None,
+    own_code: OwnCode | None,
+    balance: PlanBalance | None,
 ) -> PlanModel:
     return PlanModel(
         model_type=graph.model_type,
@@ -165,18 +171,8 @@ def _model(
         vocabulary_size=graph.vocabulary_size,
         dropout=max(graph.max_dropout, 0.0 if recipe.lora is None else recipe.lora.dropout),
         own_code=own_code,
-        router_aux_loss=_balance(recipe, graph),
+        router_aux_loss=balance,
     )
-
-
-def _balance(recipe: Recipe, graph: ModelGraph) -> PlanBalance | None:
-    if recipe.model.router_aux_loss is None:
-        return None
-    from shardwright.model.probed import router_affinity
-
-    affinity = router_affinity(graph)
-    assert isinstance(affinity, str), "a rule has refused it"
-    return PlanBalance(coefficient=recipe.model.router_aux_loss, affinity=affinity)
 
 
 def _modules(graph: ModelGraph, layer: Layer) -> tuple[str, ...]:
