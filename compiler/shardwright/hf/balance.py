@@ -121,8 +121,8 @@ class RouterBalance:
         if not router.training or not torch.is_grad_enabled():
             return None
         logits, weights, chosen = output
-        loss = self.of_layer(logits, chosen)
-        return logits, _Beside.apply(weights, loss, self.coefficient * self.share / self.layers), chosen
+        loss, scale = self.of_layer(logits, chosen), self.coefficient * self.share / self.layers
+        return logits, _Beside.apply(weights, loss, scale), chosen  # type: ignore[no-untyped-call]
 
     def of_layer(self, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Mean over rows; of a row that ranks share, this rank's tokens' part, whose sum over the ranks is the row's.
