@@ -40,7 +40,7 @@ REFUSED: Mapping[str, Key] = {
         value=lambda r: r.model.kernels, allowed=("hf", "auto"), why="its layers are Megatron-Core's own modules"
     ),
     "model.router_aux_loss": Key(
-        value=lambda r: _given(r.model.router_aux_loss),
+        value=lambda r: r.model.router_aux_loss,
         allowed=(None,),
         why="its hooks are on the routers of Hugging Face's modules",
     ),
