@@ -189,8 +189,8 @@ class ParallelismSection:
     memory_headroom: float | None
     expert: int
     context: int
-    virtual_stages: int
-    sequence_parallel: bool
+    virtual_stages: int | None
+    sequence_parallel: bool | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from shardwright.layout.divisors import divisors
 from shardwright.layout.problem import Problem
 
 ZERO_STAGES = (0, 1, 2, 3)
+MOST_VIRTUAL_STAGES = 8  # the bubble is divided by them, and each sends as much as one
 LARGEST_MICRO_BATCH = 64  # larger ones gain nothing: the matrices are full long before
 
 Word = int | str
@@ -36,8 +37,9 @@ class Axis:
     order: of those that tell ranks apart, the place from the slowest (1), as in DeepSpeed's
         PipeModelDataParallelTopology, whose data ranks are data x context ranks here.
     cuts: beyond plain no rank has the whole model.
-    values: what a search tries for a problem where the recipe says auto, the degrees being settled (none of them where
-        a degree itself is asked for: then all that any cluster could have). None: nothing but plain.
+    values: what a search tries for a problem where the recipe says auto and the engine has the axis, the degrees
+        being settled (none of them where a degree itself is asked for: then all that any cluster could have). None:
+        nothing but plain.
     admits: what else is required of a value, a pinned one too; a pin stands though the rules forbid it, and they say
         why.
     yields: where tensor, pipeline and data are pinned and fill the world, `auto` means plain (`choices`).
@@ -139,6 +141,7 @@ AXES: tuple[Axis, ...] = (
         name="virtual_stages",
         default=1,
         holds=True,
+        values=lambda problem, degrees: virtual_stages(len(problem.graph.layers), degrees["pipeline"]),
         yields=True,
         runs=False,
         note="{} virtual stages",
@@ -148,6 +151,7 @@ AXES: tuple[Axis, ...] = (
         name="sequence_parallel",
         plain=False,
         default=False,
+        values=lambda problem, degrees: (False, True) if degrees["tensor"] > 1 else (False,),
         yields=True,
         runs=False,
         note="sequence parallel",
@@ -196,6 +200,11 @@ AXES: tuple[Axis, ...] = (
     Axis(name="loss", plain="full", section="model"),  # auto: settled once the layout is
     Axis(name="hpz_partition_size", section="", note="hpZ"),
 )
+
+
+def virtual_stages(layers: int, pipeline: int) -> range:
+    """Those of a pipeline rank that leave each stage a layer."""
+    return range(1, 1 + (min(MOST_VIRTUAL_STAGES, layers // pipeline) if pipeline > 1 else 1))
 
 
 def whole(value: Value | None) -> int:

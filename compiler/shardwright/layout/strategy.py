@@ -81,7 +81,7 @@ class Strategy:
         return {
             axis.name: asdict(value) if isinstance(value, PartialCheckpointing) else value
             for axis, value in self.values().items()
-            if axis.section == "parallelism" and (axis.values is not None or value != axis.plain)
+            if axis.section == "parallelism" and ((axis.values is not None and axis.runs) or value != axis.plain)
         }
 
     def describe(self) -> str:
@@ -100,8 +100,8 @@ def printed_axes(strategy: type[Strategy] = Strategy) -> tuple[Axis, ...]:
 
 
 def layout_axes() -> tuple[Axis, ...]:
-    """Those that a search settles where the recipe says auto, as they are printed."""
-    return tuple(axis for axis in printed_axes() if axis.values is not None)
+    """Those that a search settles under every engine where the recipe says auto, as they are printed."""
+    return tuple(axis for axis in printed_axes() if axis.values is not None and axis.runs)
 
 
 def free_axes() -> tuple[Axis, ...]:

@@ -136,7 +136,8 @@ def _validation(validation: Section, directory: str) -> Section:
 def _parallelism(parallelism: Section, _: str) -> Section:
     settled = _without_auto(parallelism)
     # No search settles these yet: auto is the plain value.
-    return settled | {axis.name: axis.plain for axis in AXES if axis.yields and settled[axis.name] is None}
+    waiting = [axis for axis in AXES if axis.yields and axis.values is None]
+    return settled | {axis.name: axis.plain for axis in waiting if settled[axis.name] is None}
 
 
 def _launch(launch: Section, directory: str) -> Section:

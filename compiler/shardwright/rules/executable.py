@@ -64,7 +64,7 @@ EXECUTABLE: tuple[Limit, ...] = (
             code="SW1909",
             key=(axis.section, axis.name),
             value=partial(_beyond_engine, axis),
-            allowed=(axis.plain,),
+            allowed=(axis.plain, None),
             help=f"Write `{axis.name}: {str(axis.plain).lower()}`. {LATER if axis.priced else UNKNOWN}",
         )
         for axis in printed_axes()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shardwright.engines.table import ENGINES
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.axes import AXES, Value, choices, degrees_that_fill, rank_axes, whole, world_of
@@ -32,13 +33,16 @@ def placements(problem: Problem) -> Iterator[Placement]:
 
     Nothing where the pins themselves do not multiply out (see `nearest`).
     """
+    own = ENGINES[problem.recipe.target].axes
     for degrees in degrees_that_fill(problem):
         settled: dict[str, Value] = {**degrees}
         walked: list[tuple[str, tuple[Value, ...]]] = []
         for axis in AXES:
             if axis.section and not axis.ranks:
                 values = choices(axis, problem, degrees)
-                if axis.values is not None:
+                if not axis.runs and axis.name not in own and axis.pin(problem.recipe) is None:
+                    settled[axis.name] = axis.plain
+                elif axis.values is not None:
                     walked.append((axis.name, values))
                 else:
                     settled[axis.name] = values[0]

@@ -28,8 +28,10 @@ from shardwright.lint.megatron.rules import lint_arguments
 from shardwright.recipe.load import load_recipe
 from shardwright.recipe.schema import properties, recipe_schema
 from shardwright.rules.registry import check_layout
+from shardwright.search.search import search
+from shardwright.search.space import candidates
 from tests.conftest import SMALL_RECIPE
-from tests.unit.model.factory import SMALL_LLAMA, graph_of, problem_of
+from tests.unit.model.factory import SMALL_LLAMA, graph_of, problem_of, recipe_of
 
 HEADS = Heads(query=6, groups=2, size=4)
 BEYOND: dict[str, dict[str, Any]] = {
@@ -236,3 +238,28 @@ def test_what_its_script_has_no_option_for(
 def test_cpu_ranks_have_no_arguments_file(write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     text, warnings = arguments(write_recipe({"target": "megatron"}), monkeypatch)
     assert text is None and "SW2055" not in warnings
+
+
+AUTO = {"virtual_stages": None, "sequence_parallel": None}
+
+
+def searched(target: str, **pins: object) -> tuple[list[Strategy], list[Strategy]]:
+    """(every layout that a search tries, those that it ranks), of eight layers' worth of work on eight GPUs."""
+    config = {**SMALL_LLAMA, "num_hidden_layers": 6}
+    recipe = dataclasses.replace(recipe_of(config, parallelism={**AUTO, **pins}), target=target)
+    problem = problem_of(recipe, graph_of(config))
+    return list(candidates(problem)), [e.strategy for e in search(problem).ranked]
+
+
+def test_auto_virtual_stages_and_sequence_parallelism_are_searched() -> None:
+    """Where the engine has them and the pins leave room; every layout that is ranked stands by its rules."""
+    tried, ranked = searched("megatron", tensor=2, zero_stage=1, micro_batch_size=1, activation_checkpointing="none")
+    found = {(s.pipeline, s.virtual_stages, s.sequence_parallel) for s in tried}
+    assert {(1, 1, False), (1, 1, True), (2, 1, False), (2, 2, True), (2, 4, True), (4, 2, True)} <= found
+    assert all(v == 1 for p, v, _ in found if p == 1) and max(p * v for p, v, _ in found) <= 8
+    kinds = {(s.virtual_stages > 1, s.sequence_parallel) for s in ranked}
+    assert kinds == {(False, False), (False, True), (True, False), (True, True)}
+    assert all(s.virtual_stages == 1 or s.gradient_accumulation_steps % s.pipeline == 0 for s in ranked)
+    assert {(s.virtual_stages, s.sequence_parallel) for s in searched("deepspeed", tensor=2)[0]} == {(1, False)}
+    pinned = searched("megatron", tensor=2, virtual_stages=2, sequence_parallel=False, pipeline=2)[0]
+    assert {(s.virtual_stages, s.sequence_parallel) for s in pinned} == {(2, False)}
