@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := build/demo
 
-.PHONY: help setup demo test test-more test-light test-hosts prove prove-list proof lint lint-light golden graphs config-keys snapshot lint-docs recipes docs readme build fit-cost bench-cost bench-schedule
+.PHONY: help setup demo test test-more test-light test-hosts prove prove-list proof lint lint-light golden graphs config-keys snapshot lint-docs recipes docs readme build fit-cost bench-cost bench-schedule bench-gpu
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -84,6 +84,9 @@ bench-cost: setup ## the cost model against published runs, left out of the fit;
 
 bench-schedule: setup ## DeepSpeed's pipeline engines with sleeping stages against the simulation; writes benchmarks/schedule.json
 	$(BIN)/python -m tools.bench_schedule
+
+bench-gpu: ## predicted and measured on one GPU, beside the HF Trainer: pieces of at most MINUTES=9, gone on with; writes benchmarks/gpu.json
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m tools.bench_gpu --minutes $(or $(MINUTES),9) $(LAYOUTS)
 
 lint: setup ## ruff, mypy --strict, import directions
 	$(BIN)/ruff check .

@@ -80,10 +80,18 @@ SINGLE = Case(model="gpt2", tensor=2, zero_stage=0)
         (PLAIN, False),
         (Case(model="llama", pipeline=2, tensor=2, checkpointing="selective"), True),
         (Case(model="llama", pipeline=2, context=2, checkpointing="full"), False),
+        (Case(model="llama", data=2, zero_stage=2, checkpointing="full", kernels="compile"), False),
         pytest.param(SINGLE, False, marks=pytest.mark.prove),
         pytest.param(SINGLE, True, marks=pytest.mark.prove),
     ],
-    ids=["llama-pp2-dp2-full", "llama-pp2-tp2-flash", "llama-pp2-s2-full", "gpt2-tp2-zero0", "gpt2-tp2-flash"],
+    ids=[
+        "llama-pp2-dp2-full",
+        "llama-pp2-tp2-flash",
+        "llama-pp2-s2-full",
+        "llama-dp2-full-compile",
+        "gpt2-tp2-zero0",
+        "gpt2-tp2-flash",
+    ],
 )
 def test_packed_documents_do_not_see_each_other(
     case: Case, flash: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
