@@ -1,4 +1,8 @@
-"""Collectives over groups of ranks, by size, and how much of one hides behind computing."""
+"""Collectives over groups of ranks, by size, and how much of one hides behind computing.
+
+Ranks compute between two of them, as training does: they arrive at different times and with other data in their caches,
+which makes a collective longer than one that follows another.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,8 @@ SIZES = {"cpu": (4096, 65_536, 1 << 20, 1 << 23), "cuda": (4096, 65_536, 1 << 20
 LEAST, MOST = 4, 30
 OVERLAPPED_BYTES = {"cpu": 1 << 22, "cuda": 1 << 27}
 PRODUCT = {"cpu": 384, "cuda": 4096}
+PRODUCTS = 8
+"""One after the other, of square matrices with so many rows."""
 
 
 def group_sizes(ranks: int, ranks_per_node: int) -> tuple[int, ...]:
@@ -49,19 +55,27 @@ def measure_collectives(bench: Stopwatch, seconds: float) -> None:
 def _timed(
     bench: Stopwatch, budget: float, tensor: torch.Tensor, group: dist.ProcessGroup | None, *, member: bool
 ) -> list[float]:
-    """As many repeats on every rank: rank 0 says whether there is another."""
+    """As many repeats on every rank: rank 0 says whether there is another. Returns seconds from a rank's own arrival to
+    the end, the mean over the group's ranks."""
     found: list[float] = []
     ends = time.monotonic() + budget
     again = torch.ones(1, device=bench.device)
+    a = torch.randn(PRODUCT[bench.device.type], PRODUCT[bench.device.type], device=bench.device)
     while again.item():
         if member:
             dist.barrier(group=group)
+            for _ in range(PRODUCTS):
+                torch.mm(a, a)
             began = _wall(bench)
             dist.all_reduce(tensor, group=group)
             found.append(_wall(bench) - began)
         again.fill_(len(found) <= LEAST or (time.monotonic() < ends and len(found) <= MOST))
         dist.broadcast(again, src=0)
-    return found[1:]
+    if not member:
+        return []
+    means = torch.tensor(found[1:], device=bench.device)
+    dist.all_reduce(means, group=group)
+    return [float(seconds) / dist.get_world_size(group) for seconds in means]
 
 
 def _wall(bench: Stopwatch) -> float:
@@ -81,7 +95,7 @@ def _overlap(bench: Stopwatch) -> None:
         began = _wall(bench)
         work = dist.all_reduce(tensor, async_op=True) if comm else None
         if compute:
-            for _ in range(8):
+            for _ in range(PRODUCTS):
                 torch.mm(a, a)
         if work is not None:
             work.wait()
