@@ -62,5 +62,6 @@ EXCEPTIONS: dict[tuple[str, str], Instead] = {
     ("CONTRIBUTING.md", "make recipes"): Instead("target", FRESH),
     ("CONTRIBUTING.md", "make readme"): Instead("target", FRESH),
     ("CONTRIBUTING.md", "make graphs"): Instead("target", CHANGES),
+    ("CONTRIBUTING.md", "make bench-gpu"): Instead("target", "wants a GPU; tests/launch/test_bench_gpu.py tries it"),
 }
 """(page, command) -> what is done instead."""
