@@ -67,6 +67,12 @@ def uncuttable(config: PretrainedConfig, why: str, key: KeyPath) -> Refusal:
     )
 
 
+def _first_line(error: Exception) -> str:
+    """Of what a type's own code raised, behind the exception's name."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:120]}"
+
+
 class _DoesNotRun(str):
     """A reason that may be the tiny copy's own."""
 
@@ -96,8 +102,7 @@ def _why_not_packed(model: PreTrainedModel, cut: Cut, tokens: torch.Tensor) -> s
     try:
         return why_not_packed(model, cut, tokens)
     except Exception as error:  # a type whose forward takes no positions, for one
-        lines = str(error).strip().splitlines() or [""]
-        return f"a tiny copy does not take packed documents ({type(error).__name__}: {lines[0][:120]})"
+        return f"a tiny copy does not take packed documents ({_first_line(error)})"
 
 
 @torch.no_grad()
@@ -114,11 +119,16 @@ def flash_error(config: PretrainedConfig) -> float:
     return share_apart(given, wanted)
 
 
+def _narrow(graph: ModelGraph) -> tuple[str, str, str]:
+    """Type, configuration and attention of a narrow copy as deep as the model: one layer of another kind is enough.
+    flash-attn itself is not run."""
+    attention = "eager" if graph.attention == FLASH else graph.attention
+    return graph.model_type, _text(shrink(dict(graph.config), depth=False)), attention
+
+
 def why_no_context_ranks(graph: ModelGraph) -> str:
-    """ "" where rows of this configuration can be cut over ranks. The narrow copy is as deep as the model: one layer of
-    another kind is enough."""
-    attention = "eager" if graph.attention == FLASH else graph.attention  # it is not run
-    return _why_no_context(graph.model_type, _text(shrink(dict(graph.config), depth=False)), attention)
+    """ "" where rows of this configuration can be cut over ranks."""
+    return _why_no_context(*_narrow(graph))
 
 
 @functools.lru_cache(maxsize=256)
@@ -128,8 +138,7 @@ def _why_no_context(model_type: str, text: str, attention: str) -> str:
             model = _random_model(model_type, text, attention)
             return why_no_context(model, task_of(model.config).example(VOCABULARY))
         except Exception as error:  # whatever a type's own code raises on a piece of a row
-            lines = str(error).strip().splitlines() or [""]
-            return f"a tiny copy does not run on a piece of a row ({type(error).__name__}: {lines[0][:120]})"
+            return f"a tiny copy does not run on a piece of a row ({_first_line(error)})"
 
 
 def why_no_expert_ranks(graph: ModelGraph) -> str:
@@ -137,8 +146,7 @@ def why_no_expert_ranks(graph: ModelGraph) -> str:
     planned = sorted({pattern(path) for path in expert_modules(graph)})
     if not planned:
         return "no parameter of it is a stack of experts"
-    attention = "eager" if graph.attention == FLASH else graph.attention  # it is not the question
-    return _why_no_experts(graph.model_type, _text(shrink(dict(graph.config), depth=False)), attention, tuple(planned))
+    return _why_no_experts(*_narrow(graph), tuple(planned))
 
 
 @functools.lru_cache(maxsize=256)
@@ -148,14 +156,12 @@ def _why_no_experts(model_type: str, text: str, attention: str, planned: tuple[s
             model = _random_model(model_type, text, attention)
             return no_expert_ranks(model, task_of(model.config).example(VOCABULARY), frozenset(planned))
         except Exception as error:  # whatever a type's own code raises with some of its experts
-            lines = str(error).strip().splitlines() or [""]
-            return f"a tiny copy does not run with some of its experts ({type(error).__name__}: {lines[0][:120]})"
+            return f"a tiny copy does not run with some of its experts ({_first_line(error)})"
 
 
 def router_affinity(graph: ModelGraph) -> str | NoBalance:
     """What makes the routers' logits affinities, a key of hf.balance.AFFINITIES, or why they get no balance loss."""
-    attention = "eager" if graph.attention == FLASH else graph.attention  # it is not the question
-    return _router_affinity(graph.model_type, _text(shrink(dict(graph.config), depth=False)), attention)
+    return _router_affinity(*_narrow(graph))
 
 
 @functools.lru_cache(maxsize=256)
@@ -165,8 +171,7 @@ def _router_affinity(model_type: str, text: str, attention: str) -> str | NoBala
             model = _random_model(model_type, text, attention)
             return affinity_of(model, task_of(model.config).example(VOCABULARY))
         except Exception as error:  # whatever a type's own code raises at this size
-            lines = str(error).strip().splitlines() or [""]
-            return NoBalance(f"a tiny copy does not run ({type(error).__name__}: {lines[0][:120]})")
+            return NoBalance(f"a tiny copy does not run ({_first_line(error)})")
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,6 +1,6 @@
 """A plan as arguments of Megatron-LM's own pretrain_gpt.py: megatron_args.sh, for those who train with its script.
 
-Option names are those of the tag core_v0.19.0, megatron/training/arguments.py (arguments.json, which `lint` reads too).
+Option names are those of the tag core_v0.19.0, megatron/training/arguments.py (lint/megatron/options.json has them).
 """
 
 from __future__ import annotations

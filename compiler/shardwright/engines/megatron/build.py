@@ -213,7 +213,7 @@ def _heads(config: Any) -> Heads:
 
 @torch.no_grad()
 def fill(found: Iterable[ParameterPiece], shard: Any) -> None:
-    """shard: name -> this rank's shard of it, from where the weights are. RowRange behind the last token are zero."""
+    """shard: name -> this rank's shard of it, from where the weights are. Rows behind the last token are zero."""
     name, values = None, torch.empty(0)
     empty: set[int] = set()
     for piece in found:

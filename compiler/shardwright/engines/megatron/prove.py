@@ -77,13 +77,15 @@ def _differences(
     the other way round."""
     import torch
 
+    from shardwright.ir.apart import share_apart, tensor_apart
+
     wanted = model(input_ids=ids).logits
     places = torch.arange(ids.shape[1]).expand_as(ids)
     logits = other(input_ids=ids, position_ids=places, attention_mask=None)[..., :vocabulary]
     covered, total = sum(piece.numel for piece in found), sum(p.numel() for p in model.parameters())
     if covered != total:
         return {"apart": f"it has {covered:,} of the model's {total:,} parameters"}
-    if not (off := _apart(logits, wanted)) <= BOUND:
+    if not (off := share_apart(logits, wanted)) <= BOUND:
         return {"apart": f"logits differ by {off:.1e} of the largest"}
     direction = torch.randn_like(wanted)
     wanted.backward(direction)
@@ -99,16 +101,10 @@ def _differences(
         if mine is None:
             return {"apart": f"{piece.name} has no gradient"}
         theirs = gradients[piece.name].reshape(-1)[piece.start : piece.start + piece.numel]
-        off = float((mine.view(-1)[piece.own : piece.own + piece.numel] - theirs).abs().max()) / largest
+        off = tensor_apart(mine.view(-1)[piece.own : piece.own + piece.numel], theirs) / largest
         if not off <= BOUND:
             return {"apart": f"the gradient of {piece.name} differs by {off:.1e} of the largest"}
     return {}
-
-
-def _apart(found: Any, wanted: Any) -> float:
-    """NaN is the worst of all."""
-    off = float((found - wanted).abs().max() / wanted.abs().max())
-    return off if off == off else float("inf")
 
 
 def _ranks(document: dict[str, Any], plan_document: dict[str, Any]) -> dict[str, Any]:
