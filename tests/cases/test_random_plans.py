@@ -93,7 +93,7 @@ def check(compiled: list[Compiled], folder: Path) -> None:
 def plan_with_hpz(folder: Path, tensor: int) -> Compiled:
     """4 nodes over slow links, each with a second copy of the weights for each of the tensor ranks."""
     path = folder / f"hpz-{tensor}.json"
-    cluster = {"nodes": 4, "gpus_per_node": 8, "gpu": "a100-sxm4-80gb", "inter_node_gbits_per_second": 25}
+    cluster = {"nodes": 4, "gpus_per_node": 8, "gpu": "a100-sxm4-80gb", "inter_node_gbits_per_second": 1}
     document = {
         "version": 1,
         "name": "hpz",

@@ -14,7 +14,7 @@ import numpy as np
 
 import shardwright.cost
 from shardwright.cost.constants import Constants, constant_entries, default_constants
-from tools.fit_cost.cases import Case, estimate, load_cases
+from tools.fit_cost.cases import Case, estimate, load_cases, load_engine_cases
 from tools.fit_cost.fit import fit, fitted_names, memory_target, priors, time_target
 
 FILE = Path(shardwright.cost.__file__).with_name("constants.json")
@@ -50,7 +50,7 @@ def document(cases: list[Case], c: Constants) -> dict[str, object]:
 
 
 def main() -> None:
-    cases = load_cases()
+    cases = load_cases() + load_engine_cases()
     c = fit(cases, priors())
     c = dataclasses.replace(c, memory_headroom=headroom(cases, c))
     before = default_constants()

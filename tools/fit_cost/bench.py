@@ -1,31 +1,39 @@
 """`make bench-cost`: the cost model against published runs, per project, left out of the fit and in it.
 
-Prints the table and writes benchmarks/cost.json, and the errors that `plan` prints to cost/measured.json.
+Two sets: rows.json, and engines.json of other engines and of DeepSpeed itself. Each project, each engine and each
+generation of GPUs is left out of the fit in turn. Prints the tables and writes benchmarks/cost.json, and the errors by
+regime that `plan` prints to cost/measured.json.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import shardwright.cost
 from shardwright.cost.constants import Constants, default_constants
-from shardwright.cost.measured import collectives_of
-from tools.fit_cost import score
+from shardwright.cost.measured import bench, kind_of, regimes
+from shardwright.engines.table import family_of, title_of
+from shardwright.ir.recipe import Recipe
+from shardwright.layout.problem import Problem
+from shardwright.search.settle import settle
+from tools.fit_cost import score, score_engines
 from tools.fit_cost.cases import (
     HARDWARE,
-    ROWS,
     Case,
-    Row,
     as_scored,
     estimate,
     hardware_of,
-    is_megatron,
+    is_engine_row,
     load_cases,
-    project_of,
+    load_engine_cases,
 )
-from tools.fit_cost.fit import fit, priors
+from tools.fit_cost.fit import Around, as_run
 from tools.prove.ledger import stamp
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "cost.json"
@@ -37,6 +45,10 @@ PEERS: dict[str, dict[str, float | None]] = {
     "llm-analysis (patched)": {"time": 0.187, "memory": 0.34, "regret": None, "spearman": None},
     "one constant efficiency and a bubble": {"time": 0.21, "memory": 0.32, "regret": None, "spearman": 0.04},
 }
+
+
+# Of a regime's runs, what its half-width holds.
+HELD_PERCENT = 80
 
 
 def scored(cases: list[Case], c: Constants) -> dict[str, Any]:
@@ -87,81 +99,181 @@ def table(title: str, rows: dict[str, dict[str, Any]]) -> list[str]:
     return lines
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Off:
+    """Predicted over measured less 1 of a case whose project was left out of the fit; None: it was not measured."""
+
+    case: Case
+    time: float | None
+    memory: float | None
+
+
+def off(case: Case, c: Constants) -> Off:
+    row, found = case.row, estimate(case, c)
+    held = None if row["measured"]["oom"] else row["measured"]["peak_mem_GB"]
+    seconds = None if row["measured"]["oom"] else _seconds(row)
+    return Off(
+        case=case,
+        time=None if not seconds else found.time.step_seconds / seconds - 1,
+        memory=None if not held else found.memory.peak_bytes / 1e9 / held - 1,
+    )
+
+
+def _seconds(row: dict[str, Any]) -> float | None:
+    seconds: float | None = score_engines.seconds(row) if is_engine_row(row) else score.step_seconds(row)
+    return seconds
+
+
+def by_regime(cases: list[Case], c: Constants) -> dict[str, Any]:
+    """engines.json's scorer, of these of its rows."""
+    rows, found = [case.row for case in cases], [as_scored(estimate(case, c)) for case in cases]
+    result: dict[str, Any] = score_engines.score(rows, found)
+    return result
+
+
+def engine_of(case: Case) -> str:
+    """Whose runs the cost model is asked for."""
+    run = as_run(case).recipe
+    return title_of(run.target, run.assume.kernels)
+
+
+def left_out(
+    cases: list[Case], around: Around, group_of: Callable[[Case], str]
+) -> dict[str, tuple[list[Case], Constants]]:
+    """Group -> its cases, and constants that were fitted to the others."""
+    found = {}
+    for group in dict.fromkeys(map(group_of, cases)):
+        those = {case.row["id"] for case in cases if group_of(case) == group}
+        c = around.without(lambda case: case.row["id"] in those)  # noqa: B023
+        found[group] = [case for case in cases if case.row["id"] in those], c
+    return found
+
+
+def errors(cases: list[Case], c: Constants) -> dict[str, Any]:
+    found = [off(case, c) for case in cases]
+    times, memories = [o.time for o in found if o.time is not None], [o.memory for o in found if o.memory is not None]
+
+    def mean(values: list[float]) -> float | None:
+        return sum(values) / len(values) if values else None
+
+    return {
+        "time": mean([abs(x) for x in times]),
+        "time_median": float(np.median(np.abs(times))) if times else None,
+        "time_bias": mean(times),
+        "time_rows": len(times),
+        "memory": mean([abs(x) for x in memories]),
+        "memory_bias": mean(memories),
+        "memory_rows": len(memories),
+    }
+
+
 def main() -> None:
-    cases = load_cases()
-    projects = list(dict.fromkeys(case.project for case in cases))
-    within = {p: scored([case for case in cases if case.project == p], default_constants()) for p in projects}
-    left_out: dict[str, dict[str, Any]] = {}
-    for project in projects:
-        c = fit([case for case in cases if case.project != project], priors())
-        left_out[project] = scored([case for case in cases if case.project == project], c)
-    other_hardware: dict[str, dict[str, Any]] = {}
-    for hardware in HARDWARE:
-        c = fit([case for case in cases if hardware_of(case) != hardware], priors())
-        other_hardware[hardware] = scored([case for case in cases if hardware_of(case) == hardware], c)
-    everything = scored(cases, default_constants())
-    lines = table("each project left out of the fit", {**left_out, "mean of the projects": macro(left_out)})
-    lines += table("each generation of GPUs left out", other_hardware)
+    first, engines = load_cases(), load_engine_cases()
+    cases, c = first + engines, default_constants()
+    around = Around(cases, c)
+    projects = left_out(cases, around, lambda case: case.project)
+    first_out = {
+        name: scored([case for case in those if not is_engine_row(case.row)], found)
+        for name, (those, found) in projects.items()
+        if not is_engine_row(those[0].row)
+    }
+    engines_out = {
+        name: errors(those, found) for name, (those, found) in projects.items() if is_engine_row(those[0].row)
+    }
+    every = [off(case, found) for those, found in projects.values() for case in those]
+    # InternEvo is asked as DeepSpeed, whose ZeRO is another.
+    every = [o for o in every if not (is_engine_row(o.case.row) and o.case.row["engine"] == "InternEvo")]
+    PACKAGED.write_text(json.dumps(packaged(every, macro(first_out)), indent=1) + "\n")
+    bench.cache_clear()  # what follows is told with these bands
+    deepspeed = [
+        (case, found)
+        for those, found in projects.values()
+        for case in those
+        if is_engine_row(case.row) and case.row["engine"].startswith("DeepSpeed")
+    ]
+    by_engine = {name: errors(those, found) for name, (those, found) in left_out(cases, around, engine_of).items()}
+    hardware = left_out(first, around, hardware_of)
+    document = {
+        "left_out": first_out,
+        "left_out_mean": macro(first_out),
+        "engines_left_out": engines_out,
+        "deepspeed_left_out": _mean_of([off(case, found) for case, found in deepspeed]),
+        "engine_left_out": by_engine,
+        "hardware_left_out": {name: scored(*hardware[name]) for name in HARDWARE},
+        "in_fit": {
+            name: scored([case for case in first if case.project == name], c)
+            for name in dict.fromkeys(case.project for case in first)
+        },
+        "in_fit_all_rows": scored(first, c),
+        "engines": by_regime(engines, c),
+        "peers": PEERS,
+    }
+    FILE.write_text(json.dumps({"command": "make bench-cost", **stamp("cost"), **document}, indent=1) + "\n")
+    lines = table("each project left out of the fit", {**first_out, "mean of the projects": macro(first_out)})
+    lines += table("each generation of GPUs left out", document["hardware_left_out"])
     lines += table(
-        "constants.json (all rows in the fit)",
-        {**within, "mean of the projects": macro(within), "all rows": everything},
+        "constants.json (all rows in the fit)", {**document["in_fit"], "all rows": document["in_fit_all_rows"]}
     )
-    lines += ["", "others on these rows                      time   memory   regret  Spearman"]
-    for name, peer in PEERS.items():
-        cells = [f"{'-' if v is None else f'{v:.0%}' if k in ('time', 'memory') else v:>8}" for k, v in peer.items()]
-        lines.append(f"{name:38s}" + " ".join(cells))
+    for title, rows in (("each project of engines.json left out", engines_out), ("each engine left out", by_engine)):
+        lines += ["", title, *(_line(name, row) for name, row in rows.items())]
+    lines += ["", f"DeepSpeed's own rows, their project left out: {document['deepspeed_left_out']:.1%}"]
+    lines += ["", "engines.json, all rows in the fit"]
     print("\n".join(lines))
-    FILE.write_text(
-        json.dumps(
-            {
-                "command": "make bench-cost",
-                **stamp("cost"),
-                "left_out": left_out,
-                "left_out_mean": macro(left_out),
-                "hardware_left_out": other_hardware,
-                "in_fit": within,
-                "in_fit_mean": macro(within),
-                "in_fit_all_rows": everything,
-                "peers": PEERS,
-            },
-            indent=1,
-        )
-        + "\n"
-    )
-    mean = macro(left_out)
-    PACKAGED.write_text(json.dumps(packaged(score.rows(ROWS), mean), indent=1) + "\n")
+    score_engines.show(document["engines"])
 
 
-def packaged(rows: list[Row], mean: dict[str, Any]) -> dict[str, Any]:
-    """measured.json. mean: of the projects, each left out."""
-    ran = [row for row in rows if score.usable(row) and not row["measured"]["oom"]]
+def _mean_of(found: list[Off]) -> float:
+    return float(np.mean([abs(o.time) for o in found if o.time is not None]))
+
+
+def _line(name: str, row: dict[str, Any]) -> str:
+    memory = "" if row["memory"] is None else f"; memory n={row['memory_rows']} {row['memory']:.1%}"
+    time = "" if row["time"] is None else f"time {row['time']:.1%} (median {row['time_median']:.1%})"
+    return f"{name:38s} n={row['time_rows']:4d} {time} bias {row['time_bias'] or 0:+.1%}{memory}"
+
+
+def packaged(found: list[Off], mean: dict[str, Any]) -> dict[str, Any]:
+    """measured.json. mean: of the first set's projects, each left out."""
     return {
         "written_by": "make bench-cost",
-        "projects": len({project_of(row) for row in ran}),
-        "time": {"error": round(mean["time"], 3), **kinds([row for row in ran if score.step_seconds(row)])},
-        "memory": {"error": round(mean["memory"], 3), **kinds([row for row in ran if row["measured"]["peak_mem_GB"]])},
+        "projects": len({o.case.project for o in found}),
+        "time": {"error": round(mean["time"], 3), **kinds([(o.case, o.time) for o in found if o.time is not None])},
+        "memory": {
+            "error": round(mean["memory"], 3),
+            **kinds([(o.case, o.memory) for o in found if o.memory is not None]),
+        },
     }
 
 
-def kinds(rows: list[Row]) -> dict[str, Any]:
-    """Which kinds of layouts these runs stand behind. All are dense, with nothing offloaded (score.usable)."""
-    recipes = [score.recipe(row) for row in rows]
-    most: dict[tuple[int, bool, str], int] = {}
-    for row, recipe in zip(rows, recipes, strict=True):
-        nodes, zero_stage = recipe["cluster"]["nodes"], recipe["parallelism"]["zero_stage"]
-        target = "megatron" if is_megatron(row) else recipe["target"]
-        kind = (zero_stage, nodes > 1, collectives_of(target, recipe["assume"]["kernels"], zero_stage))
-        most[kind] = max(most.get(kind, 0), nodes)
+def kinds(found: list[tuple[Case, float]]) -> dict[str, Any]:
+    """Which kinds of layouts these errors stand behind, and the half-width of each regime."""
+    recipes = [case.recipe for case, _ in found]
+    by_name: dict[str, list[float]] = {}
+    for case, error in found:
+        for name in _names(as_run(case)):
+            by_name.setdefault(name, []).append(abs(error))
     return {
-        "runs": len(rows),
-        "gpus": sorted({row["hardware"]["gpu"].partition("-")[0].lower() for row in rows}),
-        "precisions": sorted({recipe["training"]["precision"] for recipe in recipes}),
-        "schedules": sorted({recipe["parallelism"]["schedule"] for recipe in recipes}),
-        "zero": [
-            {"stage": stage, "several_nodes": several, "engine": engine, "most_nodes": nodes}
-            for (stage, several, engine), nodes in sorted(most.items())
-        ],
+        "runs": len(found),
+        "gpus": sorted({case.row["hardware"]["gpu"].partition("-")[0].lower() for case, _ in found}),
+        "precisions": sorted({recipe.training.precision for recipe in recipes}),
+        "schedules": sorted({case.strategy.schedule for case, _ in found}),
+        "bands": {
+            name: {"runs": len(errors), "half_width": half_width(errors)} for name, errors in sorted(by_name.items())
+        },
     }
+
+
+def _names(case: Case) -> tuple[str, ...]:
+    """Of the regimes that the case belongs to, and its kind in the family of its engine."""
+    recipe: Recipe = case.recipe
+    layout, _ = settle(Problem(recipe=recipe, graph=case.graph, cluster=case.cluster), case.strategy)
+    family = family_of(recipe.target, recipe.assume.kernels)
+    return tuple(dict.fromkeys((*regimes(layout), f"{family}, {kind_of(layout)}")))
+
+
+def half_width(errors: list[float]) -> float:
+    """The least share that holds HELD_PERCENT of them."""
+    return round(float(np.percentile(errors, HELD_PERCENT, method="higher")), 3)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any
 
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.cost.constants import Constants
+from shardwright.cost.measured import error_fields
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
@@ -21,9 +22,10 @@ from shardwright.model.build import build_model_graph
 from shardwright.recipe.load import load_recipe
 from shardwright.search.settle import settled_estimate
 from shardwright.search.space import candidates
-from tools.fit_cost import score
+from tools.fit_cost import score, score_engines
 
 ROWS = Path(__file__).with_name("rows.json")
+ENGINE_ROWS = Path(__file__).with_name("engines.json")
 # A row's project, from the start of its `source`.
 PROJECTS = {
     "llm-foundry": "MPT (llm-foundry)",
@@ -33,6 +35,13 @@ PROJECTS = {
     "Korthikanti": "NVIDIA's papers",
     "MT-NLG": "NVIDIA's papers",
     "torchtitan": "torchtitan",
+    "DeepCompile": "DeepCompile's benchmark",
+    "Bekman": "S. Bekman's H200 runs",
+    "chenyaofo": "chenyaofo's A800 runs",
+    "DeepSpeed on Azure": "DeepSpeed on Azure",
+    "InternLM": "InternEvo",
+    "Nanotron": "nanotron",
+    "SimuMax": "SimuMax",
 }
 
 # Generations of GPUs among the rows.
@@ -74,10 +83,21 @@ def load_cases(path: Path = ROWS) -> list[Case]:
     return [case_of(row) for row in score.rows(path) if score.usable(row)]
 
 
+def load_engine_cases(path: Path = ENGINE_ROWS) -> list[Case]:
+    """Runs of other engines, and DeepSpeed's own, through that scorer's recipes."""
+    return [case_of(row) for row in score.rows(path)]
+
+
+def is_engine_row(row: Row) -> bool:
+    """Of engines.json, whose rows say how they are to be asked."""
+    return "price" in row
+
+
 def case_of(row: Row) -> Case:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "recipe.yaml"
-        file.write_text(json.dumps(score.recipe(row)))
+        document = score_engines.recipe(row) if is_engine_row(row) else score.recipe(row)
+        file.write_text(json.dumps(document))
         recipe = load_recipe(file, [])
     graph, cluster = build_model_graph(recipe.model), resolve_cluster(recipe.cluster)
     (strategy,) = candidates(Problem(recipe=recipe, graph=graph, cluster=cluster))
@@ -92,4 +112,5 @@ def estimate(case: Case, constants: Constants) -> Estimate:
 
 def as_scored(found: Estimate) -> dict[str, Any]:
     """The part of `estimate --json` that the scorer reads."""
-    return {"time": dataclasses.asdict(found.time), "memory": dataclasses.asdict(found.memory)}
+    told = error_fields(found.error)
+    return {part: dataclasses.asdict(getattr(found, part)) | told[part] for part in ("time", "memory")}

@@ -47,8 +47,34 @@ def errors() -> str:
         f"{mean['regret']:.1%} to the best one, and predicted and measured order correlate with {mean['spearman']:.2f} "
         f"(Spearman). Of {runs} runs that fitted {right} are said to fit, of {of} that ran out of memory {died} to run "
         "out of it.",
+        "",
+        *_engines(bench),
     ]
     return "\n".join(lines)
+
+
+def _engines(bench: dict[str, Any]) -> list[str]:
+    """engines.json: its projects left out, then its regimes with all rows in the fit."""
+    lines = [
+        "Runs of other engines and DeepSpeed's own:",
+        "",
+        "| left out of the fit | timed runs | step time off by | median | leaning |",
+        "|---|---|---|---|---|",
+    ]
+    for kind, what in (("engines_left_out", ""), ("engine_left_out", "engine: ")):
+        lines += [
+            f"| {what}{name} | {e['time_rows']} | {e['time']:.1%} | {e['time_median']:.1%} | {e['time_bias']:+.1%} |"
+            for name, e in bench[kind].items()
+        ]
+    lines += [
+        "",
+        "| regime, all rows in the fit | timed runs | step time off by | leaning | inside the printed ± |",
+        "|---|---|---|---|---|",
+    ]
+    return lines + [
+        f"| {name} | {e['n']} | {e['time_mape']:.1%} | {e['time_bias']:+.1%} | {e['in_band']:.0%} |"
+        for name, e in bench["engines"]["regimes"].items()
+    ]
 
 
 def _row(name: str, entry: dict[str, Any]) -> str:

@@ -8,9 +8,10 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
+from shardwright.cost import kernels
 from shardwright.cost.compute import peak_flops
 from shardwright.cost.constants import Constants, default_constants
-from shardwright.cost.kernels import Device, product_seconds, sustained_share
+from shardwright.cost.kernels import Device, product_seconds
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.measured import Figure, Sample
 from shardwright.ir.recipe import ELEMENT_BYTES
@@ -22,15 +23,7 @@ STEPS = 41
 
 
 def device_of(cluster: Cluster, precision: Precision, c: Constants) -> Device:
-    gpu, peak = cluster.gpu, peak_flops(cluster.gpu, precision)
-    return Device(
-        flops_per_second=peak,
-        sustained_share=sustained_share(c, peak, gpu.watts),
-        bytes_per_second=gpu.hbm_bytes_per_second,
-        cache_bytes=gpu.cache_bytes,
-        compute_units=gpu.compute_units,
-        element_bytes=ELEMENT_BYTES[precision],
-    )
+    return kernels.device_of(cluster.gpu, peak_flops(cluster.gpu, precision), ELEMENT_BYTES[precision], c)
 
 
 def fitted(cluster: Cluster, precision: Precision, samples: Sequence[Sample]) -> dict[str, Figure]:
@@ -117,9 +110,10 @@ def _attention(cluster: Cluster, precision: Precision, c: Constants, samples: Se
         heads, width, length = s.sizes["heads"], s.sizes["head_dim"], s.sizes["length"]
         if length * 4 < longest:
             continue
-        softmax = heads * length**2 * c.softmax_unit_seconds / cluster.gpu.compute_units
+        softmax = heads * length**2 * c.softmax_unit_seconds / cluster.gpu.compute_units / cluster.gpu.softmax_gain
         left = s.seconds.value - softmax
-        found.append(4 * heads * length**2 * width / peak / max(left, 0.1 * s.seconds.value))
+        rate = 4 * heads * length**2 * width / max(left, 0.1 * s.seconds.value)
+        found.append(rate / peak / cluster.gpu.fused_attention_gain)
     return statistics.median(found)
 
 

@@ -69,11 +69,14 @@ def _estimate(path: str, overrides: Sequence[str], *, as_json: bool) -> bool:
 
 def estimate_object(path: str, estimate: Estimate) -> dict[str, JsonValue]:
     """The object of each plan of `plan --json`; `estimate --json` adds the goodput and what the recipe assumes."""
+    from shardwright.cost.measured import error_fields
+
+    told = error_fields(estimate.error)
     return {
         "recipe": path,
         "feasible": estimate.feasible,
         "diagnostics": diagnostic_objects(estimate.diagnostics),
-        **{part: dataclasses.asdict(getattr(estimate, part)) for part in _PARTS},
+        **{part: dataclasses.asdict(getattr(estimate, part)) | told.get(part, {}) for part in _PARTS},
         "flops_source": estimate.flops_source,
     }
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shardwright.cli.tables import table_lines
-from shardwright.cost.measured import bench, flops_words, source, unmeasured
+from shardwright.cost.measured import flops_words, source, unmeasured
 from shardwright.figures import device, number
 from shardwright.layout.axes import AXES, Axis
 from shardwright.layout.estimate import Estimate
@@ -71,10 +71,11 @@ def _cells(place: int, row: PlanRow, first: Estimate, axes: Sequence[Axis], *, i
 
 def error_notes(estimates: Sequence[Estimate]) -> list[str]:
     """Where the ± comes from, why rows of the table have none, and what else makes them less sure."""
-    time, memory = bench().time, bench().memory
-    known = [f"{time.error:.1%} of the step"] * any(e.error.step_time is not None for e in estimates)
-    known += [f"{memory.error:.1%} of the memory"] * any(e.error.memory is not None for e in estimates)
-    notes = [f"± {', '.join(known)}: {source()}"] if known else []
+    notes = []
+    known = [(e.error.step_time, e.error.step_time_regime) for e in estimates if e.error.step_time is not None]
+    if known:
+        regimes = "; ".join(f"{share:.1%} ({regime})" for share, regime in dict.fromkeys(known))
+        notes.append(f"± {regimes}: {source()}")
     for reason, rows in _rows_by(e.error.step_time_reason for e in estimates).items():
         which = "" if len(rows) == len(estimates) else f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows))}: "
         notes.append(which + unmeasured(reason))

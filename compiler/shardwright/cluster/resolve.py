@@ -14,6 +14,7 @@ from typing import TypedDict
 from shardwright.diagnostics import Diagnostic, Refusal, found
 from shardwright.ir.cluster import Cluster, Gpu
 from shardwright.ir.recipe import ClusterSection
+from shardwright.ir.words import Fabric
 
 
 class InlineDefaults(TypedDict):
@@ -24,6 +25,10 @@ class InlineDefaults(TypedDict):
     watts: float | None
     intra_node_gbytes_per_second: float
     inter_node_gbits_per_second: float
+    fabric: Fabric
+    fused_attention_gain: float
+    softmax_gain: float
+    best_product_tflops: float | None
     sources: dict[str, str]
 
 
@@ -71,6 +76,9 @@ def resolve_cluster(section: ClusterSection) -> Cluster:
         compute_units=chip["compute_units"],
         watts=chip["watts"],
         is_cpu=name == "cpu",
+        fused_attention_gain=chip["fused_attention_gain"],
+        softmax_gain=chip["softmax_gain"],
+        best_product_flops=None if chip["best_product_tflops"] is None else chip["best_product_tflops"] * 1e12,
     )
     intra = section.intra_node_gbytes_per_second or chip["intra_node_gbytes_per_second"]
     inter = section.inter_node_gbits_per_second or chip["inter_node_gbits_per_second"]
@@ -83,6 +91,8 @@ def resolve_cluster(section: ClusterSection) -> Cluster:
         host_memory_bytes=None if section.host_memory_gib is None else section.host_memory_gib * 2**30,
         shared_filesystem=section.shared_filesystem,
         price_per_gpu_hour=section.price_per_gpu_hour,
+        fabric=section.fabric or chip["fabric"],
+        fabric_is_given=section.fabric is not None,
     )
     cluster.verify()
     return cluster

@@ -3,15 +3,18 @@
 A ring over n ranks takes n - 1 steps and moves (n - 1) / n of the data past each rank for an all-gather or a
 reduce-scatter, twice both for an all-reduce (Thakur et al., 2005; Patarasu and Yuan, 2009). NCCL lays one ring per
 adapter over the nodes: where q members share a node, the data enters and leaves it over q adapters at once, so the
-rate per rank is q adapters' or the node's own links', whichever is less.
+rate per rank is q adapters' or the node's own links', whichever is less. It falls with the ranks that take part, by
+the fabric between the nodes (cluster/fabrics.json).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardwright.cluster.fabric import Collective, share_of_links
 from shardwright.cost.constants import Constants
 from shardwright.ir.cluster import Cluster
+from shardwright.ir.words import Fabric
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,24 +23,30 @@ class Group:
 
     ranks: int
     ranks_per_node: int
+    fabric: Fabric = "infiniband"
 
     @property
     def spans_nodes(self) -> bool:
         return self.ranks > self.ranks_per_node
 
 
-def group_of(cluster: Cluster, ranks: int, stride: int) -> Group:
-    """`ranks` ranks, each `stride` after the last."""
+def group_of(cluster: Cluster, ranks: int, stride: int, fabric: Fabric | None = None) -> Group:
+    """`ranks` ranks, each `stride` after the last. fabric: of published runs; the cluster's own where it says one."""
     inside = max(1, cluster.gpus_per_node // stride) if stride <= cluster.gpus_per_node else 1
-    return Group(ranks=ranks, ranks_per_node=min(ranks, inside))
+    between = cluster.fabric if fabric is None or cluster.fabric_is_given else fabric
+    return Group(ranks=ranks, ranks_per_node=min(ranks, inside), fabric=between)
 
 
-def bytes_per_second(cluster: Cluster, c: Constants, group: Group) -> float:
+def bytes_per_second(
+    cluster: Cluster, c: Constants, group: Group, message_bytes: float, collective: Collective = "all_gather"
+) -> float:
     """Of a large collective, per rank."""
     inside = cluster.intra_node_bytes_per_second * c.intra_node_efficiency
     if not group.spans_nodes:
         return inside
-    across = cluster.inter_node_bytes_per_second * c.inter_node_efficiency * group.ranks_per_node
+    measured = share_of_links(group.fabric, collective, group.ranks, message_bytes)
+    share = c.inter_node_efficiency if measured is None else measured
+    across = cluster.inter_node_bytes_per_second * share * group.ranks_per_node
     return min(inside, across) if group.ranks_per_node > 1 else across
 
 
@@ -50,16 +59,24 @@ def ring_start_seconds(c: Constants, group: Group) -> float:
     return between * c.inter_node_hop_seconds + max(0, group.ranks - 1 - between) * c.intra_node_hop_seconds
 
 
-def gather_seconds(cluster: Cluster, c: Constants, group: Group, total_bytes: float, calls: float = 1.0) -> float:
+def gather_seconds(
+    cluster: Cluster,
+    c: Constants,
+    group: Group,
+    total_bytes: float,
+    calls: float = 1.0,
+    collective: Collective = "all_gather",
+) -> float:
     """An all-gather to total_bytes on each rank, or a reduce-scatter of them, in so many calls."""
     n = group.ranks
     if n == 1:
         return 0.0
-    return calls * ring_start_seconds(c, group) + (n - 1) / n * total_bytes / bytes_per_second(cluster, c, group)
+    rate = bytes_per_second(cluster, c, group, total_bytes, collective)
+    return calls * ring_start_seconds(c, group) + (n - 1) / n * total_bytes / rate
 
 
 def all_reduce_seconds(cluster: Cluster, c: Constants, group: Group, total_bytes: float, calls: float = 1.0) -> float:
-    return 2 * gather_seconds(cluster, c, group, total_bytes, calls)
+    return 2 * gather_seconds(cluster, c, group, total_bytes, calls, "all_reduce")
 
 
 def all_to_all_seconds(cluster: Cluster, c: Constants, group: Group, total_bytes: float, calls: float = 1.0) -> float:

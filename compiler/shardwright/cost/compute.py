@@ -10,12 +10,11 @@ from shardwright.cost.activations import keeps_products
 from shardwright.cost.constants import Constants
 from shardwright.cost.experts import UNEVEN
 from shardwright.cost.kernels import (
-    Device,
+    device_of,
     eager_attention_seconds,
     fused_products_seconds,
     product_seconds,
     softmax_seconds,
-    sustained_share,
     traffic_seconds,
 )
 from shardwright.cost.replaced import first_of_kind, measured_seconds
@@ -61,6 +60,7 @@ def _depends_on(recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Strategy, c: Con
     return (
         graph.identity,
         (gpu.hbm_bytes_per_second, gpu.watts, gpu.cache_bytes, gpu.compute_units, gpu.is_cpu),
+        (gpu.fused_attention_gain, gpu.softmax_gain, gpu.best_product_flops),
         (peak_flops(gpu, recipe.training.precision), recipe.training.precision, recipe.training.sequence_length),
         (
             recipe.assume.kernels,
@@ -107,14 +107,7 @@ class _Micro:
         self.tokens = s.micro_batch_size * self.length // s.context
         self.is_cpu = gpu.is_cpu
         self.shapes = model_shapes(graph, s.tensor)
-        self.device = Device(
-            flops_per_second=peak_flops(gpu, precision),
-            sustained_share=sustained_share(c, peak_flops(gpu, precision), gpu.watts),
-            bytes_per_second=gpu.hbm_bytes_per_second,
-            cache_bytes=gpu.cache_bytes,
-            compute_units=gpu.compute_units,
-            element_bytes=ELEMENT_BYTES[precision],
-        )
+        self.device = device_of(gpu, peak_flops(gpu, precision), ELEMENT_BYTES[precision], c)
 
     def decoder(self, kind: LayerShape) -> tuple[float, float, float]:
         mode = self.s.checkpointing

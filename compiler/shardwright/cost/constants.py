@@ -61,9 +61,16 @@ class Constants:
     inter_node_hop_seconds: float
     collective_host_seconds: float
     zero_reduction_efficiency: float
-    overlap: float
+    pipeline_host_seconds: float
+    hook_seconds: float
+    overlap_megatron: float
+    overlap_deepspeed: float
+    overlap_fsdp: float
+    overlap_compiled: float
+    overlap_nanotron: float
     host_link_bytes_per_second: float
     host_bytes_per_second: float
+    accumulated_host_bytes_per_second: float
     # memory
     context_bytes: float
     communicator_bytes: float
@@ -88,6 +95,10 @@ class Constants:
 
     def logit_bytes(self, kernels: str) -> float:
         return self._of(kernels, "logit_bytes")
+
+    def overlap(self, traffic: str) -> float:
+        """traffic: of engines.engine.Traits."""
+        return self._of(traffic, "overlap")
 
     def _of(self, kernels: str, name: str) -> float:
         value: float = getattr(self, f"{name}_{kernels}")

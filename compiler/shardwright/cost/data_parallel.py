@@ -1,15 +1,13 @@
 """Exposed time of the data-parallel collectives of one step, behind the compute of one micro-batch.
 
-DeepSpeed's own stages copy in and out of buckets, and reach the same share of the links at each of them (decision 020);
-FSDP gathers a layer at once.
+How much hides, and what buckets reach of the links, are traits of whose engine runs (engines/table.py).
 """
 
 from __future__ import annotations
 
-from shardwright.cost.collectives import Group, gather_seconds, group_of, ring_start_seconds, send_seconds
+from shardwright.cost.collectives import Group, all_reduce_seconds, gather_seconds, ring_start_seconds, send_seconds
 from shardwright.cost.layout import Layout
 from shardwright.cost.passes import FORWARD_SHARE
-from shardwright.engines.kernels import KERNELS
 from shardwright.ir.recipe import ELEMENT_BYTES
 from shardwright.layout.buckets import BUCKET_NUMEL, PREFETCH_NUMEL
 
@@ -23,29 +21,40 @@ def data_comm_seconds(layout: Layout, rank: int, compute_seconds: float) -> floa
         return tied
     if s.zero_stage == 3:
         return tied + _zero_3_seconds(layout, rank, compute_seconds)
+    parts = _by_group(layout, rank, layout.trained_of(layout.ranks[rank]))
     gradient = ELEMENT_BYTES[layout.accumulation_dtype] if s.zero_stage <= 1 else layout.element_bytes
-    reduce = gather = 0.0
-    for numel, group in _by_group(layout, rank, layout.trained_of(layout.ranks[rank])):
-        reduce += gather_seconds(cluster, c, group, numel * gradient, _buckets(numel))
-        gather += gather_seconds(cluster, c, group, numel * layout.element_bytes, _buckets(numel))
     behind = 1 - FORWARD_SHARE if s.pipeline == 1 else 0.0
     if s.zero_stage == 0:
-        return tied + _exposed(layout, 2 * reduce, behind * compute_seconds)
-    if layout.traits.bucketed_zero and not cluster.gpu.is_cpu:
-        reduce, gather = reduce / c.zero_reduction_efficiency, gather / c.zero_reduction_efficiency
+        reduce = sum(all_reduce_seconds(cluster, c, group, n * gradient, _buckets(n)) for n, group in parts)
+        return tied + _exposed(layout, reduce, behind * compute_seconds)
+    reduce, gather = (
+        sum(gather_seconds(cluster, c, group, n * size, _buckets(n)) for n, group in parts) / zero_efficiency(layout)
+        for size in (gradient, layout.element_bytes)
+    )
     reductions = s.gradient_accumulation_steps if s.zero_stage == 2 else 1
+    if s.zero_stage == 1 and not layout.traits.zero_1_overlaps:
+        behind = 0.0
     return tied + reductions * _exposed(layout, reduce, behind * compute_seconds) + gather
 
 
 def _by_group(layout: Layout, rank: int, numel: int) -> list[tuple[int, Group]]:
     """Of these parameters of a pipeline rank, those over all ranks, and those of experts over the ranks that have the
     same ones."""
-    s, cluster = layout.strategy, layout.cluster
+    s = layout.strategy
     experts = layout.experts_of(layout.ranks[rank])
-    found = [(numel - experts, group_of(cluster, s.shards, s.tensor))]
+    found = [(numel - experts, layout.group(s.shards, s.tensor))]
     if experts:
-        found.append((experts // s.expert, group_of(cluster, s.shards // s.expert, s.tensor * s.expert)))
+        found.append((experts // s.expert, layout.group(s.shards // s.expert, s.tensor * s.expert)))
     return found
+
+
+def zero_efficiency(layout: Layout) -> float:
+    """What ZeRO's buckets reach of the links' rate. An assumed rate is a whole run's: it has the engine's own delays in
+    it."""
+    slow = layout.traits.bucketed_zero or (layout.traits.bucketed_pipeline and layout.strategy.pipeline > 1)
+    if not slow or layout.cluster.gpu.is_cpu or layout.recipe.assume.mfu is not None:
+        return 1.0
+    return layout.constants.zero_reduction_efficiency
 
 
 def _zero_3_seconds(layout: Layout, rank: int, compute_seconds: float) -> float:
@@ -55,26 +64,27 @@ def _zero_3_seconds(layout: Layout, rank: int, compute_seconds: float) -> float:
     s, c, cluster = layout.strategy, layout.constants, layout.cluster
     m, element = s.gradient_accumulation_steps, layout.element_bytes
     held, numel = layout.numel(rank), layout.trained_of(layout.ranks[rank])
-    group = group_of(cluster, s.shards, s.tensor)
+    group = layout.group(s.shards, s.tensor)
     layers = sum(block.stop - block.start for block in layout.ranks[rank])
-    efficiency, gathers_a_pass, reductions = 1.0, float(layers), float(layers)
-    assume = layout.recipe.assume
-    if not cluster.gpu.is_cpu and KERNELS[assume.kernels].zero_3 is None and assume.mfu is None:
-        # An assumed rate is a whole run's: it has the engine's own delays in it.
-        efficiency, reductions = c.zero_reduction_efficiency, _buckets(numel)
+    efficiency, gathers_a_pass, reductions = zero_efficiency(layout), float(layers), float(layers)
+    own = not (layout.traits.gathers_layers or cluster.gpu.is_cpu or layout.recipe.assume.mfu is not None)
+    if own:
+        reductions = _buckets(numel)
         gathers_a_pass = max(gathers_a_pass, min(held / PREFETCH_NUMEL, layout.shapes.matrices))
+    hooks = _hook_seconds(layout, rank) if own else 0.0
     kinds = _by_group(layout, rank, numel)
     reduce = sum(gather_seconds(cluster, c, over, n * element, 0) for n, over in kinds) / efficiency
     if len(kinds) > 1:  # the gathers are of the same bytes, experts' in calls of their own
         starts = 3 * layers * ring_start_seconds(c, kinds[1][1])
         dense = (2 * gathers_a_pass + reductions) * ring_start_seconds(c, group)
-        return m * (_exposed(layout, 3 * reduce, compute_seconds) + starts + dense)
+        return m * max(_exposed(layout, 3 * reduce, compute_seconds) + starts + dense, hooks - compute_seconds)
 
     def micro_batch(forward: Group, backward: Group) -> float:
         """Gathers over these groups; the ring's steps do not hide: at each of them the ranks wait for one another."""
         gathers = sum(gather_seconds(cluster, c, over, held * element, 0) for over in (forward, backward)) / efficiency
         starts = gathers_a_pass * sum(ring_start_seconds(c, over) for over in (forward, backward))
-        return _exposed(layout, gathers + reduce, compute_seconds) + starts + reductions * ring_start_seconds(c, group)
+        starts += reductions * ring_start_seconds(c, group)
+        return max(_exposed(layout, gathers + reduce, compute_seconds) + starts, hooks - compute_seconds)
 
     if s.hpz_partition_size == 1:
         return m * micro_batch(group, group)
@@ -88,9 +98,18 @@ def _zero_3_seconds(layout: Layout, rank: int, compute_seconds: float) -> float:
     return micro_batch(group, node) + launches + (m - 1) * micro_batch(node, node)
 
 
+def _hook_seconds(layout: Layout, rank: int) -> float:
+    """The host's floor of a micro-batch: a fetch and a release around each module that holds parameters, in the forward
+    pass, where it is run again, and in the backward pass (DeepSpeed zero/parameter_offload.py)."""
+    blocks, shapes = layout.ranks[rank], layout.shapes
+    modules = sum(shapes.modules[block.stop] - shapes.modules[block.start] for block in blocks)
+    passes = 2 + (layout.checkpointed is None and layout.strategy.checkpointing == "full")
+    return 2 * passes * modules * layout.constants.hook_seconds
+
+
 def _exposed(layout: Layout, comm_seconds: float, compute_seconds: float) -> float:
     """What is not hidden behind this much compute."""
-    return comm_seconds - layout.constants.overlap * min(comm_seconds, compute_seconds)
+    return comm_seconds - layout.constants.overlap(layout.traits.traffic) * min(comm_seconds, compute_seconds)
 
 
 def _buckets(numel: int) -> float:

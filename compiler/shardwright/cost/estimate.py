@@ -28,7 +28,7 @@ def price(layout: Layout, memory: Memory, diagnostics: tuple[Diagnostic, ...]) -
         memory=memory,
         time=time,
         training=training_of(layout.recipe.training.known_steps, layout.cluster, time),
-        error=prediction_error(layout.problem, layout.strategy),
+        error=prediction_error(layout),
         flops_source=layout.shapes.flops_source,
     )
 

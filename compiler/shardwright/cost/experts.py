@@ -7,7 +7,7 @@ micro-batch, S tokens of a row on a rank, H hidden size, k chosen experts, e exp
 
 from __future__ import annotations
 
-from shardwright.cost.collectives import all_to_all_seconds, group_of
+from shardwright.cost.collectives import all_to_all_seconds
 from shardwright.cost.layout import Layout
 from shardwright.cost.shapes import LayerShape
 
@@ -21,7 +21,7 @@ def exchanged_seconds(layout: Layout) -> list[float]:
     s, cluster = layout.strategy, layout.cluster
     if s.expert == 1:
         return [0.0] * len(layout.graph.layers)
-    group = group_of(cluster, s.expert, s.tensor)
+    group = layout.group(s.expert, s.tensor)
     seconds = [
         all_to_all_seconds(cluster, layout.constants, group, UNEVEN * 2 * _rows_bytes(layout, kind), 3)
         if kind.chosen_experts

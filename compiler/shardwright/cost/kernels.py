@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from shardwright.cost.constants import Constants
+from shardwright.ir.cluster import Gpu
 
 # Output tiles that cuBLAS's kernels take, rows x columns; a product runs with the fastest for its shape.
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
@@ -18,6 +19,8 @@ TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 TILE_RATE = {(256, 128): 1.0, (128, 256): 1.0, (128, 128): 0.96, (128, 64): 0.86, (64, 128): 0.86, (64, 64): 0.72}
 # Parts that the summed dimension is cut into where the output alone has too few tiles (split-K).
 SPLITS = (1, 2, 4)
+# Of the peak, the fastest product of a board that holds its clock (an A100: the prior of gemm_efficiency).
+BEST_OF_THE_PEAK = 0.86
 ALIGNED_WIDTH = 64
 ALIGNED_LOAD = 8
 
@@ -32,6 +35,25 @@ class Device:
     cache_bytes: float  # of the last level
     compute_units: int
     element_bytes: int
+    fused_attention_gain: float = 1.0
+    softmax_gain: float = 1.0
+
+
+def device_of(gpu: Gpu, flops_per_second: float, element_bytes: int, c: Constants) -> Device:
+    """flops_per_second: the dense peak of the precision whose elements have so many bytes."""
+    share = sustained_share(c, flops_per_second, gpu.watts)
+    if gpu.best_product_flops is not None and element_bytes < 4:
+        share = min(share, gpu.best_product_flops / flops_per_second / BEST_OF_THE_PEAK)
+    return Device(
+        flops_per_second=flops_per_second,
+        sustained_share=share,
+        bytes_per_second=gpu.hbm_bytes_per_second,
+        cache_bytes=gpu.cache_bytes,
+        compute_units=gpu.compute_units,
+        element_bytes=element_bytes,
+        fused_attention_gain=gpu.fused_attention_gain,
+        softmax_gain=gpu.softmax_gain,
+    )
 
 
 def product_seconds(device: Device, c: Constants, *, m: float, n: int, k: int, batch: float = 1.0) -> float:
@@ -99,12 +121,13 @@ def traffic_seconds(device: Device, c: Constants, moved_bytes: float) -> float:
 
 def fused_products_seconds(device: Device, c: Constants, *, flops: float, head_dim: int) -> float:
     """The two products of fused causal attention, forward. flops: full S x S."""
-    return flops / (device.flops_per_second * c.fused_attention_efficiency * load_efficiency(c, head_dim))
+    share = c.fused_attention_efficiency * device.fused_attention_gain * load_efficiency(c, head_dim)
+    return flops / (device.flops_per_second * share)
 
 
 def softmax_seconds(device: Device, c: Constants, *, scores: float) -> float:
     """The exponentials of fused attention: no tensor core computes them, so a small head is the slower."""
-    return scores * c.softmax_unit_seconds / device.compute_units
+    return scores * c.softmax_unit_seconds / device.compute_units / device.softmax_gain
 
 
 def eager_attention_seconds(

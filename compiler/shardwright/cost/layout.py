@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardwright.cost.activations import Activations, Share, activations
+from shardwright.cost.collectives import Group, group_of
 from shardwright.cost.constants import Constants
 from shardwright.cost.replaced import figures_of, first_of_kind, measured_kept_bytes
 from shardwright.cost.shapes import ModelShapes, model_shapes
@@ -61,6 +62,10 @@ class Layout:
     @property
     def traits(self) -> Traits:
         return traits_of(self.recipe.target, self.recipe.assume.kernels, self.strategy)
+
+    def group(self, ranks: int, stride: int) -> Group:
+        """`ranks` ranks, each `stride` after the last, over the recipe's fabric or that of the runs it asks for."""
+        return group_of(self.cluster, ranks, stride, self.traits.fabric)
 
     @property
     def tokens(self) -> int:

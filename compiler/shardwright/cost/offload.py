@@ -15,7 +15,8 @@ def host_update_seconds(layout: Layout, numel: float) -> float:
     back to the GPU. In a pipeline and at ZeRO-1 gradients go to the host once a step, after the last backward pass."""
     s, c = layout.strategy, layout.constants
     updated = numel / s.shards
-    adam = HOST_ADAM_BYTES * updated * layout.cluster.gpus_per_node / c.host_bytes_per_second
+    rate = c.host_bytes_per_second if s.gradient_accumulation_steps == 1 else c.accumulated_host_bytes_per_second
+    adam = HOST_ADAM_BYTES * updated * layout.cluster.gpus_per_node / rate
     copies = 0 if s.offload == "parameters" else 1
     if _once_a_step(layout):
         copies += 1 + (FETCHES * s.gradient_accumulation_steps if s.offload == "parameters" else 0)
@@ -34,4 +35,4 @@ def host_transfer_seconds(layout: Layout, rank: int, compute_seconds: float) -> 
         return 0.0
     moved = (1 + (FETCHES if s.offload == "parameters" else 0)) * layout.numel(rank) / s.shards * layout.element_bytes
     each = moved / c.host_link_bytes_per_second
-    return s.gradient_accumulation_steps * (each - c.overlap * min(each, compute_seconds))
+    return s.gradient_accumulation_steps * (each - c.overlap(layout.traits.traffic) * min(each, compute_seconds))

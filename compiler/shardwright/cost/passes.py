@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from shardwright.cost.collectives import all_reduce_seconds, gather_seconds, group_of, send_seconds
+from shardwright.cost.collectives import all_reduce_seconds, gather_seconds, send_seconds
 from shardwright.cost.compute import layer_seconds, stops_early
 from shardwright.cost.experts import exchanged_seconds
 from shardwright.cost.layout import Block, Layout
@@ -38,13 +38,15 @@ class Passes:
     again_comm: tuple[float, ...]
     per_rank_seconds: float
     send_seconds: float
+    is_host_bound: bool  # the host's launches bound a layer's forward pass, not the GPU
 
 
 def _depends_on(layout: Layout) -> Hashable:
     s, r, cluster = layout.strategy, layout.recipe, layout.cluster
     return (
         layer_seconds(r, layout.graph, cluster.gpu, s, layout.constants),
-        (cluster.gpus_per_node, cluster.intra_node_bytes_per_second, cluster.inter_node_bytes_per_second),
+        (cluster.nodes > 1, cluster.gpus_per_node, cluster.fabric, cluster.fabric_is_given),
+        (cluster.intra_node_bytes_per_second, cluster.inter_node_bytes_per_second),
         (cluster.gpu.hbm_bytes_per_second, cluster.gpu.is_cpu, layout.graph.identity, r.training.sequence_length),
         (layout.element_bytes, layout.accumulation_dtype, layout.adapters),
         (layout.traits, r.assume.kernels, r.assume.mfu is None),
@@ -70,7 +72,10 @@ def passes(layout: Layout) -> Passes:
     if layout.recipe.assume.mfu is None:
         backward = [b + added for b, added in zip(backward, _accumulation_seconds(layout), strict=True)]
         per_rank = _host_seconds(layout)
-    forward_comm, backward_comm, again_comm = _tensor_comm_seconds(layout)
+    forward_comm, backward_comm, again_comm = _tensor_comm_seconds(layout, _each(seconds.forward), backward, partly)
+    launches = 2 * _host_of_collective(layout) if s.tensor > 1 and layout.traits.tensor_host == "floor" else 0.0
+    # The host is the bound where a layer is as long as its launches.
+    is_host_bound = len(forward_comm) > 2 and forward_comm[1] + _each(seconds.forward)[1] <= launches * (1 + 1e-9)
     exchange = _exchange_seconds(layout)
     partial = layout.checkpointed is not None
     repeated = not partial and s.checkpointing != "none"
@@ -89,6 +94,7 @@ def passes(layout: Layout) -> Passes:
         again_comm=_sums(again_comm),
         per_rank_seconds=per_rank,
         send_seconds=_message_seconds(layout),
+        is_host_bound=is_host_bound,
     )
 
 
@@ -120,40 +126,61 @@ def _accumulation_seconds(layout: Layout) -> list[float]:
     return [moved * n / rate for n in numel]
 
 
-def _tensor_comm_seconds(layout: Layout) -> tuple[list[float], list[float], list[float]]:
+def _tensor_comm_seconds(
+    layout: Layout, ahead_compute: Sequence[float], back_compute: Sequence[float], again_compute: Sequence[float]
+) -> tuple[list[float], list[float], list[float]]:
     """Per decoder layer, forward, backward, and backward where partial checkpointing recomputes it: an all-reduce for
     each half whose features are cut (arXiv 1909.08053), those that recomputation repeats (the attention module has one,
     Megatron's "selective" none), and the gathers of the linears whose output is whole. The embedding reduces its rows
-    forward, the head its input's gradient backward.
+    forward, the head its input's gradient backward. The rest: seconds of each layer's compute, beside which the host
+    launches (see _host_of_collective).
     """
     s, c, cluster, shapes = layout.strategy, layout.constants, layout.cluster, layout.shapes
     layers = len(layout.graph.layers)
     if s.tensor == 1:
         return [0.0] * layers, [0.0] * layers, [0.0] * layers
-    group, message = group_of(cluster, s.tensor, 1), layout.tokens * layout.element_bytes
-    shown = layout.traits.drains_launches and not cluster.gpu.is_cpu
-    host = c.collective_host_seconds if shown else 0.0
-    reduce = all_reduce_seconds(cluster, c, group, message * layout.graph.hidden_size) + host
+    group, message = layout.group(s.tensor, 1), layout.tokens * layout.element_bytes
+    reduce = all_reduce_seconds(cluster, c, group, message * layout.graph.hidden_size)
     attention, feed_forward = shapes.attention_degree > 1, shapes.feed_forward_degree > 1
     again_attention, again_feed_forward = {"none": (0, 0), "selective": (1, 0), "full": (1, 1)}[s.checkpointing]
     if s.checkpointing == "selective" and not layout.traits.selective_repeats_projections:
         again_attention = 0
     elif stops_early(layout.graph, layout.recipe.assume.kernels):  # the last product's reduction is left out with it
         again_attention, again_feed_forward = {"none": (0, 0), "selective": (0, 0), "full": (1, 0)}[s.checkpointing]
-    ahead = (attention + feed_forward) * reduce
-    again = (again_attention * attention + again_feed_forward * feed_forward) * reduce
-    partly = 0.0 if layout.checkpointed is None else again
+    ahead = attention + feed_forward
+    again = again_attention * attention + again_feed_forward * feed_forward
+    partly = 0 if layout.checkpointed is None else again
     back = ahead + again - partly
     # The output gathered forward, the input's gradient reduced backward: half of both each.
     gathered = list(zip(_each(shapes.gathered_features), _each(shapes.gathered_products), strict=True))
     seconds_of = {
-        (features, products): gather_seconds(cluster, c, group, features * message / 2, products) + products * host
+        (features, products): gather_seconds(cluster, c, group, features * message / 2, products)
         for features, products in set(gathered)
     }
-    gathers = [seconds_of[pair] for pair in gathered]
-    forward = [reduce, *(ahead + g for g in gathers[1:-1]), 0.0]
-    backward = [0.0, *(back + g for g in gathers[1:-1]), reduce]
-    return forward, backward, [0.0, *(partly for _ in gathers[1:-1]), 0.0]
+    host, added = _host_of_collective(layout), layout.traits.tensor_host == "added"
+
+    def shown(collectives: float, gathers: float, moved: float, compute: float) -> float:
+        """Of one layer beside its compute, where the host's launches are added, or bound both from below."""
+        launches = (collectives + gathers) * host
+        return moved + launches if added else max(moved, launches - compute)
+
+    ends = reduce + (host if added else 0.0)
+    forward, backward, parts = [ends], [0.0], [0.0]
+    for at, pair in list(enumerate(gathered))[1:-1]:
+        moved, gathers = seconds_of[pair], pair[1]
+        forward.append(shown(ahead, gathers, ahead * reduce + moved, ahead_compute[at]))
+        backward.append(shown(back, gathers, back * reduce + moved, back_compute[at]))
+        parts.append(shown(partly, 0, partly * reduce, again_compute[at]))
+    return [*forward, 0.0], [*backward, ends], [*parts, 0.0]
+
+
+def _host_of_collective(layout: Layout) -> float:
+    """The host's seconds for the launches around one tensor-parallel collective."""
+    c, s, cluster = layout.constants, layout.strategy, layout.cluster
+    if layout.traits.tensor_host == "hidden" or cluster.gpu.is_cpu:
+        return 0.0
+    crossing = s.pipeline > 1 and cluster.nodes > 1 and layout.traits.pipeline_slows_host
+    return c.collective_host_seconds + (c.pipeline_host_seconds * s.tensor if crossing else 0.0)
 
 
 def again_seconds(layout: Layout, found: Passes, blocks: Iterable[Block]) -> tuple[float, float]:
@@ -177,7 +204,7 @@ def _exchange_seconds(layout: Layout) -> float:
     key_value_heads = math.lcm(max(1, graph.key_value_heads // degree), s.context)
     heads = 2 * graph.attention_heads / degree + 2 * key_value_heads
     moved = layout.tokens * heads * graph.head_dim * layout.element_bytes
-    return gather_seconds(cluster, layout.constants, group_of(cluster, s.context, s.tensor), moved, 4)
+    return gather_seconds(cluster, layout.constants, layout.group(s.context, s.tensor), moved, 4)
 
 
 def _message_seconds(layout: Layout) -> float:
@@ -191,5 +218,5 @@ def _message_seconds(layout: Layout) -> float:
     share = 1 if s.schedule == "dualpipev" else s.tensor
     seconds = send_seconds(cluster, c, s.tensor * s.shards, message / share)
     if share > 1 and not s.sequence_parallel:
-        seconds += gather_seconds(cluster, c, group_of(cluster, s.tensor, 1), message)
+        seconds += gather_seconds(cluster, c, layout.group(s.tensor, 1), message)
     return seconds / 2 if layout.traits.duplex_sends and s.virtual_stages == 1 else seconds

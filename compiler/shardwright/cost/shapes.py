@@ -76,6 +76,7 @@ class ModelShapes:
     expert_numel: tuple[int, ...]  # of LayerShape, prefix sums
     gathered_products: tuple[int, ...]
     gathered_features: tuple[int, ...]
+    modules: tuple[int, ...]  # that hold parameters of their own; prefix sums
     decoder_flops: tuple[int, int, int]  # of all decoder layers: products, those of the attention modules, scores
     head_flops: int  # per token
     attention_degree: int
@@ -117,6 +118,7 @@ def model_shapes(graph: ModelGraph, tensor: int) -> ModelShapes:
         expert_numel=prefix(lambda kind: kind.expert_numel),
         gathered_products=prefix(lambda kind: kind.gathered_products),
         gathered_features=prefix(lambda kind: kind.gathered_features),
+        modules=(0, *itertools.accumulate(_modules(layer) for layer in graph.layers)),
         decoder_flops=(
             sum(layer.matmul_flops_per_token for layer in decoder),
             sum(layer.attention_module_flops_per_token for layer in decoder),
@@ -152,6 +154,13 @@ def _split_layers(graph: ModelGraph, tensor: int) -> tuple[tuple[LayerShape, ...
         numel.append(held)
         kind_of.append(-1 if shape is None else kinds.setdefault(shape, len(kinds)))
     return tuple(kinds), tuple(kind_of), tuple(numel)
+
+
+def _modules(layer: Layer) -> int:
+    """Modules with parameters. Experts whose matrices stand in one tensor are three modules each, gate, up and down:
+    those of the published runs were (transformers 4, a loop over experts in Python)."""
+    names = {p.name.rpartition(".")[0] for p in layer.parameters if len(p.shape) < 3}
+    return len(names) + 3 * max((p.shape[0] for p in layer.parameters if len(p.shape) == 3), default=0)
 
 
 def _shared_numel(graph: ModelGraph, tensor: int) -> int:

@@ -11,9 +11,9 @@ import operator
 from typing import NamedTuple
 
 from shardwright.cost.activations import keeps_products
-from shardwright.cost.collectives import gather_seconds, group_of
+from shardwright.cost.collectives import all_reduce_seconds, gather_seconds
 from shardwright.cost.compute import peak_flops
-from shardwright.cost.data_parallel import data_comm_seconds
+from shardwright.cost.data_parallel import data_comm_seconds, zero_efficiency
 from shardwright.cost.layout import Layout
 from shardwright.cost.offload import host_transfer_seconds, host_update_seconds
 from shardwright.cost.passes import FORWARD_SHARE, Passes, again_seconds, passes
@@ -207,11 +207,13 @@ def once_a_step_seconds(layout: Layout) -> float:
     without the starts of rings. A share of what `data_comm_seconds` and `optimizer_seconds` say of a rank."""
     s, c, cluster = layout.strategy, layout.constants, layout.cluster
     gradient = ELEMENT_BYTES[layout.accumulation_dtype]
-    moved = 2 * gradient if s.zero_stage == 0 else gradient + layout.element_bytes
-    seconds = gather_seconds(cluster, c, group_of(cluster, s.shards, s.tensor), moved, 0)
-    if s.zero_stage > 0 and layout.traits.bucketed_zero and not cluster.gpu.is_cpu:
-        seconds /= c.zero_reduction_efficiency
-    return seconds + _update_seconds(layout, 1)
+    group, numel = layout.group(s.shards, s.tensor), max(1.0, layout.shapes.numel[-1] / s.pipeline)
+    if s.zero_stage == 0:
+        seconds = all_reduce_seconds(cluster, c, group, gradient * numel, 0)
+    else:
+        moved = gradient + layout.element_bytes
+        seconds = gather_seconds(cluster, c, group, moved * numel, 0) / zero_efficiency(layout)
+    return seconds / numel + _update_seconds(layout, 1)
 
 
 def optimizer_seconds(layout: Layout, rank: int) -> float:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from shardwright.diagnostics import Diagnostic
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.recipe import Recipe
+from shardwright.ir.words import Fabric
 from shardwright.layout.rule import Rule
 from shardwright.plan.plan import Plan
 
@@ -20,21 +21,34 @@ class Traits:
 
     selective_repeats_projections: "selective" recomputes the attention module's products, not the S x S ones alone.
     fuses_accumulation: a product adds its gradient to the accumulated one itself.
-    drains_launches: a tensor-parallel collective waits for the host, whose next launches show.
+    tensor_host: what the host's launches around a tensor-parallel collective cost: "hidden"; "floor": a layer takes no
+        less than they do; "added": they drain the launch queue, and show each time.
     duplex_sends: an activation and a gradient cross a boundary between stages at once.
     kept_outputs: micro-batches whose output the last stage of 1F1B keeps after their backward pass, at most.
-    bucketed_zero: ZeRO-1 and 2 copy in and out of buckets, and reach a share of the links' rate.
+    bucketed_zero: ZeRO copies in and out of buckets slice by slice, and reaches a share of the links' rate.
+    bucketed_pipeline: so do a pipeline's gradients at ZeRO-1.
+    traffic: whose constants say how much of the data-parallel traffic hides behind compute (cost.constants, overlap_).
+    zero_1_overlaps: ZeRO-1 reduces gradients behind the last backward pass, not after it.
+    gathers_layers: ZeRO-3 gathers a layer at once from one flat buffer, without a hook at each module.
+    pipeline_slows_host: that cost grows with the tensor ranks where a pipeline crosses nodes.
+    fabric: of the published runs that stand behind these traits, where the recipe names none.
     chunked_loss, hpz: whether it can be asked for them.
     """
 
     selective_repeats_projections: bool
     fuses_accumulation: bool
-    drains_launches: bool
+    tensor_host: Literal["hidden", "floor", "added"]
     duplex_sends: bool
     kept_outputs: int
     bucketed_zero: bool
+    bucketed_pipeline: bool
+    traffic: str
+    zero_1_overlaps: bool
+    gathers_layers: bool
     chunked_loss: bool
     hpz: bool
+    pipeline_slows_host: bool = False
+    fabric: Fabric | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

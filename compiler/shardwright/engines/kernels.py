@@ -17,7 +17,6 @@ class Kernels:
 
     constants: how the names of their own constants end (cost/constants.json).
     engine: the one that these are the kernels of; without ZeRO on one data rank it is what ran.
-    zero_3: whose ZeRO-3 such runs are, where it is not the target's.
     vocabulary_multiple: the head's width on a rank is padded to it.
     even_stages: stages hold as many decoder layers each, whatever the ends hold, where that divides.
     """
@@ -30,19 +29,14 @@ class Kernels:
     feed_forward: float
     constants: str
     engine: str | None = None
-    zero_3: str | None = None
     vocabulary_multiple: int = 1
     even_stages: bool = False
 
 
-FSDP = "fsdp"
-
 KERNELS: dict[str, Kernels] = {
     "auto": Kernels(norm=2, composed_norm=14, residual=3, dropout=2.5, rotary=9, feed_forward=1.25, constants="hf"),
-    # As published runs do it: no dropout (see cost.activations), and ZeRO-3 is PyTorch's.
-    "hf": Kernels(
-        norm=2, composed_norm=14, residual=3, dropout=0, rotary=9, feed_forward=1.25, constants="hf", zero_3=FSDP
-    ),
+    # As published runs do it: no dropout (see cost.activations).
+    "hf": Kernels(norm=2, composed_norm=14, residual=3, dropout=0, rotary=9, feed_forward=1.25, constants="hf"),
     # Bias, dropout and residual in one kernel, bias and activation in another (arXiv 2104.04473, section 4.2). It pads
     # the vocabulary to a multiple of 128 x t, and gives each stage as many decoder layers.
     "megatron": Kernels(
@@ -66,6 +60,5 @@ KERNELS: dict[str, Kernels] = {
         rotary=2,
         feed_forward=0.75,
         constants="compiled",
-        zero_3=FSDP,
     ),
 }

@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from dataclasses import dataclass
 from importlib import import_module
-from typing import cast
+from typing import Literal, cast
 
 from shardwright.diagnostics import Diagnostic, found, refusal
 from shardwright.engines.deepspeed.engine import DEEPSPEED
 from shardwright.engines.engine import Engine, Lowering, Traits
-from shardwright.engines.kernels import FSDP, KERNELS
+from shardwright.engines.kernels import KERNELS
 from shardwright.engines.megatron.engine import MEGATRON
 from shardwright.engines.reference.engine import REFERENCE
+from shardwright.ir.words import Fabric
 from shardwright.layout.strategy import Strategy
 from shardwright.plan.plan import Plan
 
 ENGINES: dict[str, Engine] = {engine.name: engine for engine in (DEEPSPEED, REFERENCE, MEGATRON)}
 DEFAULT = DEEPSPEED.name
 
-_PUBLISHED = {FSDP: "PyTorch's FSDP"}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """Whose runs `assume.kernels` asks for beside a target, and the traits of theirs that are not the target's.
+    family: see family_of."""
+
+    title: str
+    family: str
+    traffic: str | None = None
+    gathers_layers: bool | None = None
+    bucketed_zero: bool | None = None
+    zero_1_overlaps: bool | None = None
+    tensor_host: Literal["hidden", "floor", "added"] | None = None
+    pipeline_slows_host: bool | None = None
+    fabric: Fabric | None = None
 
 
 def engine_of(plan: Plan) -> Engine:
@@ -57,13 +75,62 @@ def lowering_of(target: str) -> Lowering:
     return cast(Lowering, import_module(ENGINES[target].lowering))
 
 
+PUBLISHED: dict[tuple[str, str], Published] = {
+    # PyTorch gathers a layer from one flat buffer, and hides more of it where torch.compile leaves the host time.
+    ("deepspeed", "hf"): Published(
+        title="PyTorch's FSDP", family="PyTorch's FSDP", traffic="fsdp", gathers_layers=True
+    ),
+    ("deepspeed", "compiled"): Published(
+        title="PyTorch's FSDP", family="PyTorch's FSDP", traffic="compiled", gathers_layers=True
+    ),
+    # BigScience, MT-NLG, SC'21's ZeRO-3: DeepSpeed of 2021 and 2022 (decision 020).
+    ("deepspeed", "megatron"): Published(
+        title="Megatron-DeepSpeed",
+        family="DeepSpeed of any age",
+        traffic="megatron",
+        bucketed_zero=True,
+        tensor_host="added",
+    ),
+    # The ultrascale playbook's runs, on AWS.
+    ("megatron", "hf"): Published(
+        title="nanotron",
+        family="Megatron's layouts",
+        traffic="nanotron",
+        zero_1_overlaps=False,
+        tensor_host="floor",
+        pipeline_slows_host=True,
+        fabric="efa",
+    ),
+}
+"""(target, assume.kernels) -> what set those runs apart from the engine itself."""
+
+
 def traits_of(target: str, kernels: str, s: Strategy) -> Traits:
     """kernels: as `assume` says. An engine's own, without ZeRO on one data rank, are that engine whatever `target`
     says: nothing that another would be there for is left."""
     alone = KERNELS[kernels].engine if s.zero_stage == 0 and s.shards == 1 else None
-    return ENGINES[alone or target].traits
+    return _traits(alone or target, kernels)
 
 
-def title_of(name: str) -> str:
-    """Of an engine, or of what else published runs were made with."""
-    return ENGINES[name].title if name in ENGINES else _PUBLISHED.get(name, name)
+_FAMILIES = {"deepspeed": "DeepSpeed of any age", "megatron": "Megatron's layouts"}
+
+
+@functools.cache
+def _traits(target: str, kernels: str) -> Traits:
+    found, own = PUBLISHED.get((target, kernels)), ENGINES[target].traits
+    if found is None:
+        return own
+    changes = {f.name: getattr(found, f.name) for f in dataclasses.fields(found) if f.name not in ("title", "family")}
+    return dataclasses.replace(own, **{name: value for name, value in changes.items() if value is not None})
+
+
+def title_of(target: str, kernels: str) -> str:
+    """Of the engine whose runs are asked for."""
+    found = PUBLISHED.get((target, kernels))
+    return found.title if found else ENGINES[target].title
+
+
+def family_of(target: str, kernels: str) -> str:
+    """Engines that are predicted alike, so that runs of one say something of another."""
+    found = PUBLISHED.get((target, kernels))
+    return found.family if found else _FAMILIES.get(target, ENGINES[target].title)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shardwright.ir.words import Fabric
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
@@ -16,6 +18,9 @@ class Gpu:
     cache_bytes: float  # of the last level, before the memory
     compute_units: int  # streaming multiprocessors (NVIDIA), compute units (AMD)
     is_cpu: bool = False
+    fused_attention_gain: float = 1.0  # rate of fused attention's products over FlashAttention-2's on an A100
+    softmax_gain: float = 1.0  # the same of its exponentials
+    best_product_flops: float | None = None  # the fastest dense product that was measured, half precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +35,8 @@ class Cluster:
     host_memory_bytes: float | None
     shared_filesystem: bool
     price_per_gpu_hour: float | None
+    fabric: Fabric = "infiniband"
+    fabric_is_given: bool = False  # by the recipe
 
     @property
     def world_size(self) -> int:

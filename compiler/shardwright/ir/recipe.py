@@ -12,6 +12,7 @@ from shardwright.ir.lora import LoraSection
 from shardwright.ir.measured import MeasuredFile
 from shardwright.ir.words import (
     Checkpointing,
+    Fabric,
     Kernels,
     Loss,
     Objective,
@@ -62,6 +63,7 @@ class ClusterSection:
     node_mtbf_hours: float | None = None
     checkpoint_gbytes_per_second: float | None = None
     measured: MeasuredFile | None = None
+    fabric: Fabric | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

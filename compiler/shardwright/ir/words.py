@@ -16,6 +16,9 @@ Kernels = Literal["hf", "compile"]
 Precision = Literal["bf16", "fp16", "fp32"]
 Objective = Literal["throughput", "memory", "cost"]
 
+Fabric = Literal["infiniband", "roce", "efa", "ethernet"]
+"""The network between nodes."""
+
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
 OFFLOAD: tuple[Offload, ...] = get_args(Offload)

@@ -57,13 +57,16 @@ class Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionError:
-    """Mean absolute errors as shares, None where no measured run is of this kind; the reason says what kind that is
-    ("a CPU"), and is "" where there is a figure."""
+    """Half-widths as shares that hold 80 % of the measured runs of a regime, None where no run is of this kind; the
+    reason says what kind that is ("a CPU"), and is "" where there is a figure. regime: its name and its runs' number.
+    """
 
     step_time: float | None
     memory: float | None
     step_time_reason: str
     memory_reason: str
+    step_time_regime: str = ""
+    memory_regime: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

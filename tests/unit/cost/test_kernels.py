@@ -113,8 +113,8 @@ def test_groups_lie_over_nodes() -> None:
 
 def test_members_of_a_node_bring_their_adapters() -> None:
     """25 GB/s an adapter: eight at once outdo one, and never the node's own links."""
-    alone, together = (bytes_per_second(CLUSTER, C, group_of(CLUSTER, 16, stride)) for stride in (8, 1))
-    inside = bytes_per_second(CLUSTER, C, group_of(CLUSTER, 8, 1))
+    alone, together = (bytes_per_second(CLUSTER, C, group_of(CLUSTER, 16, stride), 1e9) for stride in (8, 1))
+    inside = bytes_per_second(CLUSTER, C, group_of(CLUSTER, 8, 1), 1e9)
     assert alone == pytest.approx(25e9 * C.inter_node_efficiency)
     assert together == pytest.approx(min(8 * alone, inside))
 

@@ -51,7 +51,9 @@ def test_states_are_those_of_the_adapters(zero_stage: int) -> None:
 def test_time_is_that_of_the_adapters(zero_stage: int) -> None:
     adapted, whole = estimate(zero_stage, LORA).time, estimate(zero_stage, None).time
     assert adapted.optimizer_seconds == pytest.approx(whole.optimizer_seconds * ADAPTERS / BASE, rel=1e-6)
-    assert adapted.data_comm_seconds < whole.data_comm_seconds
+    # ZeRO-3's hooks bound both from below: what the GPU leaves of the host's time is in data_comm.
+    seconds = [time.compute_seconds + time.data_comm_seconds for time in (adapted, whole)]
+    assert seconds[0] <= seconds[1] if zero_stage == 3 else adapted.data_comm_seconds < whole.data_comm_seconds
     # No products for the gradients of frozen weights: a third of the work, less what is recomputed and memory-bound.
     assert 0.6 < adapted.compute_seconds / whole.compute_seconds < 0.9
     assert adapted.model_tflops_per_gpu * adapted.step_seconds == pytest.approx(

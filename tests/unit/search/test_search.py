@@ -117,6 +117,7 @@ def test_rejected_regions_name_the_rule() -> None:
 def test_the_fallback_stands_below_the_same_layout_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank computes all heads and keeps the whole feed-forward."""
     pins: dict[str, object] = {"tensor": 4, "pipeline": 1, "zero_stage": 1, "micro_batch_size": 1}
+    pins["activation_checkpointing"] = "none"
     sharded = pick(recipe_of(LLAMA_8B, parallelism=pins))
     monkeypatch.setitem(proved(), "llama", "fallback")
     other = {**LLAMA_8B, "rms_norm_eps": 2e-6}  # not the graph of before

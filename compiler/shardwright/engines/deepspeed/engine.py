@@ -19,10 +19,14 @@ DEEPSPEED = Engine(
     traits=Traits(
         selective_repeats_projections=True,
         fuses_accumulation=False,
-        drains_launches=True,
+        tensor_host="floor",
         duplex_sends=False,
         kept_outputs=2,  # pipe/engine.py, _exec_backward_pass; pipe/schedule.py, TrainSchedule.num_pipe_buffers
-        bucketed_zero=True,
+        bucketed_zero=False,
+        bucketed_pipeline=True,
+        traffic="deepspeed",
+        zero_1_overlaps=False,  # overlap_comm is written from stage 2 on (engines/deepspeed/zero.py)
+        gathers_layers=False,
         chunked_loss=True,
         hpz=True,
     ),

@@ -19,10 +19,14 @@ MEGATRON = Engine(
     traits=Traits(
         selective_repeats_projections=False,  # arXiv 2205.05198
         fuses_accumulation=True,
-        drains_launches=False,
+        tensor_host="hidden",
         duplex_sends=True,
         kept_outputs=0,
         bucketed_zero=False,
+        bucketed_pipeline=False,
+        traffic="megatron",
+        zero_1_overlaps=True,
+        gathers_layers=False,
         chunked_loss=False,
         hpz=False,
     ),
