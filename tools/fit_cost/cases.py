@@ -49,6 +49,9 @@ HARDWARE = ("V100", "A100", "H100")
 
 Row = dict[str, Any]
 
+_GRAPHS: dict[str, ModelGraph] = {}
+"""By what a recipe says of its model: the rows are of a few models."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
@@ -99,7 +102,10 @@ def case_of(row: Row) -> Case:
         document = score_engines.recipe(row) if is_engine_row(row) else score.recipe(row)
         file.write_text(json.dumps(document))
         recipe = load_recipe(file, [])
-    graph, cluster = build_model_graph(recipe.model), resolve_cluster(recipe.cluster)
+    name = repr(recipe.model)
+    if name not in _GRAPHS:
+        _GRAPHS[name] = build_model_graph(recipe.model)
+    graph, cluster = _GRAPHS[name], resolve_cluster(recipe.cluster)
     (strategy,) = candidates(Problem(recipe=recipe, graph=graph, cluster=cluster))
     return Case(row=row, recipe=recipe, graph=graph, cluster=cluster, strategy=strategy)
 

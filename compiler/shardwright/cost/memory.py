@@ -148,8 +148,8 @@ def _gradient_bytes(layout: Layout) -> int:
     """Per parameter: the gradient itself, and the float32 buffer beside it where half precision accumulates in fp32
     (BF16_Optimizer at stage 1; stages 2 and 3 accumulate in the partition alone)."""
     accumulation = ELEMENT_BYTES[layout.accumulation_dtype]
-    if layout.traits.fuses_accumulation:
-        return accumulation  # products add to the accumulated gradient itself (Megatron-LM's main_grad)
+    if layout.traits.fuses_accumulation or layout.traits.frees_gradients:
+        return accumulation  # products add to the accumulated gradient itself (Megatron-LM's main_grad), or hooks do
     if accumulation == layout.element_bytes or layout.strategy.zero_stage >= 2:
         return accumulation
     return layout.element_bytes + accumulation

@@ -20,6 +20,8 @@ from shardwright.remembered import remembered
 
 # Of what a micro-batch costs beyond its layers; a backward pass is two forward passes.
 FORWARD_SHARE = 1 / 3
+# Of the host's launches around a collective: a backward pass launches two kernels for one of the forward pass.
+LAUNCHED_FORWARD, LAUNCHED_BACKWARD = 2 / 3, 4 / 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,8 @@ def passes(layout: Layout) -> Passes:
         backward = [b + added for b, added in zip(backward, _accumulation_seconds(layout), strict=True)]
         per_rank = _host_seconds(layout)
     forward_comm, backward_comm, again_comm = _tensor_comm_seconds(layout, _each(seconds.forward), backward, partly)
-    launches = 2 * _host_of_collective(layout) if s.tensor > 1 and layout.traits.tensor_host == "floor" else 0.0
+    is_floor = s.tensor > 1 and layout.traits.tensor_host == "floor"
+    launches = 2 * LAUNCHED_FORWARD * _host_of_collective(layout) if is_floor else 0.0
     # The host is the bound where a layer is as long as its launches.
     is_host_bound = len(forward_comm) > 2 and forward_comm[1] + _each(seconds.forward)[1] <= launches * (1 + 1e-9)
     exchange = _exchange_seconds(layout)
@@ -159,18 +162,20 @@ def _tensor_comm_seconds(
     }
     host, added = _host_of_collective(layout), layout.traits.tensor_host == "added"
 
-    def shown(collectives: float, gathers: float, moved: float, compute: float) -> float:
-        """Of one layer beside its compute, where the host's launches are added, or bound both from below."""
-        launches = (collectives + gathers) * host
-        return moved + launches if added else max(moved, launches - compute)
+    def idle(launched: float, collectives: float, moved: float, compute: float) -> float:
+        """Of one layer: how long the GPU waits for the host's launches, which bound both from below, or are added."""
+        return collectives * host if added else max(0.0, launched * host - moved - compute)
 
     ends = reduce + (host if added else 0.0)
     forward, backward, parts = [ends], [0.0], [0.0]
     for at, pair in list(enumerate(gathered))[1:-1]:
         moved, gathers = seconds_of[pair], pair[1]
-        forward.append(shown(ahead, gathers, ahead * reduce + moved, ahead_compute[at]))
-        backward.append(shown(back, gathers, back * reduce + moved, back_compute[at]))
-        parts.append(shown(partly, 0, partly * reduce, again_compute[at]))
+        ahead_moved, back_moved = ahead * reduce + moved, back * reduce + moved
+        launched = LAUNCHED_FORWARD * (ahead + gathers), LAUNCHED_BACKWARD * (ahead + gathers)
+        launched_again = LAUNCHED_FORWARD * (back - ahead)
+        forward.append(ahead_moved + idle(launched[0], ahead + gathers, ahead_moved, ahead_compute[at]))
+        backward.append(back_moved + idle(launched[1] + launched_again, back + gathers, back_moved, back_compute[at]))
+        parts.append(partly * reduce + idle(LAUNCHED_FORWARD * partly, partly, partly * reduce, again_compute[at]))
     return [*forward, 0.0], [*backward, ends], [*parts, 0.0]
 
 

@@ -21,6 +21,7 @@ class Traits:
 
     selective_repeats_projections: "selective" recomputes the attention module's products, not the S x S ones alone.
     fuses_accumulation: a product adds its gradient to the accumulated one itself.
+    frees_gradients: each gradient goes as it is added to the accumulated one.
     tensor_host: what the host's launches around a tensor-parallel collective cost: "hidden"; "floor": a layer takes no
         less than they do; "added": they drain the launch queue, and show each time.
     duplex_sends: an activation and a gradient cross a boundary between stages at once.
@@ -30,6 +31,8 @@ class Traits:
     traffic: whose constants say how much of the data-parallel traffic hides behind compute (cost.constants, overlap_).
     zero_1_overlaps: ZeRO-1 reduces gradients behind the last backward pass, not after it.
     gathers_layers: ZeRO-3 gathers a layer at once from one flat buffer, without a hook at each module.
+    places_by_products: a pipeline's stages have equal shares of the products, the head's among them, whatever the host
+        and the links add.
     pipeline_slows_host: that cost grows with the tensor ranks where a pipeline crosses nodes.
     fabric: of the published runs that stand behind these traits, where the recipe names none.
     chunked_loss, hpz: whether it can be asked for them.
@@ -47,6 +50,8 @@ class Traits:
     gathers_layers: bool
     chunked_loss: bool
     hpz: bool
+    frees_gradients: bool = False
+    places_by_products: bool = False
     pipeline_slows_host: bool = False
     fabric: Fabric | None = None
 

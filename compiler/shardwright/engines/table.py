@@ -35,6 +35,9 @@ class Published:
     zero_1_overlaps: bool | None = None
     tensor_host: Literal["hidden", "floor", "added"] | None = None
     pipeline_slows_host: bool | None = None
+    fuses_accumulation: bool | None = None
+    frees_gradients: bool | None = None
+    places_by_products: bool | None = None
     fabric: Fabric | None = None
 
 
@@ -99,6 +102,10 @@ PUBLISHED: dict[tuple[str, str], Published] = {
         zero_1_overlaps=False,
         tensor_host="floor",
         pipeline_slows_host=True,
+        # FP32GradientAccumulator: a hook adds each gradient to a float32 buffer.
+        fuses_accumulation=False,
+        frees_gradients=True,
+        places_by_products=True,
         fabric="efa",
     ),
 }

@@ -13,6 +13,7 @@ import operator
 from typing import Protocol
 
 from shardwright.engines.kernels import KERNELS
+from shardwright.engines.table import traits_of
 from shardwright.ir.cut import boundaries_of_blocks
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
@@ -64,10 +65,23 @@ def place_layers(recipe: Recipe, graph: ModelGraph, strategy: Strategy, prices: 
     if KERNELS[recipe.assume.kernels].even_stages and graph.decoder_layers % s.stages == 0:
         each = graph.decoder_layers // s.stages
         return (0, *(1 + each * stage for stage in range(1, s.stages)), len(graph.layers))
+    if traits_of(recipe.target, recipe.assume.kernels, s).places_by_products:
+        return _by_products(graph, s.stages)
     blocks = graph.cut.blocks(graph.decoder_layers)
     plain = least_slowest_cut(graph, recipe.training.sequence_length, s.stages, s.schedule)
     best = plain if s.pipeline == 1 else _best_cut(recipe, s, prices, blocks, plain)
     return boundaries_of_blocks(best, blocks)
+
+
+def _by_products(graph: ModelGraph, stages: int) -> tuple[int, ...]:
+    """A stage ends with the layer whose products reach its share of the model's, the head's among them (nanotron's
+    build_model). The last stages hold at least one layer each."""
+    products = list(itertools.accumulate(layer.matmul_flops_per_token for layer in graph.layers))
+    bounds = [0]
+    for stage in range(1, stages):
+        past = bisect.bisect_left(products, products[-1] * stage / stages) + 1
+        bounds.append(max(bounds[-1] + 1, min(past, len(graph.layers) - (stages - stage))))
+    return (*bounds, len(graph.layers))
 
 
 def _best_cut(

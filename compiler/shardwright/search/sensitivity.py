@@ -41,7 +41,9 @@ def _faster_gpu(cluster: Cluster) -> Cluster:
     """At the same power a FLOP: with the old limit in watts a board would throttle away what it gains."""
     gpu = cluster.gpu
     peaks = {precision: flops * MORE for precision, flops in gpu.peak_flops.items()}
-    return _with_gpu(cluster, peak_flops=peaks, watts=None if gpu.watts is None else gpu.watts * MORE)
+    watts = None if gpu.watts is None else gpu.watts * MORE
+    best = None if gpu.best_product_flops is None else gpu.best_product_flops * MORE
+    return _with_gpu(cluster, peak_flops=peaks, watts=watts, best_product_flops=best)
 
 
 def _with_gpu(cluster: Cluster, **changes: object) -> Cluster:

@@ -89,6 +89,26 @@ def test_never_slower_than_deepspeeds_methods(config: dict[str, object], pipelin
             assert ours <= step(layout, cut) * (1 + 1e-4), (method, m)
 
 
+@pytest.mark.parametrize(("pipeline", "decoders"), [(2, [10, 6]), (4, [5, 5, 5, 1]), (8, [3, 2, 3, 2, 3, 2, 1, 0])])
+def test_nanotrons_stages_end_where_their_products_reach_their_share(pipeline: int, decoders: list[int]) -> None:
+    """Four layers' worth of products in the head: the ultrascale playbook's model of 1B."""
+    config: dict[str, object] = {
+        **SMALL_LLAMA,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "vocab_size": 131072,
+    }
+    graph = graph_of(config)  # type: ignore[arg-type]
+    recipe = recipe_of(config, target="megatron", assume={"kernels": "hf"})  # type: ignore[arg-type]
+    placed = boundaries(recipe, graph, strategy(pipeline))
+    kinds = [[layer.kind for layer in layers_of(graph, placed, stage)] for stage in range(pipeline)]
+    assert [stage.count("decoder") for stage in kinds] == decoders
+    assert kinds[-1][-1] == "head" and all(kinds)
+
+
 def test_search_and_compile_place_the_same() -> None:
     """What the search prices on a pipeline rank are the layers that compile puts there: bytes of their parameters,
     counted on the graph, in the estimate."""
