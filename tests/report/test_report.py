@@ -224,8 +224,13 @@ def test_no_error_is_told_where_none_was_measured(small: Path, tmp_path: Path) -
     document = {**small_with({}), "cluster": {"nodes": 1, "gpus_per_node": 4, "gpu": "a100-sxm4-80gb"}}
     document["training"] |= {"precision": "bf16"}
     document["parallelism"] = {"zero_stage": 1, "data": 4, "micro_batch_size": 1}
-    text = words(render_page(read_folder(compiled(document, tmp_path / "a100")))[0])
-    assert "a step, ± 4.5%" in text and "the step ± 4.5%; the memory ± 5.1%; ±: the mean error on 232 published" in text
+    folder = compiled(document, tmp_path / "a100")
+    error = read_folder(folder).estimate.error
+    text = words(render_page(read_folder(folder))[0])
+    assert error.step_time is not None and error.memory is not None
+    assert f"a step, ± {error.step_time:.1%}" in text
+    assert f"the step ± {error.step_time:.1%} ({error.step_time_regime}); the memory ± {error.memory:.1%}" in text
+    assert re.search(r"±: holds 80 % of the regime.+ published runs, of \d+ of \d+ projects", text)
 
 
 def test_epochs_have_steps_once_the_data_is_prepared(tmp_path: Path) -> None:

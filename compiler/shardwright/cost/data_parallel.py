@@ -49,8 +49,7 @@ def _by_group(layout: Layout, rank: int, numel: int) -> list[tuple[int, Group]]:
 
 
 def zero_efficiency(layout: Layout) -> float:
-    """What ZeRO's buckets reach of the links' rate. An assumed rate is a whole run's: it has the engine's own delays in
-    it."""
+    """What ZeRO's buckets reach of the links' rate. An assumed rate has the engine's own delays in it."""
     slow = layout.traits.bucketed_zero or (layout.traits.bucketed_pipeline and layout.strategy.pipeline > 1)
     if not slow or layout.cluster.gpu.is_cpu or layout.recipe.assume.mfu is not None:
         return 1.0
@@ -108,8 +107,11 @@ def _hook_seconds(layout: Layout, rank: int) -> float:
 
 
 def _exposed(layout: Layout, comm_seconds: float, compute_seconds: float) -> float:
-    """What is not hidden behind this much compute."""
-    return comm_seconds - layout.constants.overlap(layout.traits.traffic) * min(comm_seconds, compute_seconds)
+    """What is not hidden behind this much compute. An assumed rate is a whole run's, which has its exposed traffic in
+    it: only what no compute could hide is added."""
+    assumed = layout.recipe.assume.mfu is not None
+    overlap = 1.0 if assumed else layout.constants.overlap(layout.traits.traffic)
+    return comm_seconds - overlap * min(comm_seconds, compute_seconds)
 
 
 def _buckets(numel: int) -> float:
