@@ -189,8 +189,8 @@ class ParallelismSection:
     schedule: Schedule | None
     offload: Offload | None
     memory_headroom: float | None
-    expert: int
-    context: int
+    expert: int | None
+    context: int | None
     virtual_stages: int | None
     sequence_parallel: bool | None
 

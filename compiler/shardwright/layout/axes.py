@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.words import CHECKPOINTING, OFFLOAD, SCHEDULES, PartialCheckpointing
 from shardwright.layout.divisors import divisors
+from shardwright.layout.experts import expert_degrees
 from shardwright.layout.problem import Problem
 
 ZERO_STAGES = (0, 1, 2, 3)
@@ -111,6 +112,7 @@ AXES: tuple[Axis, ...] = (
         ranks=True,
         order=3,
         holds=True,
+        values=lambda problem, degrees: divisors(problem.cluster.gpus_per_node),  # a group stands inside a node
         yields=True,
         runs=False,
         short="CP",
@@ -131,6 +133,7 @@ AXES: tuple[Axis, ...] = (
         default=1,
         holds=True,
         cuts=True,
+        values=lambda problem, degrees: expert_degrees(problem.graph, degrees["data"] * degrees["context"]),
         yields=True,
         runs=False,
         short="EP",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from shardwright.ir.model_graph import Layer, ModelGraph
+from shardwright.layout.divisors import divisors
 from shardwright.remembered import remembered
 
 _NUMBERED = re.compile(r"experts\.(\d+)\.")
@@ -30,6 +32,11 @@ def expert_modules(graph: ModelGraph) -> dict[str, int]:
             if layer.kind == "decoder" and stacked and len({shape[0] for shape in shapes}) == 1:
                 found[module] = shapes[0][0]
     return found
+
+
+def expert_degrees(graph: ModelGraph, ranks: int) -> tuple[int, ...]:
+    """What divides the experts of every layer, and the ranks out of which expert ranks are taken."""
+    return divisors(math.gcd(*expert_modules(graph).values(), ranks)) if expert_modules(graph) else (1,)
 
 
 def _of_layer(layer: Layer) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 
 from shardwright.ir.json_value import JsonValue
+from shardwright.ir.recipe import Recipe
 from shardwright.ir.words import Checkpointing, Loss, Offload, PartialCheckpointing, Schedule
 from shardwright.layout import axes
 from shardwright.layout.axes import Axis, Value, rank_axes, world_of
@@ -102,6 +103,15 @@ def printed_axes(strategy: type[Strategy] = Strategy) -> tuple[Axis, ...]:
 def layout_axes() -> tuple[Axis, ...]:
     """Those that a search settles under every engine where the recipe says auto, as they are printed."""
     return tuple(axis for axis in printed_axes() if axis.values is not None and axis.runs)
+
+
+def searched_axes(recipe: Recipe) -> tuple[Axis, ...]:
+    """layout_axes, and what else the recipe leaves to the search."""
+    return tuple(
+        axis
+        for axis in printed_axes()
+        if axis in layout_axes() or (axis.section and axis.values is not None and axis.pin(recipe) is None)
+    )
 
 
 def free_axes() -> tuple[Axis, ...]:

@@ -134,7 +134,7 @@ _OTHER_DEGREES = tuple(f"parallelism.{axis.name}" for axis in rank_axes() if not
 
 def _is_plain(view: View) -> bool:
     """Whether the other degrees leave the world to these."""
-    return all(view.number(key) in (None, 1) for key in _OTHER_DEGREES)
+    return all(view.get(key) != "auto" and view.number(key) in (None, 1) for key in _OTHER_DEGREES)
 
 
 def _world(view: View) -> Iterable[Diagnostic]:

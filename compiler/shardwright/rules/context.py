@@ -44,8 +44,10 @@ def model_type(x: Candidate) -> Diagnostic | None:
     """Tried on a tiny copy of this configuration."""
     if x.strategy.context == 1:
         return None
-    from shardwright.model.probed import why_no_context_ranks
-
+    try:
+        from shardwright.model.probed import why_no_context_ranks
+    except ModuleNotFoundError:  # a plan on a machine without torch: the compile asks
+        return None
     why = why_no_context_ranks(x.graph)
     if not why:
         return None

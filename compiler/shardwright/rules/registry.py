@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from shardwright.diagnostics import Diagnostic
 from shardwright.engines.table import ENGINES
-from shardwright.layout.axes import rank_axes
+from shardwright.layout.axes import AXES, rank_axes
 from shardwright.layout.problem import Problem
 from shardwright.layout.rule import Candidate, Rule, rule
 from shardwright.layout.strategy import Strategy
@@ -25,7 +25,7 @@ GENERAL_RULES: dict[str, Rule] = {
     "SW3106": rule(layout.layers, "pipeline", "schedule"),
     "SW3110": rule(layout.dualpipev_alone, "pipeline", "schedule"),
     "SW3112": rule(layout.tensor_in_node, "tensor"),
-    "SW3115": rule(layout.not_yet),
+    "SW3115": rule(layout.not_yet, *(axis.name for axis in AXES if not axis.runs)),
     "SW3116": rule(layout.learned_positions),
     "SW3117": rule(layout.rotary_positions),
     "SW3118": rule(layout.precision),

@@ -12,7 +12,7 @@ from shardwright.cost.memory import estimate_memory
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import Estimate
 from shardwright.layout.problem import Problem
-from shardwright.layout.strategy import Strategy, layout_axes
+from shardwright.layout.strategy import Strategy, layout_axes, searched_axes
 from shardwright.search.compare import because, binding_constraint
 from shardwright.search.search import SearchResult, rank_key, search
 from shardwright.search.sensitivity import Sensitivity, sensitivities
@@ -100,7 +100,9 @@ def explain(problem: Problem, chosen: Estimate) -> PlanExplanation:
         chosen=chosen,
         breakdown=break_down(layout, chosen),
         binding=binding_constraint(chosen, within.beyond_memory),
-        keys=tuple(_reason(recipe, everywhere, chosen, axis.name, axis.name in pinned) for axis in layout_axes()),
+        keys=tuple(
+            _reason(recipe, everywhere, chosen, axis.name, axis.name in pinned) for axis in searched_axes(recipe)
+        ),
         place=_place(recipe, everywhere, chosen),
         layouts=len(everywhere.ranked),
         next_best=tuple(alternative(recipe, e, chosen) for e in after[:NEXT]),

@@ -94,7 +94,8 @@ def without_layout_pins(recipe: Recipe) -> Recipe:
 def as_today(recipe: Recipe, *, zero_stage: int) -> Recipe:
     """The same run as people run it today: nothing beyond data parallelism and this ZeRO stage."""
     free = without_layout_pins(recipe)
-    plain: dict[str, Any] = {axis.name: axis.plain for axis in AXES if axis.is_free and axis.machinery}
+    left = [axis for axis in AXES if axis.is_free or (axis.yields and axis.section and axis.pin(recipe) is None)]
+    plain: dict[str, Any] = {axis.name: axis.plain for axis in left if axis.machinery}
     pins = dataclasses.replace(free.parallelism, **plain, zero_stage=zero_stage)
     return dataclasses.replace(free, parallelism=pins)
 

@@ -1,0 +1,79 @@
+"""`expert: auto` and `context: auto`: what the search tries, and where it leaves them at 1."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardwright.ir.json_value import JsonValue
+from shardwright.layout.experts import expert_degrees
+from shardwright.layout.problem import Problem
+from shardwright.search.bound import Bound
+from shardwright.search.explain import pinned_keys
+from shardwright.search.search import search
+from shardwright.search.settle import estimate_strategy
+from shardwright.search.space import as_today, candidates
+from tests.unit.model.factory import SMALL_LLAMA, graph_of, problem_of, recipe_of
+from tests.unit.rules.test_expert import MIXTURE
+
+LARGE: dict[str, JsonValue] = {
+    **MIXTURE,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_local_experts": 32,
+    "num_hidden_layers": 8,
+}
+PINS: dict[str, object] = {"tensor": 1, "pipeline": 1}
+
+
+def problem(config: dict[str, JsonValue], **pins: object) -> Problem:
+    cluster = {"nodes": 2, "gpus_per_node": 8, "gpu": "h100-sxm-80gb"}
+    training = {"sequence_length": 128, "global_batch_size": 64}
+    recipe = recipe_of(config, cluster=cluster, training=training, parallelism=pins)
+    return problem_of(recipe, graph_of(config))
+
+
+def tried(found: Problem, axis: str) -> set[int]:
+    return {getattr(s, axis) for s in candidates(found)}
+
+
+def test_experts_that_divide_the_experts_and_the_ranks() -> None:
+    assert expert_degrees(graph_of(MIXTURE), 16) == (1, 2)
+    assert expert_degrees(graph_of(LARGE), 16) == (1, 2, 4, 8, 16)
+    assert expert_degrees(graph_of(SMALL_LLAMA), 16) == (1,)
+
+
+def test_auto_tries_them_and_a_recipe_that_says_nothing_does_not() -> None:
+    assert tried(problem(LARGE, **PINS, expert=None), "expert") == {1, 2, 4, 8, 16}
+    assert tried(problem(LARGE, **PINS), "expert") == {1}
+    assert tried(problem(SMALL_LLAMA, **PINS, context=None), "context") == {1, 2, 4, 8}
+
+
+def test_pins_that_fill_the_world_leave_them_plain() -> None:
+    filled = problem(LARGE, **PINS, data=16, expert=None, context=None)
+    assert tried(filled, "expert") == tried(filled, "context") == {1}
+
+
+def test_what_one_runs_today_has_neither() -> None:
+    today = as_today(problem(LARGE, expert=None, context=None).recipe, zero_stage=3).parallelism
+    assert today.expert == today.context == 1
+
+
+def test_the_bound_is_one_for_each_degree() -> None:
+    """A layout is left out for what it takes itself, never for what its neighbour takes."""
+    asked = problem(LARGE, **PINS, zero_stage=1, micro_batch_size=1, activation_checkpointing="none", expert=None)
+    bound = Bound(asked)
+    layouts = [s for s in candidates(asked) if s.schedule == "1f1b" and s.data == 16]
+    assert {s.expert for s in layouts} == {1, 2, 4, 8, 16}
+    for s in layouts:
+        assert bound.least_seconds(s) <= estimate_strategy(asked, s).time.step_seconds
+        assert bound.least_seconds(s) == pytest.approx(Bound(asked).least_seconds(s))
+
+
+def test_the_search_takes_experts_where_they_pay() -> None:
+    """At ZeRO-3 every micro-batch gathers all experts over the links between nodes; spread out they stay."""
+    asked = problem(LARGE, **PINS, zero_stage=3, micro_batch_size=1, expert=None)
+    slow = replace(asked, cluster=replace(asked.cluster, inter_node_bytes_per_second=1e9))
+    assert search(slow).ranked[0].strategy.expert > 1
+    assert "expert" not in pinned_keys(asked.recipe)
