@@ -8,7 +8,7 @@ these are ours.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed as dist
@@ -24,6 +24,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        _LAST.clear()
         return all_reduced(gradient, ctx.group), None
 
 
@@ -62,9 +63,31 @@ def all_reduced(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return total
 
 
+class _Last(NamedTuple):
+    """versions: of both tensors; a tensor that was written into is another one."""
+
+    group: dist.ProcessGroup
+    x: torch.Tensor
+    entered: torch.Tensor
+    versions: tuple[int, int]
+
+
+_LAST: list[_Last] = []
+"""The tensor that entered a region last, until its backward pass begins."""
+
+
 def enter_column_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Identity forward, all-reduce of the gradient backward."""
-    return _Enter.apply(x, group)
+    """Identity forward, all-reduce of the gradient backward: one, however many modules take the same tensor one after
+    another, as queries, keys and values do. Their gradients are added up before it."""
+    if not torch.is_grad_enabled():
+        return _Enter.apply(x, group)
+    for last in _LAST:
+        versions = (x._version, last.entered._version)
+        if last.x is x and last.group is group and last.versions == versions:
+            return last.entered
+    entered: torch.Tensor = _Enter.apply(x, group)
+    _LAST[:] = [_Last(group, x, entered, (x._version, entered._version))]
+    return entered
 
 
 def own_features(y: torch.Tensor) -> torch.Tensor:
