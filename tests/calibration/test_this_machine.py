@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -61,14 +62,21 @@ TWO_RANKS = (
     batched(pipeline=2, zero_stage=1, micro_batch_size=2),
 )
 FOUR_RANKS = (
+    batched(pipeline=2, data=2, zero_stage=1, micro_batch_size=1),
+    batched(pipeline=4, zero_stage=1, micro_batch_size=1, activation_checkpointing="full"),
     batched(data=4, zero_stage=1, micro_batch_size=2),
     batched(data=4, zero_stage=1, micro_batch_size=2, activation_checkpointing="full"),
-    batched(pipeline=4, zero_stage=1, micro_batch_size=1),
-    batched(pipeline=2, tensor=2, zero_stage=1, micro_batch_size=2),
-    batched(pipeline=2, data=2, zero_stage=1, micro_batch_size=1),
-    batched(tensor=4),
     batched(tensor=2, data=2, zero_stage=1, activation_checkpointing="full"),
+    batched(tensor=4),
+    batched(tensor=4, activation_checkpointing="full"),
+    batched(tensor=4, micro_batch_size=2, activation_checkpointing="full"),
+    batched(data=4, zero_stage=2, micro_batch_size=1),
+    batched(tensor=4, micro_batch_size=1),
+    batched(tensor=4, micro_batch_size=1, activation_checkpointing="full"),
+    batched(tensor=2, data=2, zero_stage=3, micro_batch_size=1, activation_checkpointing="full"),
 )
+APART = 1.1
+"""Two layouts whose steps are closer than this have no order: a layout that runs twice differs by as much."""
 
 
 def problem(folder: Path, ranks: int) -> Problem:
@@ -125,6 +133,17 @@ def test_the_order_of_layouts_whose_ranks_share_cores(tmp_path: Path) -> None:
     given = problem(tmp_path, 4)
     assert shared_lines(given.recipe, given.cluster)[0].startswith(f"4 ranks share {cores()} core")
     found = both(tmp_path, given, FOUR_RANKS)
-    by_prediction = sorted(found, key=lambda layout: found[layout][0])
-    by_measurement = sorted(found, key=lambda layout: found[layout][1])
-    assert len(found) >= 6 and by_prediction == by_measurement, found
+    ordered = sorted(found, key=lambda layout: found[layout][1])
+    pairs = [(a, b) for a, b in itertools.combinations(ordered, 2) if found[b][1] >= APART * found[a][1]]
+    wrong = [(a, b) for a, b in pairs if found[a][0] >= found[b][0]]
+    assert len(_each_apart([found[layout][1] for layout in ordered])) >= 6, found
+    assert not wrong, (wrong, found)
+
+
+def _each_apart(ordered: Sequence[float]) -> list[float]:
+    """As many as there can be of which each is apart from the one before it."""
+    kept: list[float] = []
+    for seconds in ordered:
+        if not kept or seconds >= APART * kept[-1]:
+            kept.append(seconds)
+    return kept

@@ -1,9 +1,15 @@
-"""Collectives over groups of ranks, by size, and how much of one hides behind computing."""
+"""Collectives over groups of ranks, by size, and how much of one hides behind computing.
+
+A collective is timed by what it adds to ranks that compute, as in training: they do not arrive at the same time, the
+data is in another cache, and ranks that share a core have to be woken.
+"""
 
 from __future__ import annotations
 
 import os
+import statistics
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -16,6 +22,10 @@ SIZES = {"cpu": (4096, 65_536, 1 << 20, 1 << 23), "cuda": (4096, 65_536, 1 << 20
 LEAST, MOST = 4, 30
 OVERLAPPED_BYTES = {"cpu": 1 << 22, "cuda": 1 << 27}
 PRODUCT = {"cpu": 384, "cuda": 4096}
+"""Rows of the square matrices that are multiplied between collectives."""
+BETWEEN, IN_A_ROW = 2, 4
+"""Products before a collective; collectives that are timed at once."""
+LEAST_SECONDS = 1e-7
 
 
 def group_sizes(ranks: int, ranks_per_node: int) -> tuple[int, ...]:
@@ -49,19 +59,45 @@ def measure_collectives(bench: Stopwatch, seconds: float) -> None:
 def _timed(
     bench: Stopwatch, budget: float, tensor: torch.Tensor, group: dist.ProcessGroup | None, *, member: bool
 ) -> list[float]:
-    """As many repeats on every rank: rank 0 says whether there is another."""
-    found: list[float] = []
+    """Seconds that one collective adds to the computing before it, the mean over the group's ranks. As many repeats on
+    every rank: rank 0 says whether there is another."""
+    computing: list[float] = []
+    together: list[float] = []
     ends = time.monotonic() + budget
     again = torch.ones(1, device=bench.device)
+    compute = _products(bench, BETWEEN)
     while again.item():
         if member:
             dist.barrier(group=group)
             began = _wall(bench)
-            dist.all_reduce(tensor, group=group)
-            found.append(_wall(bench) - began)
-        again.fill_(len(found) <= LEAST or (time.monotonic() < ends and len(found) <= MOST))
+            for _ in range(IN_A_ROW):
+                compute()
+            halfway = _wall(bench)
+            for _ in range(IN_A_ROW):
+                compute()
+                dist.all_reduce(tensor, group=group)
+            computing.append((halfway - began) / IN_A_ROW)
+            together.append((_wall(bench) - halfway) / IN_A_ROW)
+        again.fill_(len(together) <= LEAST or (time.monotonic() < ends and len(together) <= MOST))
         dist.broadcast(again, src=0)
-    return found[1:]
+    if not member:
+        return []
+    means = torch.tensor([computing[1:], together[1:]], dtype=torch.float64, device=bench.device)
+    dist.all_reduce(means, group=group)
+    alone, both = (means / dist.get_world_size(group)).tolist()
+    undisturbed = statistics.quantiles(alone, n=4, method="inclusive")[0]
+    return [max(LEAST_SECONDS, seconds - undisturbed) for seconds in both]
+
+
+def _products(bench: Stopwatch, count: int) -> Callable[[], None]:
+    rows = PRODUCT[bench.device.type]
+    a = torch.randn(rows, rows, device=bench.device)
+
+    def compute() -> None:
+        for _ in range(count):
+            torch.mm(a, a)
+
+    return compute
 
 
 def _wall(bench: Stopwatch) -> float:
@@ -73,7 +109,7 @@ def _wall(bench: Stopwatch) -> float:
 
 def _overlap(bench: Stopwatch) -> None:
     kind = bench.device.type
-    a = torch.randn(PRODUCT[kind], PRODUCT[kind], device=bench.device)
+    products = _products(bench, 8)
     tensor = torch.zeros(OVERLAPPED_BYTES[kind] // 4, device=bench.device)
 
     def both(compute: bool, comm: bool) -> float:
@@ -81,8 +117,7 @@ def _overlap(bench: Stopwatch) -> None:
         began = _wall(bench)
         work = dist.all_reduce(tensor, async_op=True) if comm else None
         if compute:
-            for _ in range(8):
-                torch.mm(a, a)
+            products()
         if work is not None:
             work.wait()
         return _wall(bench) - began

@@ -4,6 +4,7 @@ formulas, so that the model says of the samples what they took."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -118,7 +119,7 @@ def _attention(cluster: Cluster, precision: Precision, c: Constants, samples: Se
 
 
 def _links(cluster: Cluster, samples: Sequence[Sample]) -> dict[str, float]:
-    """Start of a ring's step and share of the bandwidth, by least squares on relative errors: inside a node, and with
+    """Start of a ring's step and share of the bandwidth, by least errors: inside a node, and with
     these between nodes."""
     inside = [s for s in samples if s.sizes["ranks"] <= s.sizes["ranks_per_node"]]
     across = [s for s in samples if s.sizes["ranks"] > s.sizes["ranks_per_node"]]
@@ -146,17 +147,18 @@ def _ring(s: Sample) -> tuple[float, float, float]:
 
 
 def line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """(a, b) of seconds = a x + b y with the least squares of relative errors, neither below 0."""
-    xx = sum((x / z) ** 2 for x, _, z in points)
-    yy = sum((y / z) ** 2 for _, y, z in points)
-    xy = sum(x * y / z**2 for x, y, z in points)
-    xz, yz = sum(x / z for x, _, z in points), sum(y / z for _, y, z in points)
-    determinant = xx * yy - xy * xy
-    a = (xz * yy - yz * xy) / determinant if determinant > 0 else 0.0
-    b = (yz * xx - xz * xy) / determinant if determinant > 0 else 0.0
-    if a < 0:
-        return 0.0, yz / yy
-    return (xz / xx, 0.0) if b < 0 else (a, b)
+    """(a, b) of seconds = a x + b y with the least sum of errors as logarithms, neither below 0: one point that was
+    disturbed moves it little. It goes through two of the points, or through one with a or b at 0."""
+
+    def off(found: tuple[float, float]) -> float:
+        a, b = found
+        return sum(abs(math.log(max(a * x + b * y, 1e-12) / z)) for x, y, z in points)
+
+    tried = [(z / x, 0.0) for x, _, z in points if x] + [(0.0, z / y) for _, y, z in points if y]
+    for (x, y, z), (u, v, w) in itertools.combinations(points, 2):
+        if determinant := x * v - u * y:
+            tried.append(((z * v - w * y) / determinant, (x * w - u * z) / determinant))
+    return min((each for each in tried if min(each) >= 0), key=off)
 
 
 def _overlap(samples: Sequence[Sample]) -> float | None:

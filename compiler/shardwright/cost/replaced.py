@@ -181,10 +181,21 @@ def ranks_a_core(recipe: Recipe, cluster: Cluster) -> float:
     return max(1.0, cluster.gpus_per_node / measured.found.machine.cores)
 
 
-def shared_step_seconds(recipe: Recipe, cluster: Cluster, alone_seconds: float, work_seconds: Sequence[float]) -> float:
-    """A step of ranks that share cores: as long as on cores of their own, and no shorter than the work of all of them
-    on as many cores as there are. work_seconds: of each pipeline rank, of which there are equally many of each."""
+def shared_step_seconds(
+    recipe: Recipe,
+    cluster: Cluster,
+    alone_seconds: float,
+    computing_seconds: Sequence[float],
+    reducing_seconds: Sequence[float],
+) -> float:
+    """A step of ranks that share cores: as long as on cores of their own, and no shorter than the computing of all of
+    them on as many cores as there are, with the collectives, which were timed with the cores shared.
+
+    The sequences: of each pipeline rank, of which there are equally many of each. A pipeline's messages hide: another
+    rank computes.
+    """
     share = ranks_a_core(recipe, cluster)
     if share == 1:
         return alone_seconds
-    return max(alone_seconds, share * sum(work_seconds) / len(work_seconds))
+    ranks = len(computing_seconds)
+    return max(alone_seconds, (share * sum(computing_seconds) + sum(reducing_seconds)) / ranks)

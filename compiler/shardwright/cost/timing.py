@@ -104,10 +104,12 @@ def estimate_time(layout: Layout) -> Time:
     data_comm = max(data_comm_seconds(layout, rank, stages[rank].compute) for rank in range(s.pipeline))
     if s.offload != "none":  # another link, at the same time
         data_comm = max(data_comm, host_transfer_seconds(layout, slowest, worst.compute))
-    optimizer = max(optimizer_seconds(layout, rank) for rank in range(s.pipeline))
+    optimizers = [optimizer_seconds(layout, rank) for rank in range(s.pipeline)]
+    optimizer = max(optimizers)
     alone = schedule + data_comm + optimizer
-    work = [m * stage.total + data_comm + optimizer for stage in stages]
-    step = shared_step_seconds(layout.recipe, layout.cluster, alone, work)
+    computing = [m * stage.compute + own for stage, own in zip(stages, optimizers, strict=True)]
+    reducing = [m * stage.tensor_comm + data_comm for stage in stages]
+    step = shared_step_seconds(layout.recipe, layout.cluster, alone, computing, reducing)
     bubble += step - alone  # it waits for a core
     mean_busy = m * sum(stage.total for stage in stages) / s.pipeline
     world = s.world_size
