@@ -61,6 +61,12 @@ def published() -> tuple[Run, ...]:
     return tuple(tomllib.loads((RECIPES / "published.toml").read_text(encoding="utf-8"))["run"])
 
 
+@functools.cache
+def arguments() -> tuple[Run, ...]:
+    """Why each job's layout is what somebody who knows the field would take; of the layout that was argued for."""
+    return tuple(tomllib.loads((RECIPES / "published.toml").read_text(encoding="utf-8"))["argument"])
+
+
 def priced(run: Run) -> Estimate:
     """Our estimate of the layout that others ran."""
     pins = [f"parallelism.{key}={value}" for key, value in run["layout"].items()]
@@ -72,7 +78,7 @@ def index() -> str:
     """recipes/README.md as it should be."""
     before, _, rest = INDEX.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{_table()}\n\n{_beside()}\n{END}{after}"
+    return f"{before}{BEGIN}\n{_table()}\n\n{_beside()}\n\n{_argued()}\n{END}{after}"
 
 
 def _table() -> str:
@@ -148,6 +154,11 @@ def _beside() -> str:
         cells = (run["recipe"], f"{keys} ({run['source']})", run["measured"], estimate, layout(found.best), ours)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _argued() -> str:
+    rows = [f"| {each['recipe']} | {layout(planned(each['recipe']).best)} | {each['why']} |" for each in arguments()]
+    return "\n".join(["| job | our layout | why, beside what others do |", "|---|---|---|", *rows])
 
 
 def main() -> None:

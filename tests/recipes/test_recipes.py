@@ -10,7 +10,18 @@ import pytest
 from shardwright.cli.main import main
 from shardwright.compile import compile_recipe
 from shardwright.recipe.load import load_recipe
-from tools.plan_recipes import EXPECTED, INDEX, NAMES, RECIPES, index, planned, priced, published
+from tools.plan_recipes import (
+    EXPECTED,
+    INDEX,
+    NAMES,
+    RECIPES,
+    arguments,
+    index,
+    layout,
+    planned,
+    priced,
+    published,
+)
 
 FEWEST = 25
 ESTIMATED_ONLY = {"deepseek-v3-256x8h800"}
@@ -52,6 +63,13 @@ def test_the_published_layouts_are_priced() -> None:
     runs = {(run["recipe"], run["layout"]["zero_stage"]): run for run in published()}
     for key, (figure, value, error) in reported.items():
         assert getattr(priced(runs[key]).time, figure) == pytest.approx(value, rel=error), key
+
+
+def test_each_argument_is_of_the_layout_that_is_planned() -> None:
+    """Where this fails, read the argument again before its layout is written anew."""
+    assert len({each["recipe"] for each in arguments()}) >= 12
+    for each in arguments():
+        assert layout(planned(each["recipe"]).best) == each["layout"], each["recipe"]
 
 
 @pytest.mark.prove
