@@ -21,6 +21,7 @@ LINK = re.compile(rf"(\]\(\.\./benchmarks/([a-z-]+)\.json\))( {OLDER})?")
 
 AREAS = {
     "parity": "layouts of Llama, GPT-2 and Qwen2, 8 steps",
+    "parity-wide": "expert ranks and context ranks, 8 steps",
     "resume": "resume after losing the last checkpoint",
     "resume-matrix": "resume on another layout, five steps",
     "zoo-zero": "every causal-LM type, data 2, ZeRO-2",
@@ -28,6 +29,10 @@ AREAS = {
     "zoo-tensor": "every causal-LM type, tensor 2, layers cut",
     "zoo-tensor-fallback": "every causal-LM type, tensor 2, outputs gathered",
     "zoo-pipeline-tensor": "every causal-LM type, pipeline 2 x tensor 2",
+    "zoo-expert": "every mixture of experts, expert 2 over data 2",
+    "zoo-pipeline-expert": "every mixture of experts, pipeline 2 x expert 2",
+    "zoo-context": "every causal-LM type, context 2",
+    "zoo-pipeline-context": "every causal-LM type, pipeline 2 x context 2",
 }
 _KEYS = {
     "parity": ("loss_absolute", "norm_relative", "weight_absolute"),
@@ -61,7 +66,7 @@ def _resume(document: dict[str, Any]) -> list[str]:
 
 def _measured(area: str, cases: dict[str, dict[str, Any]]) -> list[str]:
     keys = _KEYS[area.partition("-")[0]]
-    if area == "parity":
+    if area.startswith("parity"):
         proved = [c for c in cases.values() if c["precision"] == "fp32"]
         count = f"{len(proved)} in fp32; {len(cases) - len(proved)} in bf16 within 2 %"
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -40,18 +41,35 @@ EXPERT: dict[str, dict[str, int]] = {
     "e2-pp2": {"data": 2, "expert": 2, "pipeline": 2},
 }
 """Of expert ranks, the same."""
+WIDE: dict[str, dict[str, int]] = {
+    f"pp{p}-tp{t}-e{e}-s{s}": {
+        "pipeline": p,
+        "tensor": t,
+        "context": s,
+        "expert": e,
+        "data": 2 if e > s else 1,  # expert ranks out of context ranks, where there are some
+    }
+    for p, t, e, s in itertools.product((1, 2), repeat=4)
+}
+"""Every combination that 8 ranks hold."""
 MODELS = ("llama", "gpt2")
 
 
 def case(name: str) -> Case:
     """name: "llama pp2-tp2". The same global batch in every layout."""
     model, layout = name.split()
-    keys = {**_LAYOUTS, **CONTEXT, **EXPERT}[layout]
+    keys = {**_LAYOUTS, **CONTEXT, **EXPERT, **WIDE}[layout]
     return Case(model=model, micro=2, accumulation=BATCH // 2 // keys.get("data", 1), **keys)  # type: ignore[arg-type]
 
 
 def all_pairs() -> list[tuple[str, str]]:
     return [(f"{m} {a}", f"{m} {b}") for m in MODELS for a in _LAYOUTS for b in _LAYOUTS if a != b]
+
+
+def wide_pairs() -> list[tuple[str, str]]:
+    """Each on three others, near and far."""
+    names = [f"mixtral {layout}" for layout in WIDE]
+    return [(a, names[(at + far) % len(names)]) for at, a in enumerate(names) for far in (1, 5, 10)]
 
 
 def resumed(pairs: list[tuple[str, str]], out: Path) -> dict[tuple[str, str], float]:

@@ -17,6 +17,7 @@ SMALL = {
     "llama-dp2": Case(model="llama", data=2),
     "gpt2-pp2": Case(model="gpt2", pipeline=2, accumulation=2),
     "llama-zero3-dp2": Case(model="llama", data=2, zero_stage=3),
+    "mixtral-s2-e2": Case(model="mixtral", context=2, expert=2),
 }
 
 

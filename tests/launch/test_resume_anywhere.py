@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from shardwright.ir.apart import series_apart, weights_apart
-from tests.launch.resume_matrix import all_pairs, resumed
+from tests.launch.resume_matrix import all_pairs, resumed, wide_pairs
 from tests.parity.harness import (
     WEIGHT_ABSOLUTE,
     Case,
@@ -99,6 +99,18 @@ def test_every_layout_resumes_on_every_other(
 ) -> None:
     differences = resumed(all_pairs(), tmp_path)
     assert len(differences) == 112
+    for (source, target), difference in differences.items():
+        proved("resume-matrix", f"{source} -> {target.split()[1]}", {"loss_absolute": difference})
+    assert max(differences.values()) <= TOLERANCE, differences
+
+
+@pytest.mark.prove
+@pytest.mark.launch
+def test_every_wide_layout_resumes_on_three_others(
+    tmp_path: Path, proved: Callable[[str, str, dict[str, Any]], None]
+) -> None:
+    differences = resumed(wide_pairs(), tmp_path)
+    assert len(differences) == 48
     for (source, target), difference in differences.items():
         proved("resume-matrix", f"{source} -> {target.split()[1]}", {"loss_absolute": difference})
     assert max(differences.values()) <= TOLERANCE, differences

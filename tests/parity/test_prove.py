@@ -12,6 +12,7 @@ import pytest
 from tests.launch.resume import continues_bit_for_bit
 from tests.parity.cases import CASES
 from tests.parity.harness import Case, compare
+from tests.parity.wide import WIDE
 
 pytestmark = [pytest.mark.prove, pytest.mark.launch]
 
@@ -22,6 +23,13 @@ Record = Callable[[str, str, dict[str, Any]], None]
 def test_parity(name: str, tmp_path: Path, proved: Record) -> None:
     case = CASES[name]
     proved("parity", name, {**dataclasses.asdict(case), **dataclasses.asdict(compare(case, tmp_path))})
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_wide_parity(name: str, tmp_path: Path, proved: Record) -> None:
+    """Expert ranks and context ranks beside all else that a layout has."""
+    case = WIDE[name]
+    proved("parity-wide", name, {**dataclasses.asdict(case), **dataclasses.asdict(compare(case, tmp_path))})
 
 
 RESUMES = {

@@ -1,13 +1,16 @@
-"""What `verify` is tried on: twelve published families, and four faults that it has to find."""
+"""What `verify` is tried on: published families, and faults that it has to find."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 Pins = dict[str, int | str]
 PIPELINE: Pins = {"pipeline": 4, "schedule": "1f1b"}
 TENSOR: Pins = {"tensor": 4}
 BOTH: Pins = {"tensor": 2, **PIPELINE, "micro_batch_size": 2}
+EXPERTS: Pins = {"data": 4, "expert": 4, "zero_stage": 2}
+CONTEXT: Pins = {"context": 4, "zero_stage": 2}
 
 FAMILIES: dict[str, tuple[str, Pins]] = {
     "llama": ("meta-llama/Llama-3.1-8B", BOTH),
@@ -25,6 +28,8 @@ FAMILIES: dict[str, tuple[str, Pins]] = {
     "phi": ("microsoft/phi-2", TENSOR),
     "olmo2": ("allenai/OLMo-2-1124-7B", {**PIPELINE, "schedule": "dualpipev"}),
     "opt": ("facebook/opt-6.7b", TENSOR),
+    "mixtral, experts shared out": ("mistralai/Mixtral-8x7B-v0.1", EXPERTS),
+    "mistral, rows cut": ("mistralai/Mistral-7B-v0.1", CONTEXT),
 }
 """family -> (hub id, parallelism). The configurations come with the package: no network."""
 SAMPLE = ("gpt2",)
@@ -71,6 +76,73 @@ Stages.get_tied_weights_and_groups = lambda self: []
 from shardwright.hf.skeleton import Skeleton
 head = Skeleton.head
 Skeleton.head = lambda self, state: head(self, state) * self.model.logit_scale
+""",
+    ),
+    "a wrong expert group": (
+        "mistralai/Mixtral-8x7B-v0.1",
+        EXPERTS,
+        """
+from shardwright.engines.deepspeed import experts
+from deepspeed.utils import groups
+plain = experts._mark
+def summed_over_other_experts(name, parameter):
+    groups._EXPERT_DATA_PARALLEL_GROUP[name] = groups._EXPERT_PARALLEL_GROUP[name]
+    groups._EXPERT_DATA_PARALLEL_GROUP_RANKS[name] = groups._EXPERT_PARALLEL_GROUP_RANKS[name]
+    plain(name, parameter)
+experts._mark = summed_over_other_experts
+""",
+    ),
+    "experts without an all-to-all in the backward pass": (
+        "mistralai/Mixtral-8x7B-v0.1",
+        EXPERTS,
+        """
+from shardwright.modules.expert import dispatch
+def own_rows(ctx, gradient):
+    kept = gradient.new_zeros(sum(ctx.sent), gradient.shape[1])
+    rows = min(len(kept), len(gradient))
+    kept[:rows] = gradient[:rows]
+    return kept, None, None, None
+dispatch._Exchange.backward = staticmethod(own_rows)
+""",
+    ),
+    "attention without an all-to-all in the backward pass": (
+        "meta-llama/Llama-3.1-8B",
+        CONTEXT,
+        """
+import torch
+from shardwright.modules.context import exchange
+def own_piece(ctx, gradient):
+    split, join, group = ctx.back
+    return torch.cat(gradient.chunk(2, dim=split), dim=join), None, None, None
+exchange._Trade.backward = staticmethod(own_piece)
+""",
+    ),
+    "labels shifted after the cut": (
+        "meta-llama/Llama-3.1-8B",
+        CONTEXT,
+        """
+import torch.nn.functional as F
+from dataclasses import replace
+from shardwright.engines.deepspeed import base
+plain = base.own_piece
+def shifted_late(batch, rank, ranks):
+    piece = plain(batch, rank, ranks)
+    labels = batch.labels.chunk(ranks, dim=1)[rank]
+    return replace(piece, labels=F.pad(labels[:, 1:], (0, 1), value=-100))
+base.own_piece = shifted_late
+""",
+    ),
+    "a mask made for the local piece": (
+        "mistralai/Mistral-7B-v0.1",
+        CONTEXT,
+        """
+from shardwright.modules.context import ranks
+plain = ranks.attend_over_ranks
+ranks.ContextRanks._mask_arguments = lambda self, inner, *args, **kwargs: inner(*args, **kwargs)
+def of_each_piece(inner, group, module, query, key, value, mask, *args, **kwargs):
+    mask = None if mask is None else mask.repeat(1, 1, 2, 2)
+    return plain(inner, group, module, query, key, value, mask, *args, **kwargs)
+ranks.attend_over_ranks = of_each_piece
 """,
     ),
 }
@@ -153,7 +225,7 @@ if "RANK" in os.environ and "LOCAL_RANK" in os.environ:
 
 def recipe(source: str, parallelism: Pins, more: dict[str, Any] | None = None) -> dict[str, Any]:
     """A layout of GPUs that are not there. more: further sections; the model's has its source."""
-    degrees = {"tensor": 1, "pipeline": 1, "data": 1, **parallelism}
+    degrees = {"tensor": 1, "pipeline": 1, "data": 1, "context": 1, **parallelism}
     more = dict(more or {})
     return {
         "version": 1,
@@ -161,7 +233,7 @@ def recipe(source: str, parallelism: Pins, more: dict[str, Any] | None = None) -
         "model": {"source": source, "weights": "random", **more.pop("model", {})},
         "cluster": {
             "nodes": 1,
-            "gpus_per_node": int(degrees["tensor"]) * int(degrees["pipeline"]) * int(degrees["data"]),
+            "gpus_per_node": math.prod(int(degrees[key]) for key in ("tensor", "pipeline", "data", "context")),
             "gpu": "h200-sxm-141gb",
         },
         "training": {"sequence_length": 512, "global_batch_size": 64, "steps": 1000, "precision": "bf16"},

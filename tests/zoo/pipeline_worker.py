@@ -8,9 +8,11 @@ fallback) instead of what is proved already.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ from shardwright.compile import compile_recipe
 from shardwright.data.dataset import open_dataset
 from shardwright.diagnostics import Refusal
 from shardwright.engines.deepspeed.trainer import build_trainer
+from shardwright.engines.protocol import LiveFragment
+from shardwright.hf.reference import mean_loss
 from shardwright.ir.apart import tensor_apart, worst
 from shardwright.ir.cut import Cut
 from shardwright.ir.names import pattern
@@ -33,20 +37,26 @@ from shardwright.model import graph
 from shardwright.model.tensor_styles import proved, whole_parameters
 from shardwright.model.trace import Traced
 from shardwright.modules.batches import Batches
+from shardwright.modules.context.ranks import CONTEXT
+from shardwright.modules.expert.spread import own_experts
 from shardwright.modules.learning_rate import learning_rate
+from shardwright.modules.names import is_padding
 from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
 from tests.figures import training_apart
 from tests.parity.groups import share_groups
-from tests.parity.reference import token_rows, train
+from tests.parity.reference import Reference, token_rows, train
 from tests.zoo.configs import TEXT_VOCABULARY, base_type, build, tiny_config
 
 STEPS, LENGTH, BATCH = 3, 24, 4
+BETAS, CLIPPING = (0.9, 0.95), 0.5
 KIND = os.environ.get("SHARDWRIGHT_ZOO_KIND", "")
 LAYOUT: dict[str, Any] = {
     "tensor": 1,
     "pipeline": 1,
     "data": 1,
+    "expert": 1,
+    "context": 1,
     "zero_stage": 1,
     "micro_batch_size": 2,
     "activation_checkpointing": "none",
@@ -68,9 +78,9 @@ def recipe(model_type: str, folder: Path) -> dict[str, Any]:
             "global_batch_size": BATCH,
             "steps": STEPS,
             "precision": "fp32",
-            "optimizer": {"name": "adamw", "lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-3, "weight_decay": 0.1},
+            "optimizer": {"name": "adamw", "lr": 1e-3, "betas": list(BETAS), "eps": 1e-3, "weight_decay": 0.1},
             "scheduler": {"name": "cosine", "warmup_steps": 2},
-            "gradient_clipping": 0.5,
+            "gradient_clipping": CLIPPING,
         },
         "data": {"kind": "tokens", "path": str(folder / "tokens.npy"), "shuffle": False},
         "parallelism": LAYOUT,
@@ -93,7 +103,8 @@ def measure(model_type: str, folder: Path) -> dict[str, Any]:
     if KIND:
         proved()[base_type(model_type)] = KIND
         whole_parameters().pop(base_type(model_type), None)
-    compiled = compile_recipe(load_recipe(folder / "recipe.yaml"))
+    with CONTEXT.aside():  # the type before may have switched it on
+        compiled = compile_recipe(load_recipe(folder / "recipe.yaml"))
     if KIND and compiled.plan.tensor_parallel.kind != KIND:
         return {"refused": "SW3123", "reason": "transformers has no tensor-parallel plan for it, nor has this project"}
     if rank == 0:
@@ -104,41 +115,31 @@ def measure(model_type: str, folder: Path) -> dict[str, Any]:
     plan = compiled.plan
     trainer = build_trainer(plan, folder)
     batches = Batches(plan, open_dataset(plan, folder))
-    results = [
-        trainer.step(
-            batches.micro_batches(k, plan.ranks[rank].data), learning_rate(plan.optimizer, plan.scheduler, STEPS, k)
-        )
-        for k in range(1, STEPS + 1)
-    ]
-    plain = AutoModelForCausalLM.from_pretrained(folder / "weights", dtype=torch.float32)
-    wanted = train(
-        plain,
-        [token_rows(tokens, k, BATCH) for k in range(1, STEPS + 1)],
-        lr=1e-3,
-        betas=(0.9, 0.95),
-        eps=1e-3,
-        weight_decay=0.1,
-        warmup=2,
-        clipping=0.5,
-        own_loss=plan.model.cut.loss == "next_token",
-    )
-    splits = {p.name: p for m in plan.tensor_parallel.modules for p in m.parameters}
+    results, moments = [], []
+    for k in range(1, STEPS + 1):
+        rate = learning_rate(plan.optimizer, plan.scheduler, STEPS, k)
+        results.append(trainer.step(batches.micro_batches(k, plan.ranks[rank].data), rate))
+        moments += first_moments(trainer.owned()) if k == 1 and shares(plan) else []
+    with CONTEXT.aside():
+        wanted, gradients = plain_run(plan, folder, tokens)
     off, cut, total = [], 0, 0
     for name, p in trainer.engine.module.named_parameters():
-        if name in wanted.unused and p.requires_grad:
+        if is_padding(p) or (name in wanted.unused and p.requires_grad):
             continue
-        whole, split = wanted.weights[name], splits[name]
-        if split.dimension is not None:
-            pieces = split.pieces(plan.ranks[rank].tensor)
-            whole = torch.cat([whole.narrow(split.dimension, start, n) for start, n in pieces], dim=split.dimension)
         if p.ndim >= 2 and name.startswith(plan.model.cut.stack):
             total += wanted.weights[name].numel()
             # A copy of a shard is one, too; a whole parameter has all its elements on this rank.
             cut += wanted.weights[name].numel() if p.numel() < wanted.weights[name].numel() else 0
-        off.append(nearest(p, whole))
+        off.append(nearest(p, own_part(plan, name, wanted.weights[name])))
+    gradient = [
+        of_a_range(moment / (1 - BETAS[0]), start, own_part(plan, name, gradients[name]))
+        for name, start, moment in moments
+        if name not in wanted.unused
+    ]
     return {
         **training_apart([r.loss for r in results], [r.grad_norm for r in results], wanted),
         "weights": worst(off),
+        **({"gradient": worst(gradient)} if shares(plan) else {}),
         "unused": len(wanted.unused),
         "sharded": cut / max(1, total),
         "payload": [*plan.model.cut.payload, *(f"output {place}" for place in plan.model.cut.carried)],
@@ -148,6 +149,62 @@ def measure(model_type: str, folder: Path) -> dict[str, Any]:
         "kind": plan.tensor_parallel.kind,
         "whole": whole_patterns(plan),
     }
+
+
+def shares(plan: Plan) -> bool:
+    """Whether ranks share out experts or rows. A wrong gradient of theirs may hardly show in the losses."""
+    return plan.strategy.expert > 1 or plan.strategy.context > 1
+
+
+def first_moments(fragments: Iterable[LiveFragment]) -> list[tuple[str, int, torch.Tensor]]:
+    """(name, first element of the flattened shard, Adam's mean of the gradients) of this rank's fragments."""
+    trained = (f for f in fragments if "exp_avg" in f.states)
+    return [(f.name, f.start, f.states["exp_avg"].detach().clone()) for f in trained]
+
+
+def plain_run(plan: Plan, folder: Path, tokens: np.ndarray) -> tuple[Reference, dict[str, torch.Tensor]]:
+    """One process over all steps; and the gradients of the first one, clipped."""
+    own_loss = plan.model.cut.loss == "next_token"
+
+    def model() -> torch.nn.Module:
+        return AutoModelForCausalLM.from_pretrained(folder / "weights", dtype=torch.float32).train()
+
+    gradients = {}
+    if shares(plan):
+        first = model()
+        mean_loss(first, token_rows(tokens, 1, BATCH), own_loss=own_loss).backward()
+        gradients = {name: p.grad for name, p in first.named_parameters() if p.grad is not None}
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+        gradients = {name: g * min(1.0, CLIPPING / (norm + 1e-6)) for name, g in gradients.items()}
+    wanted = train(
+        model(),
+        [token_rows(tokens, k, BATCH) for k in range(1, STEPS + 1)],
+        lr=1e-3,
+        betas=BETAS,
+        eps=1e-3,
+        weight_decay=0.1,
+        warmup=2,
+        clipping=CLIPPING,
+        own_loss=own_loss,
+    )
+    return wanted, gradients
+
+
+def own_part(plan: Plan, name: str, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's experts of a parameter, and its tensor-parallel shard of those."""
+    rank = plan.ranks[dist.get_rank()]
+    experts = own_experts(plan, rank, name, whole.shape[0]) if whole.ndim else None
+    part = whole if experts is None else whole.narrow(0, *experts)
+    split = next(p for m in plan.tensor_parallel.modules for p in m.parameters if p.name == name)
+    if split.dimension is None:
+        return part
+    return torch.cat([part.narrow(split.dimension, *piece) for piece in split.pieces(rank.tensor)], dim=split.dimension)
+
+
+def of_a_range(values: torch.Tensor, start: int, whole: torch.Tensor) -> float:
+    """How far values are from a flattened tensor's elements from `start`, the Conv1D's way round or not."""
+    views = (whole, whole.t()) if whole.ndim == 2 else (whole,)
+    return min(tensor_apart(values, view.reshape(-1)[start : start + len(values)]) for view in views)
 
 
 def nearest(parameter: torch.Tensor, whole: torch.Tensor) -> float:

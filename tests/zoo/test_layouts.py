@@ -110,6 +110,31 @@ def test_every_type_in_a_pipeline_of_tensor_ranks(tmp_path: Path, proved: Record
     assert record("zoo-pipeline-tensor", found, proved) >= 170
 
 
+@pytest.mark.prove
+def test_every_mixture_over_expert_ranks(tmp_path: Path, proved: Recorder) -> None:
+    found = run_types(list(RUNNABLE), "data=2,expert=2,micro_batch_size=1", 2, tmp_path / "zoo")
+    assert record("zoo-expert", found, proved) >= 55
+
+
+@pytest.mark.prove
+def test_every_mixture_in_a_pipeline_of_expert_ranks(tmp_path: Path, proved: Recorder) -> None:
+    """Every one of them that pipelines at all."""
+    found = run_types(list(RUNNABLE), "pipeline=2,data=2,expert=2,micro_batch_size=1", 4, tmp_path / "zoo")
+    assert record("zoo-pipeline-expert", found, proved) >= 50
+
+
+@pytest.mark.prove
+def test_every_type_over_context_ranks(tmp_path: Path, proved: Recorder) -> None:
+    found = run_types(list(RUNNABLE), "context=2", 2, tmp_path / "zoo")
+    assert record("zoo-context", found, proved) >= 104
+
+
+@pytest.mark.prove
+def test_every_type_in_a_pipeline_of_context_ranks(tmp_path: Path, proved: Recorder) -> None:
+    found = run_types(list(RUNNABLE), "pipeline=2,context=2", 4, tmp_path / "zoo")
+    assert record("zoo-pipeline-context", found, proved) >= 100
+
+
 def without_plan(figures: dict[str, Any]) -> dict[str, Any]:
     """What a type's plan is worth: proved, or refused where there is none, or where it does not train as one process
     does. The compiler never takes such a plan."""

@@ -75,6 +75,11 @@ PIECES: dict[str, Piece] = {
         speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
         areas=("parity",),
     ),
+    "parity-wide": Piece(
+        tests=("tests/parity/test_prove.py::test_wide_parity",),
+        speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
+        areas=("parity-wide",),
+    ),
     "chunked-parity": Piece(
         tests=("tests/parity/test_chunked.py",), speaks_of=(*ENGINE, *DATA), areas=("chunked-parity",)
     ),
@@ -149,6 +154,22 @@ PIECES: dict[str, Piece] = {
         tests=(f"{_LAYOUTS}::test_every_type_in_a_pipeline_of_tensor_ranks",),
         speaks_of=ENGINE,
         areas=("zoo-pipeline-tensor",),
+    ),
+    "zoo-expert": Piece(
+        tests=(f"{_LAYOUTS}::test_every_mixture_over_expert_ranks",), speaks_of=ENGINE, areas=("zoo-expert",)
+    ),
+    "zoo-pipeline-expert": Piece(
+        tests=(f"{_LAYOUTS}::test_every_mixture_in_a_pipeline_of_expert_ranks",),
+        speaks_of=ENGINE,
+        areas=("zoo-pipeline-expert",),
+    ),
+    "zoo-context": Piece(
+        tests=(f"{_LAYOUTS}::test_every_type_over_context_ranks",), speaks_of=ENGINE, areas=("zoo-context",)
+    ),
+    "zoo-pipeline-context": Piece(
+        tests=(f"{_LAYOUTS}::test_every_type_in_a_pipeline_of_context_ranks",),
+        speaks_of=ENGINE,
+        areas=("zoo-pipeline-context",),
     ),
     "faults": Piece(
         tests=("tests/faults/test_saving.py", "tests/launch/test_faults.py"),

@@ -106,6 +106,9 @@ class Layer:
         return sum(p.numel for p in self.parameters)
 
 
+NOT_TRIED = "its graph is of a version that did not try"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelGraph:
     """config: the complete HF config as plain JSON (`to_dict()`), hashed by `config_hash` (sha256 hex).
@@ -121,6 +124,8 @@ class ModelGraph:
     attention: the attention implementation that will run (sdpa, eager...).
     packing: why documents that share a row would see each other with this attention; "" where they are proved apart.
     context: bytes of what the model hands to its decoder layers (masks, rotary tables), once per sequence and stage.
+    context_ranks, expert_ranks: why context ranks cannot share its rows, or expert ranks its experts; "" where a tiny
+        copy of it shows that they can.
     """
 
     model_type: str
@@ -146,6 +151,8 @@ class ModelGraph:
     attention: str
     packing: str
     context: tuple[Kept, ...]
+    context_ranks: str = NOT_TRIED
+    expert_ranks: str = NOT_TRIED
 
     @property
     def identity(self) -> tuple[str, str, str]:

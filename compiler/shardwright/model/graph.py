@@ -5,6 +5,7 @@ Shape letters: S sequence length, H hidden size, F feed-forward size, V vocabula
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -22,7 +23,7 @@ from shardwright.ir.model_graph import ModelGraph, Parameter, hash_of_config
 from shardwright.ir.recipe import FLASH
 from shardwright.model.config import config_json, contradiction, resolve_config, text_config
 from shardwright.model.layers import Shapes, make_layer
-from shardwright.model.probed import flash_error, probe_config, uncuttable
+from shardwright.model.probed import flash_error, probe_config, uncuttable, why_no_context_ranks, why_no_expert_ranks
 from shardwright.model.tensor_styles import tensor_styles
 from shardwright.model.trace import trace_model
 
@@ -60,6 +61,8 @@ def trace_model_graph(config: JsonObject, attention: str, inline: bool) -> Model
         if attention not in ("auto", model.config._attn_implementation):
             model = _on_meta(hf_config, attention, key)  # some types choose their modules by it
         graph = _measure(model, hf_config, probed, plain, key)
+    context, expert = why_no_context_ranks(graph), why_no_expert_ranks(graph)
+    graph = dataclasses.replace(graph, context_ranks=context, expert_ranks=expert)
     graph.verify()
     return graph
 

@@ -43,15 +43,9 @@ def experts(x: Candidate) -> Diagnostic | None:
 
 
 def model_type(x: Candidate) -> Diagnostic | None:
-    """Tried on a tiny copy of this configuration."""
-    if x.strategy.expert == 1:
-        return None
-    try:
-        from shardwright.model.probed import why_no_expert_ranks
-    except ModuleNotFoundError:  # a plan on a machine without torch: the compile asks
-        return None
-    why = why_no_expert_ranks(x.graph)
-    if not why:
+    """Tried on a tiny copy of this configuration when the model was traced."""
+    why = x.graph.expert_ranks
+    if x.strategy.expert == 1 or not why:
         return None
     return found(
         "SW3147",
