@@ -10,8 +10,19 @@ import pytest
 from shardwright.cost.constants import Constants, constant_entries, default_constants
 from shardwright.ir.apart import series_apart
 from tools.fit_cost import score
-from tools.fit_cost.bench import scored
-from tools.fit_cost.cases import HARDWARE, ROWS, Case, case_of, estimate, hardware_of, load_cases
+from tools.fit_cost.bench import off, scored
+from tools.fit_cost.cases import (
+    ENGINE_ROWS,
+    HARDWARE,
+    ROWS,
+    Case,
+    Row,
+    case_of,
+    estimate,
+    hardware_of,
+    in_gigabytes,
+    load_cases,
+)
 from tools.fit_cost.fit import fit, priors
 
 
@@ -61,6 +72,40 @@ def test_the_fit_finds_constants_again(sample: list[Case], monkeypatch: pytest.M
 
     assert error(found) < 0.04 < 0.1 < error(priors())
     assert found.gemm_efficiency == pytest.approx(0.7, rel=0.05)
+
+
+def activations_of_the_paper(row: Row) -> float:
+    """Bytes on the first stage without recomputation or sequence parallelism: arXiv 2205.05198, equations 2 and, for
+    interleaved stages, the factor of section 4.2.3."""
+    m, p = row["model"], row["parallel"]
+    s, b, h, t, stages, interleaved = m["seq_len"], p["micro_batch"], m["hidden"], p["tp"], p["pp"], p["virtual_stages"]
+    each = s * b * h * (10 + 24 / t + 5 * m["heads"] * s / (h * t))
+    flights = 1 + (stages - 1) / (stages * interleaved) if interleaved > 1 else 1
+    return float(each * m["layers"] * flights)
+
+
+def test_memory_that_a_source_tells_in_gib_is_compared_in_gigabytes() -> None:
+    rows = [row for row in score.rows(ROWS) if row["id"].startswith("korth-mem") and row["id"].endswith("-none")]
+    assert len(rows) == 4
+    for row in rows:
+        told = float(row["notes"].partition("act=")[2].partition(";")[0])
+        assert told == pytest.approx(activations_of_the_paper(row) / 2**30, rel=1e-6), "the unit of the row is GiB"
+        held = row["measured"]["peak_mem_GB"]
+        assert in_gigabytes(row)["measured"]["peak_mem_GB"] * 1e9 == pytest.approx(held * 2**30)
+    (other,) = [row for row in score.rows(ROWS) if row["id"] == "titan-8b-8-eager-bf16"]
+    assert in_gigabytes(other) is other, "the collector has converted it"
+
+
+def test_nanotron_tells_what_its_first_rank_allocated() -> None:
+    """Without tensor ranks and pipeline, where nothing of the run is guessed."""
+    rows = [
+        row for row in score.rows(ENGINE_ROWS) if row["engine"] == "nanotron" and row["parallel"]["zero_stage"] == 0
+    ]
+    plain = [row for row in rows if row["parallel"]["tp"] == row["parallel"]["pp"] == 1]
+    assert len(plain) == 6
+    for row in plain:
+        error = off(case_of(row), default_constants()).memory
+        assert error is not None and abs(error) < 0.02, row["id"]
 
 
 @pytest.mark.prove

@@ -18,10 +18,12 @@ import numpy as np
 import shardwright.cost
 from shardwright.cost.constants import Constants, default_constants
 from shardwright.cost.measured import bench, kind_of, regimes
+from shardwright.cost.memory import framework_bytes
 from shardwright.engines.table import family_of, title_of
 from shardwright.ir.recipe import Recipe
+from shardwright.layout.estimate import Estimate
 from shardwright.layout.problem import Problem
-from shardwright.search.settle import settle
+from shardwright.search.settle import place, settle
 from tools.fit_cost import score, score_engines
 from tools.fit_cost.cases import (
     HARDWARE,
@@ -34,6 +36,7 @@ from tools.fit_cost.cases import (
     load_engine_cases,
 )
 from tools.fit_cost.fit import Around, as_run
+from tools.fit_cost.live import allocated_bytes
 from tools.prove.ledger import stamp
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "cost.json"
@@ -47,6 +50,8 @@ PEERS: dict[str, dict[str, float | None]] = {
 }
 
 
+# In the notes of a row: its memory is torch.cuda.max_memory_reserved().
+RESERVED = "max reserved"
 # Of a regime's runs, what its half-width holds.
 HELD_PERCENT = 80
 
@@ -115,8 +120,20 @@ def off(case: Case, c: Constants) -> Off:
     return Off(
         case=case,
         time=None if not seconds else found.time.step_seconds / seconds - 1,
-        memory=None if not held else found.memory.peak_bytes / 1e9 / held - 1,
+        memory=None if not held else _held_in_its_terms(case, c, found) / held - 1,
     )
+
+
+def _held_in_its_terms(case: Case, c: Constants, found: Estimate) -> float:
+    """What the row's source would print as GB. nanotron: torch.cuda.max_memory_allocated() / 1024^3 of the first rank
+    (its create_table_log, "Mem Alloc (GB)"). A row whose notes say that it is what the
+    allocator reserved has no CUDA context and no communicators in it."""
+    problem = Problem(recipe=case.recipe, graph=case.graph, cluster=case.cluster)
+    if case.row.get("engine") == "nanotron":
+        return allocated_bytes(place(problem, case.strategy, c)) / 2**30
+    if RESERVED in case.row["notes"]:
+        return (found.memory.peak_bytes - framework_bytes(place(problem, case.strategy, c))) / 1e9
+    return found.memory.peak_bytes / 1e9
 
 
 def _seconds(row: dict[str, Any]) -> float | None:

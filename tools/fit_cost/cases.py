@@ -47,6 +47,10 @@ PROJECTS = {
 # Generations of GPUs among the rows.
 HARDWARE = ("V100", "A100", "H100")
 
+# How the notes of a row start whose peak_mem_GB was left in GiB. Korthikanti's figure 1: the activations that its notes
+# tell are those of the paper's equations (arXiv 2205.05198, table 2) over 2^30, to the last digit.
+IN_GIB = "GiB;"
+
 Row = dict[str, Any]
 
 _GRAPHS: dict[str, ModelGraph] = {}
@@ -96,7 +100,16 @@ def is_engine_row(row: Row) -> bool:
     return "price" in row
 
 
+def in_gigabytes(row: Row) -> Row:
+    """The row with its memory in 10^9 bytes, which is what the scorer takes it for."""
+    held = row["measured"]["peak_mem_GB"]
+    if not held or not row["notes"].startswith(IN_GIB):
+        return row
+    return {**row, "measured": {**row["measured"], "peak_mem_GB": held * 2**30 / 1e9}}
+
+
 def case_of(row: Row) -> Case:
+    row = in_gigabytes(row)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "recipe.yaml"
         document = score_engines.recipe(row) if is_engine_row(row) else score.recipe(row)

@@ -77,7 +77,7 @@ def _engine_target(row: Row) -> float | None:
 
 
 def memory_target(case: Case) -> float | None:
-    """Measured peak in bytes. Left out of the fit: Korthikanti's figure 1, which is analytic and in GiB."""
+    """Measured peak in bytes. Left out of the fit: Korthikanti's figure 1, which is analytic."""
     row = case.row
     if is_engine_row(row):
         return None  # what an allocator reserved, without the context, or nobody says which

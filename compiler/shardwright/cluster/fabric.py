@@ -13,16 +13,19 @@ from shardwright.ir.words import Fabric
 
 Collective = Literal["all_reduce", "all_gather"]
 MOST = 2.0  # that the size of a message changes a share by
+RANKS_PER_NODE = 8  # of the measured rings
 
 
 class Curve(TypedDict):
-    """Shares of the adapters' rate at so many ranks, for messages of message_bytes."""
+    """Shares of the adapters' rate at so many ranks, eight a node, for messages of adapter_bytes over each adapter.
+    node_weight: see share_of_links."""
 
     ranks: list[int]
     all_reduce: list[float]
     all_gather: list[float]
-    message_bytes: float
+    adapter_bytes: float
     size_exponent: float
+    node_weight: float
     source: str
 
 
@@ -34,17 +37,26 @@ def fabrics() -> dict[Fabric, Curve]:
     return curves
 
 
-def share_of_links(fabric: Fabric, collective: Collective, ranks: int, message_bytes: float) -> float | None:
-    """None where no curve was measured."""
+def share_of_links(
+    fabric: Fabric, collective: Collective, ranks: int, nodes: int, adapter_bytes: float
+) -> float | None:
+    """Of `ranks` ranks on so many nodes; adapter_bytes: of the message, over each adapter. None where no curve was
+    measured.
+
+    A ring of n ranks over N nodes waits n times for a rank and N times for the network. The curve's rings have eight
+    ranks a node; one with fewer is read at ranks^(1 - w) x (8 N)^w, w the node_weight.
+    """
     curve = fabrics().get(fabric)
     if curve is None:
         return None
-    size = math.pow(max(1.0, message_bytes) / curve["message_bytes"], curve["size_exponent"])
-    return min(1.0, _share(fabric, collective, ranks) * min(MOST, max(1 / MOST, size)))
+    size = math.pow(max(1.0, adapter_bytes) / curve["adapter_bytes"], curve["size_exponent"])
+    weight = curve["node_weight"]
+    alike = math.pow(ranks, 1 - weight) * math.pow(RANKS_PER_NODE * nodes, weight)
+    return min(1.0, _share(fabric, collective, alike) * min(MOST, max(1 / MOST, size)))
 
 
 @functools.cache
-def _share(fabric: Fabric, collective: Collective, ranks: int) -> float:
+def _share(fabric: Fabric, collective: Collective, ranks: float) -> float:
     """Between two measured numbers of ranks on a line of logarithms; beyond them the nearest one's."""
     curve = fabrics()[fabric]
     known, shares = curve["ranks"], curve[collective]

@@ -29,6 +29,10 @@ class Group:
     def spans_nodes(self) -> bool:
         return self.ranks > self.ranks_per_node
 
+    @property
+    def nodes(self) -> int:
+        return -(-self.ranks // self.ranks_per_node)
+
 
 def group_of(cluster: Cluster, ranks: int, stride: int, fabric: Fabric | None = None) -> Group:
     """`ranks` ranks, each `stride` after the last. fabric: of published runs; the cluster's own where it says one."""
@@ -44,7 +48,8 @@ def bytes_per_second(
     inside = cluster.intra_node_bytes_per_second * c.intra_node_efficiency
     if not group.spans_nodes:
         return inside
-    measured = share_of_links(group.fabric, collective, group.ranks, message_bytes)
+    each = message_bytes / group.ranks_per_node
+    measured = share_of_links(group.fabric, collective, group.ranks, group.nodes, each)
     share = c.inter_node_efficiency if measured is None else measured
     across = cluster.inter_node_bytes_per_second * share * group.ranks_per_node
     return min(inside, across) if group.ranks_per_node > 1 else across
@@ -54,8 +59,7 @@ def ring_start_seconds(c: Constants, group: Group) -> float:
     """n - 1 steps, those between nodes the slower ones."""
     if group.ranks == 1:
         return 0.0
-    nodes = -(-group.ranks // group.ranks_per_node)
-    between = nodes if group.spans_nodes else 0
+    between = group.nodes if group.spans_nodes else 0
     return between * c.inter_node_hop_seconds + max(0, group.ranks - 1 - between) * c.intra_node_hop_seconds
 
 
