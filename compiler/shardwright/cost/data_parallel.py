@@ -100,8 +100,8 @@ def _zero_3_seconds(layout: Layout, rank: int, compute_seconds: float) -> float:
 def _hook_seconds(layout: Layout, rank: int) -> float:
     """The host's floor of a micro-batch: a fetch and a release around each module that holds parameters, in the forward
     pass, where it is run again, and in the backward pass (DeepSpeed zero/parameter_offload.py)."""
-    blocks, shapes = layout.ranks[rank], layout.shapes
-    modules = sum(shapes.modules[block.stop] - shapes.modules[block.start] for block in blocks)
+    counted = layout.shapes.stacked_modules if layout.recipe.prices_own_run else layout.shapes.modules
+    modules = sum(counted[block.stop] - counted[block.start] for block in layout.ranks[rank])
     passes = 2 + (layout.checkpointed is None and layout.strategy.checkpointing == "full")
     return 2 * passes * modules * layout.constants.hook_seconds
 

@@ -23,7 +23,7 @@ def exchanged_seconds(layout: Layout) -> list[float]:
         return [0.0] * len(layout.graph.layers)
     group = layout.group(s.expert, s.tensor)
     seconds = [
-        all_to_all_seconds(cluster, layout.constants, group, UNEVEN * 2 * _rows_bytes(layout, kind), 3)
+        all_to_all_seconds(cluster, layout.constants, group, UNEVEN * 2 * rows_bytes(layout, kind), 3)
         if kind.chosen_experts
         else 0.0
         for kind in layout.shapes.kinds
@@ -31,7 +31,7 @@ def exchanged_seconds(layout: Layout) -> list[float]:
     return [0.0 if kind < 0 else seconds[kind] for kind in layout.shapes.kind_of]
 
 
-def _rows_bytes(layout: Layout, kind: LayerShape) -> float:
+def rows_bytes(layout: Layout, kind: LayerShape) -> float:
     """The rows of one micro-batch, a copy for each chosen expert."""
     return layout.tokens * kind.chosen_experts * layout.graph.hidden_size * layout.element_bytes
 
@@ -43,4 +43,4 @@ def exchanged_bytes(layout: Layout, kind: LayerShape) -> float:
     if s.expert == 1 or not kind.chosen_experts:
         return 0.0
     inner = layout.tokens * kind.chosen_experts * kind.expert_features * layout.element_bytes
-    return (1 + UNEVEN) * _rows_bytes(layout, kind) + (UNEVEN - 1) * inner
+    return (1 + UNEVEN) * rows_bytes(layout, kind) + (UNEVEN - 1) * inner

@@ -202,14 +202,19 @@ def _exchange_seconds(layout: Layout) -> float:
     """Context ranks trade tokens for heads around each layer's attention (arXiv 2309.14509): queries and output, keys
     and values, each of which leaves (s - 1) / s of itself. Keys' heads that s does not divide are repeated. The same
     backward, and again where attention is recomputed."""
-    s, graph, cluster = layout.strategy, layout.graph, layout.cluster
+    s = layout.strategy
     if s.context == 1:
         return 0.0
-    degree = layout.shapes.attention_degree
-    key_value_heads = math.lcm(max(1, graph.key_value_heads // degree), s.context)
+    group = layout.group(s.context, s.tensor)
+    return gather_seconds(layout.cluster, layout.constants, group, traded_bytes(layout), 4)
+
+
+def traded_bytes(layout: Layout) -> float:
+    """Of a layer's four trades forward, what a rank keeps of them counted too."""
+    graph, degree = layout.graph, layout.shapes.attention_degree
+    key_value_heads = math.lcm(max(1, graph.key_value_heads // degree), layout.strategy.context)
     heads = 2 * graph.attention_heads / degree + 2 * key_value_heads
-    moved = layout.tokens * heads * graph.head_dim * layout.element_bytes
-    return gather_seconds(cluster, layout.constants, layout.group(s.context, s.tensor), moved, 4)
+    return layout.tokens * heads * graph.head_dim * layout.element_bytes
 
 
 def _message_seconds(layout: Layout) -> float:

@@ -76,7 +76,8 @@ class ModelShapes:
     expert_numel: tuple[int, ...]  # of LayerShape, prefix sums
     gathered_products: tuple[int, ...]
     gathered_features: tuple[int, ...]
-    modules: tuple[int, ...]  # that hold parameters of their own; prefix sums
+    modules: tuple[int, ...]  # that hold parameters of their own, each expert's matrices alone; prefix sums
+    stacked_modules: tuple[int, ...]  # the same where a layer's experts are one module
     decoder_flops: tuple[int, int, int]  # of all decoder layers: products, those of the attention modules, scores
     head_flops: int  # per token
     attention_degree: int
@@ -119,6 +120,7 @@ def model_shapes(graph: ModelGraph, tensor: int) -> ModelShapes:
         gathered_products=prefix(lambda kind: kind.gathered_products),
         gathered_features=prefix(lambda kind: kind.gathered_features),
         modules=(0, *itertools.accumulate(_modules(layer) for layer in graph.layers)),
+        stacked_modules=(0, *itertools.accumulate(_modules(layer, stacked=True) for layer in graph.layers)),
         decoder_flops=(
             sum(layer.matmul_flops_per_token for layer in decoder),
             sum(layer.attention_module_flops_per_token for layer in decoder),
@@ -156,9 +158,11 @@ def _split_layers(graph: ModelGraph, tensor: int) -> tuple[tuple[LayerShape, ...
     return tuple(kinds), tuple(kind_of), tuple(numel)
 
 
-def _modules(layer: Layer) -> int:
-    """Modules with parameters. Experts whose matrices stand in one tensor are three modules each, gate, up and down:
-    those of the published runs were (transformers 4, a loop over experts in Python)."""
+def _modules(layer: Layer, *, stacked: bool = False) -> int:
+    """Modules with parameters. Experts whose matrices stand in one tensor are one module. Those of the published runs
+    (transformers 4, a loop over experts in Python) were three each: gate, up and down."""
+    if stacked:
+        return len({p.name.rpartition(".")[0] for p in layer.parameters})
     names = {p.name.rpartition(".")[0] for p in layer.parameters if len(p.shape) < 3}
     return len(names) + 3 * max((p.shape[0] for p in layer.parameters if len(p.shape) == 3), default=0)
 

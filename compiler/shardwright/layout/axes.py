@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.words import CHECKPOINTING, OFFLOAD, SCHEDULES, PartialCheckpointing
+from shardwright.layout.context import context_degrees
 from shardwright.layout.divisors import divisors
 from shardwright.layout.experts import expert_degrees
 from shardwright.layout.problem import Problem
@@ -72,8 +73,8 @@ class Axis:
 
     @property
     def is_free(self) -> bool:
-        """A search settles it in a recipe that does not speak of it."""
-        return self.values is not None and self.default is None
+        """A search settles it in a recipe that does not speak of it, under every engine."""
+        return self.values is not None and self.default is None and self.runs
 
     def pin(self, recipe: Recipe) -> Value | None:
         """None where the recipe leaves it to the search, or has no key for it."""
@@ -108,11 +109,12 @@ AXES: tuple[Axis, ...] = (
     ),
     Axis(
         name="context",
-        default=1,
         ranks=True,
         order=3,
         holds=True,
-        values=lambda problem, degrees: divisors(problem.cluster.gpus_per_node),  # a group stands inside a node
+        values=lambda problem, degrees: context_degrees(
+            problem.recipe.training.sequence_length, problem.cluster.gpus_per_node
+        ),
         yields=True,
         runs=False,
         short="CP",
@@ -130,7 +132,6 @@ AXES: tuple[Axis, ...] = (
     ),
     Axis(
         name="expert",
-        default=1,
         holds=True,
         cuts=True,
         values=lambda problem, degrees: expert_degrees(problem.graph, degrees["data"] * degrees["context"]),

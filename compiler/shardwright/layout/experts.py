@@ -34,9 +34,14 @@ def expert_modules(graph: ModelGraph) -> dict[str, int]:
     return found
 
 
+MOST_EXPERT_RANKS = 64
+"""That a search tries; DeepSeek-V3's (arXiv 2412.19437), the most that a published training run had. A pin may more."""
+
+
 def expert_degrees(graph: ModelGraph, ranks: int) -> tuple[int, ...]:
     """What divides the experts of every layer, and the ranks out of which expert ranks are taken."""
-    return divisors(math.gcd(*expert_modules(graph).values(), ranks)) if expert_modules(graph) else (1,)
+    counts = expert_modules(graph).values()
+    return tuple(e for e in divisors(math.gcd(*counts, ranks)) if e <= MOST_EXPERT_RANKS) if counts else (1,)
 
 
 def _of_layer(layer: Layer) -> int:

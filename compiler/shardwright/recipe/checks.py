@@ -15,6 +15,7 @@ from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.ir.recipe import optimizer_steps
 from shardwright.launchers.table import LAUNCHERS
 from shardwright.layout.axes import rank_axes
+from shardwright.layout.context import context_degrees
 from shardwright.layout.divisors import misfit, nearest_multiples
 from shardwright.recipe.describe import words_for
 from shardwright.recipe.pod_patch import check_pod_patch
@@ -129,12 +130,16 @@ def _data_parallel(view: View) -> tuple[int | None, str]:
 
 _DEGREES = tuple(f"parallelism.{axis.name}" for axis in rank_axes() if axis.is_free)
 """Data is the last."""
-_OTHER_DEGREES = tuple(f"parallelism.{axis.name}" for axis in rank_axes() if not axis.is_free)
+_CONTEXT = "parallelism.context"
+"""The one that is left, and is 1 in most recipes."""
 
 
 def _is_plain(view: View) -> bool:
     """Whether the other degrees leave the world to these."""
-    return all(view.get(key) != "auto" and view.number(key) in (None, 1) for key in _OTHER_DEGREES)
+    degree, length = view.number(_CONTEXT), view.get("training.sequence_length")
+    if degree is None and isinstance(length, int):  # auto
+        degree = max(context_degrees(length, view.number("cluster.gpus_per_node") or 1))
+    return degree in (None, 1)
 
 
 def _world(view: View) -> Iterable[Diagnostic]:
@@ -290,7 +295,7 @@ def _epochs(view: View) -> Iterable[Diagnostic]:
         yield found("SW1210", "training.epochs", message, "Give `steps` or `tokens`.")
 
 
-_LAYOUT = ("cluster.nodes", "cluster.gpus_per_node", *_DEGREES, *_OTHER_DEGREES)
+_LAYOUT = ("cluster.nodes", "cluster.gpus_per_node", *_DEGREES, _CONTEXT)
 
 CHECKS: tuple[CrossCheck, ...] = (
     _exactly_one("model", ("source", "config"), "source: org/name"),

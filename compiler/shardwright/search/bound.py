@@ -17,7 +17,6 @@ FEW = 500
 
 SAME: tuple[str, ...] = (
     "tensor",
-    "pipeline",
     "context",
     "expert",
     "micro_batch_size",
@@ -25,7 +24,9 @@ SAME: tuple[str, ...] = (
     "schedule",
     "virtual_stages",
 )
-SAME += ("sequence_parallel", "data", "loss", "offload")
+SAME += ("sequence_parallel", "loss", "offload")
+"""Of the work of a micro-batch over all layers. Of the other degrees it knows no more than whether there are several
+ranks."""
 
 
 class Bound:
@@ -45,7 +46,7 @@ class Bound:
         the step T is at least m w_r + (w_0 + ... + w_(r-1)), w_r being its own share of the work W. With all of these
         equal, which is the best that any shares make of it, T = W / (1 - (1 - 1/m)^p).
         """
-        key: tuple[Value, ...] = tuple([getattr(s, name) for name in SAME])
+        key: tuple[Value, ...] = (*(getattr(s, name) for name in SAME), s.pipeline > 1, s.shards > 1)
         if key not in self._work:
             found = passes(lay_out(self._problem, s, self._constants))
             sums = (found.forward_compute, found.backward_compute, found.forward_comm, found.backward_comm)

@@ -114,7 +114,7 @@ def consistent(path: str, asked: dict[str, int | str], plan: Any, answer: Any, r
         assert told[key] == estimate[key], key
     assert all(estimate["strategy"][key] == value for key, value in asked.items())
     # And of exactly the layout that the answer names.
-    whole = {key: estimate["strategy"][key] for key in VALUES}
+    whole = {key: estimate["strategy"][key] for key in (*VALUES, "expert", "context")}
     same = run("estimate", path, *(w for k, v in whole.items() for w in ("--set", f"parallelism.{k}={v}")))
     assert (same["feasible"], same["memory"], same["time"]) == (told["feasible"], told["memory"], told["time"])
     step, slower = estimate["time"]["step_seconds"], answer["difference"]["slower"]

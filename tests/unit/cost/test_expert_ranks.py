@@ -12,6 +12,7 @@ from shardwright.cost.experts import UNEVEN
 from shardwright.cost.layout import Layout
 from shardwright.cost.memory import estimate_memory
 from shardwright.cost.passes import passes
+from shardwright.cost.shapes import model_shapes
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.partition import StagePartition
 from shardwright.layout.strategy import Strategy
@@ -81,3 +82,11 @@ def test_a_rank_of_the_plan_holds_its_own_experts() -> None:
     ranks = place_ranks(problem.graph, problem.cluster, strategy, partition, tensor_map, problem.recipe)
     (stage,) = estimate_memory(layout).stages
     assert {rank.parameter_bytes for rank in ranks} == {stage.parameters_bytes}
+
+
+def test_a_stack_of_experts_is_one_module() -> None:
+    """For DeepSpeed's hooks, which stand around modules; published runs had three for each expert."""
+    shapes, graph = model_shapes(graph_of(MIXTURE), 1), graph_of(MIXTURE)
+    experts, layers = MIXTURE["num_local_experts"], graph.decoder_layers
+    assert isinstance(experts, int)
+    assert shapes.modules[-1] - shapes.stacked_modules[-1] == layers * (3 * experts - 1)

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from shardwright.ir.json_value import JsonValue
-from shardwright.layout.experts import expert_degrees
+from shardwright.layout.context import LEAST_PIECE, context_degrees
+from shardwright.layout.experts import MOST_EXPERT_RANKS, expert_degrees
 from shardwright.layout.problem import Problem
 from shardwright.search.bound import Bound
 from shardwright.search.explain import pinned_keys
@@ -27,9 +28,9 @@ LARGE: dict[str, JsonValue] = {
 PINS: dict[str, object] = {"tensor": 1, "pipeline": 1}
 
 
-def problem(config: dict[str, JsonValue], **pins: object) -> Problem:
+def problem(config: dict[str, JsonValue], length: int = 128, **pins: object) -> Problem:
     cluster = {"nodes": 2, "gpus_per_node": 8, "gpu": "h100-sxm-80gb"}
-    training = {"sequence_length": 128, "global_batch_size": 64}
+    training = {"sequence_length": length, "global_batch_size": 64}
     recipe = recipe_of(config, cluster=cluster, training=training, parallelism=pins)
     return problem_of(recipe, graph_of(config))
 
@@ -42,12 +43,22 @@ def test_experts_that_divide_the_experts_and_the_ranks() -> None:
     assert expert_degrees(graph_of(MIXTURE), 16) == (1, 2)
     assert expert_degrees(graph_of(LARGE), 16) == (1, 2, 4, 8, 16)
     assert expert_degrees(graph_of(SMALL_LLAMA), 16) == (1,)
+    many = graph_of({**MIXTURE, "num_local_experts": 2 * MOST_EXPERT_RANKS})
+    assert max(expert_degrees(many, 1024)) == MOST_EXPERT_RANKS
 
 
-def test_auto_tries_them_and_a_recipe_that_says_nothing_does_not() -> None:
-    assert tried(problem(LARGE, **PINS, expert=None), "expert") == {1, 2, 4, 8, 16}
-    assert tried(problem(LARGE, **PINS), "expert") == {1}
-    assert tried(problem(SMALL_LLAMA, **PINS, context=None), "context") == {1, 2, 4, 8}
+def test_auto_tries_them() -> None:
+    assert tried(problem(LARGE, **PINS), "expert") == {1, 2, 4, 8, 16}
+    assert tried(problem(LARGE, **PINS, expert=1), "expert") == {1}
+    assert tried(problem(SMALL_LLAMA, **PINS), "expert") == {1}
+
+
+def test_rows_are_cut_where_each_rank_keeps_a_long_piece() -> None:
+    assert tried(problem(SMALL_LLAMA, **PINS), "context") == {1}
+    assert tried(problem(SMALL_LLAMA, length=4 * LEAST_PIECE, **PINS), "context") == {1, 2, 4}
+    assert tried(problem(SMALL_LLAMA, length=4 * LEAST_PIECE, **PINS, context=8), "context") == {8}
+    assert context_degrees(3 * LEAST_PIECE, 8) == (1, 2)
+    assert context_degrees(100, 8) == (1,)
 
 
 def test_pins_that_fill_the_world_leave_them_plain() -> None:
