@@ -30,7 +30,6 @@ from shardwright.lower.lower import lower, sealed
 from shardwright.model.build import build_model_graph
 from shardwright.model.own_code import locate_own_code
 from shardwright.model.popular.snapshot import locate_weights, tokenizer_folder
-from shardwright.partition.stages import interleaved_cut
 from shardwright.partition.tensor import tensor_parallel_map
 from shardwright.plan.build import MODEL_DIRECTORY, build_plan, data_errors, installed_versions
 from shardwright.plan.plan import Plan, PlanBalance
@@ -73,7 +72,8 @@ def compile_recipe(recipe: Recipe) -> Compiled:
         if sizing is not None:  # what depends on the number of nodes is checked once it is decided
             _check(problem.recipe)
         estimate = choose(problem)
-        partition = _partition(problem, estimate)
+        s = estimate.strategy
+        partition = StagePartition(boundaries=estimate.boundaries, schedule=s.schedule, virtual=s.virtual_stages)
         tensor_map = tensor_parallel_map(
             problem.graph, estimate.strategy.tensor, padded=ENGINES[problem.recipe.target].pads_vocabulary
         )
@@ -84,13 +84,6 @@ def compile_recipe(recipe: Recipe) -> Compiled:
     except Refusal as refusal:
         raise Refusal(*dict.fromkeys(refusal.diagnostics), source=recipe.source) from None
     return Compiled(plan=plan, files=files, warnings=(*estimate.diagnostics, *warnings), error=estimate.error)
-
-
-def _partition(problem: Problem, estimate: Estimate) -> StagePartition:
-    s, bounds = estimate.strategy, estimate.boundaries
-    if s.virtual_stages > 1:  # the estimate's are what each rank holds in all
-        bounds = interleaved_cut(problem.graph, problem.recipe.training.sequence_length, s.parts)
-    return StagePartition(boundaries=bounds, schedule=s.schedule, virtual=s.virtual_stages)
 
 
 def read_problem(recipe: Recipe) -> Problem:

@@ -23,6 +23,7 @@ from shardwright.layout.loss_chunk import chunk_length
 from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.plan.build import accumulation_dtype
+from shardwright.schedule.interleaved import kept_at_once
 
 
 class Block(NamedTuple):  # a search makes tens of thousands; a frozen dataclass takes four times as long
@@ -99,7 +100,9 @@ class Layout:
         choice = self.strategy.activation_checkpointing
         if not isinstance(choice, PartialCheckpointing):
             return start
-        return max(start, min(start + (start == 0) + choice.full, stop - (stop == len(self.graph.layers))))
+        chunks = self.strategy.parts // self.strategy.stages
+        full = -(-choice.full // chunks)  # counted on a rank; its chunks share them evenly
+        return max(start, min(start + (start == 0) + full, stop - (stop == len(self.graph.layers))))
 
     def kept(self, start: int, stop: int) -> Share:
         """What these layers of a stage keep of one sequence."""
@@ -181,12 +184,18 @@ def _as_measured(problem: Problem, s: Strategy, checkpointing: Checkpointing, tr
 
 
 def placed(layout: Layout, boundaries: tuple[int, ...]) -> Layout:
-    """The layout with its layers on stages. boundaries: over graph.layers, as many as stages and one more."""
+    """The layout with its layers on stages. boundaries: over graph.layers, as many as parts and one more."""
     s = layout.strategy
+
+    def parts(rank: int) -> tuple[int, ...]:
+        if s.interleaves:
+            return tuple(range(rank, s.parts, s.pipeline))
+        return (rank, s.stages - 1 - rank)[: s.stages // s.pipeline]
+
     ranks = tuple(
         tuple(
-            Block(start=boundaries[stage], stop=boundaries[stage + 1], in_flight=flight)
-            for stage, flight in zip((rank, s.stages - 1 - rank), in_flight(s, rank), strict=False)
+            Block(start=boundaries[part], stop=boundaries[part + 1], in_flight=flight)
+            for part, flight in zip(parts(rank), in_flight(s, rank), strict=True)
         )
         for rank in range(s.pipeline)
     )
@@ -196,11 +205,11 @@ def placed(layout: Layout, boundaries: tuple[int, ...]) -> Layout:
 def in_flight(s: Strategy, rank: int) -> tuple[float, ...]:
     """Micro-batches whose activations each stage of the rank keeps at once: 1F1B min(p - rank, m); DualPipeV (arXiv
     2412.19437 and its V-shaped cut) min(2p - rank, m) on the outward half and min(rank + 1, m) on the returning one;
-    interleaving by v adds the share (p - 1) / (p v) (arXiv 2205.05198)."""
+    interleaving see schedule.interleaved."""
     p, m, v = s.pipeline, s.gradient_accumulation_steps, s.virtual_stages
     if s.schedule == "dualpipev":
         return min(2 * p - rank, m), min(rank + 1, m)
-    return (min(p - rank, m) * (1 + (p - 1) / (p * v) if v > 1 else 1.0),)
+    return kept_at_once(p, rank, v, m) if s.interleaves else (min(p - rank, m),)
 
 
 def _adapters(recipe: Recipe, graph: ModelGraph) -> tuple[int, ...]:

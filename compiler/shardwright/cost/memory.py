@@ -167,7 +167,7 @@ def _kept_bytes(layout: Layout, block: Block) -> float:
     if s.pipeline > 1:
         # Its output, held until the gradient comes back; DeepSpeed's pipe_partitioned keeps a share a tensor rank.
         share = 1 if s.schedule == "dualpipev" else s.tensor
-        total += layout.graph.hidden_size / share * layout.tokens * layout.element_bytes
+        total += layout.graph.hidden_size / share * layout.tokens * layout.element_bytes / s.virtual_stages
     return total
 
 

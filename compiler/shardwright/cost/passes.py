@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwright.cost.collectives import all_reduce_seconds, gather_seconds, send_seconds
 from shardwright.cost.compute import layer_seconds, stops_early
@@ -44,6 +44,7 @@ class Passes:
 
 
 def _depends_on(layout: Layout) -> Hashable:
+    """But for where ranks stand, all that layers' seconds do."""
     s, r, cluster = layout.strategy, layout.recipe, layout.cluster
     return (
         layer_seconds(r, layout.graph, cluster.gpu, s, layout.constants),
@@ -52,17 +53,21 @@ def _depends_on(layout: Layout) -> Hashable:
         (cluster.gpu.hbm_bytes_per_second, cluster.gpu.is_cpu, layout.graph.identity, r.training.sequence_length),
         (layout.element_bytes, layout.accumulation_dtype, layout.adapters),
         (layout.traits, r.assume.kernels, r.assume.mfu is None),
-        (s.schedule, s.pipeline, s.data, s.context, s.expert, s.tensor, s.micro_batch_size),
-        (s.checkpointing, layout.checkpointed is None, s.sequence_parallel, s.virtual_stages),
-        _host_seconds(layout),
+        (s.schedule, s.pipeline > 1, s.context, s.expert, s.tensor, s.micro_batch_size, s.shards * (s.expert > 1)),
+        (s.checkpointing, layout.checkpointed is None, s.sequence_parallel),
         layout.constants,
     )
 
 
-@remembered(_depends_on)
 def passes(layout: Layout) -> Passes:
     """Of the layout's model and strategy, wherever its layers are placed. The same for each ZeRO stage,
     unless what the engine adds was measured."""
+    per_rank = _host_seconds(layout) if layout.recipe.assume.mfu is None else 0.0
+    return replace(_of_layers(layout), per_rank_seconds=per_rank, send_seconds=_message_seconds(layout))
+
+
+@remembered(_depends_on)
+def _of_layers(layout: Layout) -> Passes:
     s, c, gpu = layout.strategy, layout.constants, layout.cluster.gpu
     seconds = layer_seconds(layout.recipe, layout.graph, gpu, s, c)
     partly = [0.0] * len(layout.graph.layers)
@@ -70,10 +75,8 @@ def passes(layout: Layout) -> Passes:
         partly = [0.0, *_each(seconds.again)[1:-1], 0.0]  # the ends are never checkpointed; a chunked loss stays
     again = [a - part for a, part in zip(_each(seconds.again), partly, strict=True)]
     backward = [b + a for b, a in zip(_each(seconds.backward), again, strict=True)]
-    per_rank = 0.0
     if layout.recipe.assume.mfu is None:
         backward = [b + added for b, added in zip(backward, _accumulation_seconds(layout), strict=True)]
-        per_rank = _host_seconds(layout)
     forward_comm, backward_comm, again_comm = _tensor_comm_seconds(layout, _each(seconds.forward), backward, partly)
     is_floor = s.tensor > 1 and layout.traits.tensor_host == "floor"
     launches = 2 * LAUNCHED_FORWARD * _host_of_collective(layout) if is_floor else 0.0
@@ -95,8 +98,8 @@ def passes(layout: Layout) -> Passes:
         backward_comm=_sums(backward_comm),
         again_compute=_sums(partly),
         again_comm=_sums(again_comm),
-        per_rank_seconds=per_rank,
-        send_seconds=_message_seconds(layout),
+        per_rank_seconds=0.0,
+        send_seconds=0.0,
         is_host_bound=is_host_bound,
     )
 

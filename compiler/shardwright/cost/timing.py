@@ -22,6 +22,7 @@ from shardwright.cost.shapes import ModelShapes, dropped_products, model_shapes
 from shardwright.ir.recipe import ELEMENT_BYTES
 from shardwright.layout.estimate import Time
 from shardwright.layout.strategy import Strategy
+from shardwright.schedule import interleaved
 from shardwright.schedule.step import MOST_SIMULATED_RANKS, step_seconds
 
 # Forward + backward FLOPs, in forwards; recomputation adds its share on top.
@@ -42,8 +43,8 @@ class StageSeconds(NamedTuple):
 
 def schedule_seconds(layout: Layout, found: Passes, stages: list[StageSeconds]) -> float:
     """From the first forward pass to the last backward pass: the simulation, or closed forms where they are exact (one
-    stage, 1F1B), and the bound by the slowest rank where no engine of DeepSpeed's runs it (interleaving), nothing can
-    (too few micro-batches; a rule says so), or DualPipeV has too many ranks."""
+    stage, 1F1B), and the bound by the slowest rank where nothing can run it (too few micro-batches, or a rest of them
+    under interleaving; a rule says so), or DualPipeV has too many ranks."""
     s, m = layout.strategy, layout.strategy.gradient_accumulation_steps
     totals = [stage.total for stage in stages]
     if s.pipeline == 1:
@@ -51,14 +52,19 @@ def schedule_seconds(layout: Layout, found: Passes, stages: list[StageSeconds]) 
     if not is_simulated(s):
         return m * max(totals) + (sum(totals) - max(totals)) / bubble_divisor(s)
     forward, backward = stage_passes(layout)
+    if s.interleaves:
+        # What a rank waits for its messages is a part of its passes: one around each.
+        forward, backward = (tuple(x + found.send_seconds for x in each) for each in (forward, backward))
+        return interleaved.step_seconds(s.pipeline, m, forward, backward)
     return step_seconds(s.schedule, m, forward, backward, found.send_seconds)
 
 
 def stage_passes(layout: Layout) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds of one micro-batch's forward and backward pass over each stage, collectives included; DualPipeV's second
-    stages in order: from the last rank back to the first. What `schedule.events.simulate` takes."""
+    """Seconds of one micro-batch's forward and backward pass over each part of the model in order, collectives
+    included: DualPipeV's go from the last rank back to the first. What `schedule.events.simulate` and `interleaved`
+    take."""
     found = passes(layout)
-    blocks = [ranks[0] for ranks in layout.ranks] + [ranks[1] for ranks in reversed(layout.ranks) if len(ranks) > 1]
+    blocks = sorted((block for blocks in layout.ranks for block in blocks), key=lambda block: block.start)
     extra = found.per_rank_seconds * layout.strategy.pipeline / len(blocks)
 
     def over(compute: tuple[float, ...], comm: tuple[float, ...], fixed: float) -> tuple[float, ...]:
@@ -75,7 +81,9 @@ def stage_passes(layout: Layout) -> tuple[tuple[float, ...], tuple[float, ...]]:
 def is_simulated(s: Strategy) -> bool:
     """Whether the step is the simulated one, not a bound by the slowest rank."""
     enough = s.gradient_accumulation_steps >= 2 * s.pipeline and s.pipeline <= MOST_SIMULATED_RANKS
-    return s.virtual_stages == 1 and (s.pipeline == 1 or s.schedule == "1f1b" or enough)
+    if s.interleaves:
+        return s.gradient_accumulation_steps % s.pipeline == 0
+    return s.pipeline == 1 or s.schedule == "1f1b" or enough
 
 
 def bubble_divisor(s: Strategy) -> float:

@@ -53,7 +53,12 @@ class Strategy:
     @property
     def parts(self) -> int:
         """What the layers are cut into, virtual stages counted."""
-        return self.stages * self.virtual_stages
+        return self.stages * self.virtual_stages if self.interleaves else self.stages
+
+    @property
+    def interleaves(self) -> bool:
+        """Pipeline ranks hold several parts of the model and take them in turns. What a rule refuses does not."""
+        return self.virtual_stages > 1 and self.schedule == "1f1b"
 
     @property
     def is_whole(self) -> bool:

@@ -19,7 +19,7 @@ from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.strategy import Strategy
 from shardwright.partition.cuts import Row, fastest_cut, fastest_cut_that
-from shardwright.partition.stages import least_slowest_cut, most_stages
+from shardwright.partition.stages import interleaved_cut, least_slowest_cut, most_stages
 from shardwright.schedule.step import MOST_SIMULATED_RANKS
 
 
@@ -58,19 +58,35 @@ class StagePrices(Protocol):
 
 def place_layers(recipe: Recipe, graph: ModelGraph, strategy: Strategy, prices: StagePrices) -> tuple[int, ...]:
     """Boundaries over graph.layers, stages + 1 of them; every stage holds at least one layer, and layers that share
-    parameters or state are on one. Where there are too few layers (a rule forbids it), some stages are empty."""
+    parameters or state are on one. Where there are too few layers (a rule forbids it), some stages are empty. With
+    virtual stages those of all parts."""
     s = strategy
+    if s.interleaves:
+        return place_parts(recipe, graph, s.parts)
     if most_stages(graph) < s.stages:
         return _thin(len(graph.layers), s.stages)
     if KERNELS[recipe.assume.kernels].even_stages and graph.decoder_layers % s.stages == 0:
-        each = graph.decoder_layers // s.stages
-        return (0, *(1 + each * stage for stage in range(1, s.stages)), len(graph.layers))
+        return _even_decoders(graph, s.stages)
     if traits_of(recipe.target, recipe.assume.kernels, s).places_by_products:
         return _by_products(graph, s.stages)
     blocks = graph.cut.blocks(graph.decoder_layers)
     plain = least_slowest_cut(graph, recipe.training.sequence_length, s.stages, s.schedule)
     best = plain if s.pipeline == 1 else _best_cut(recipe, s, prices, blocks, plain)
     return boundaries_of_blocks(best, blocks)
+
+
+def place_parts(recipe: Recipe, graph: ModelGraph, parts: int) -> tuple[int, ...]:
+    """Of an interleaved pipeline, whatever else the layout is."""
+    if len(graph.layers) < parts:
+        return _thin(len(graph.layers), parts)
+    if KERNELS[recipe.assume.kernels].even_stages and graph.decoder_layers % parts == 0:
+        return _even_decoders(graph, parts)
+    return interleaved_cut(graph, recipe.training.sequence_length, parts)
+
+
+def _even_decoders(graph: ModelGraph, parts: int) -> tuple[int, ...]:
+    each = graph.decoder_layers // parts
+    return (0, *(1 + each * part for part in range(1, parts)), len(graph.layers))
 
 
 def _by_products(graph: ModelGraph, stages: int) -> tuple[int, ...]:

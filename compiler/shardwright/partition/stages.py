@@ -49,9 +49,9 @@ def interleaved_cut(graph: ModelGraph, sequence_length: int, parts: int) -> tupl
     return cut_evenly(layer_costs(graph, sequence_length), parts)
 
 
-def layers_of_a_stage(graph: ModelGraph, strategy: Strategy) -> int:
-    """Decoder layers of the larger stages where they are spread evenly."""
-    return -(-graph.decoder_layers // strategy.stages)
+def layers_of_a_part(graph: ModelGraph, strategy: Strategy) -> int:
+    """Decoder layers of the larger parts where they are spread evenly."""
+    return -(-graph.decoder_layers // strategy.parts)
 
 
 def too_few_layers(graph: ModelGraph, strategy: Strategy) -> Diagnostic:

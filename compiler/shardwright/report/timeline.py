@@ -11,6 +11,7 @@ from shardwright.cost.passes import passes
 from shardwright.cost.timing import is_simulated, stage_passes
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.layout.estimate import Time
+from shardwright.schedule import interleaved
 from shardwright.schedule.events import Timeline, simulate
 from shardwright.schedule.streams import FORWARD
 
@@ -67,8 +68,12 @@ def step_timeline(layout: Layout, time: Time) -> StepTimeline:
     """
     s, found = layout.strategy, passes(layout)
     forward, backward = stage_passes(layout)
-    sends = [found.send_seconds] * max(0, s.pipeline - 1)
-    simulated = simulate(s.schedule, s.gradient_accumulation_steps, forward, backward, sends)
+    if s.interleaves:
+        m = s.gradient_accumulation_steps
+        simulated = interleaved.simulate(s.pipeline, m, forward, backward, found.send_seconds)
+    else:
+        sends = [found.send_seconds] * max(0, s.pipeline - 1)
+        simulated = simulate(s.schedule, s.gradient_accumulation_steps, forward, backward, sends)
     bars = [bar for rank in range(s.pipeline) for bar in _rank_bars(simulated, rank, time)]
     return StepTimeline(
         bars=tuple(bars),

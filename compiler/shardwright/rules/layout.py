@@ -14,7 +14,7 @@ from shardwright.layout.divisors import misfit, nearest_divisors, nearest_multip
 from shardwright.layout.experts import experts_of
 from shardwright.layout.rule import Candidate
 from shardwright.model.support import proved_chunked
-from shardwright.partition.stages import layers_of_a_stage, most_stages, too_few_layers
+from shardwright.partition.stages import layers_of_a_part, most_stages, too_few_layers
 from shardwright.partition.tensor import indivisible
 from shardwright.rules.precision import half_on_cpu, no_peak
 
@@ -87,7 +87,7 @@ def checkpointed_layers(x: Candidate) -> Diagnostic | None:
     """{full: N} counts layers of each stage. Stages are cut by time and memory, so one may have a few fewer than the
     others: it recomputes all of them. More than an even share would mean `full`."""
     s, choice = x.strategy, x.strategy.activation_checkpointing
-    share = layers_of_a_stage(x.graph, s)
+    share = layers_of_a_part(x.graph, s) * (s.parts // s.stages)
     if not isinstance(choice, PartialCheckpointing) or choice.full <= share:
         return None
     stages = (

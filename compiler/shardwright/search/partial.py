@@ -15,7 +15,7 @@ from shardwright.ir.words import Checkpointing, PartialCheckpointing
 from shardwright.layout.axes import axis_of, pins_fill_the_world
 from shardwright.layout.estimate import Memory
 from shardwright.layout.problem import Problem
-from shardwright.partition.stages import layers_of_a_stage
+from shardwright.partition.stages import layers_of_a_part
 from shardwright.search.settle import is_roomy, settle, without_hpz
 
 
@@ -51,7 +51,8 @@ def _settled(problem: Problem, layout: Layout, limit: int) -> tuple[Layout, Memo
     s = layout.strategy
 
     def at(layers: int) -> tuple[Layout, Memory]:
-        return settle(problem, replace(s, activation_checkpointing=_choice(layers), hpz_partition_size=1))
+        choice = _choice(layers * s.virtual_stages)  # of a rank
+        return settle(problem, replace(s, activation_checkpointing=choice, hpz_partition_size=1))
 
     fewest = _fewest(layout, limit)
     if not fewest:
@@ -71,17 +72,17 @@ def _choice(layers: int) -> Checkpointing | PartialCheckpointing:
 
 
 def _fewest(layout: Layout, limit: int) -> int:
-    """Recomputed layers of each stage with which the layout fits, its layers where they are; 0 where it fits without,
+    """Recomputed layers of each part with which the layout fits, its layers where they are; 0 where it fits without,
     or only with all of them.
 
     By bisection: memory falls with each layer, but for the last one of a stage, which is made again beside its inputs
     instead of being kept.
     """
     largest = max(layout.decoder_layers(block) for blocks in layout.ranks for block in blocks)
-    most = min(largest - 1, layers_of_a_stage(layout.graph, layout.strategy))
+    most = min(largest - 1, layers_of_a_part(layout.graph, layout.strategy))
 
     def fits(layers: int) -> bool:
-        strategy = replace(layout.strategy, activation_checkpointing=_choice(layers))
+        strategy = replace(layout.strategy, activation_checkpointing=_choice(layers * layout.strategy.virtual_stages))
         there = placed(lay_out(layout.problem, strategy, layout.constants), layout.boundaries)
         return estimate_memory(there).peak_bytes <= limit
 

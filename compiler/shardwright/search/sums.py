@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from typing import cast
 
+from shardwright.engines.table import ENGINES
 from shardwright.ir.json_value import JsonObject
 from shardwright.layout.problem import Problem
 from shardwright.search.choice import weighed_seconds
@@ -64,10 +65,16 @@ def _with_sums(problem: Problem) -> Problem:
     if not _binds(problem, full):
         return problem
     short = _summed_in(problem, "bf16")
+    if _refused(short) > _refused(problem):  # an engine that sums in fp32 alone
+        return problem
     half = search(short)
     if not half.ranked or (full.ranked and not _is_much_slower(problem, full, half)):
         return problem
     return short
+
+
+def _refused(problem: Problem) -> int:
+    return len(ENGINES[problem.recipe.target].check_extra(problem.recipe))
 
 
 def _summed_in(problem: Problem, dtype: str | None) -> Problem:

@@ -4,6 +4,7 @@ imported here."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import subprocess
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from shardwright.engines.megatron.keys import REFUSED, RUNS, check_keys
 from shardwright.engines.megatron.pieces import Heads, fused, grouped, same, stacked
 from shardwright.engines.megatron.rules import RULES
 from shardwright.ir.partition import padded_shard_sizes
+from shardwright.ir.words import PartialCheckpointing
 from shardwright.layout.axes import AXES
 from shardwright.layout.strategy import Strategy
 from shardwright.lint.megatron.read import read_arguments
@@ -28,7 +30,9 @@ from shardwright.lint.megatron.rules import lint_arguments
 from shardwright.recipe.load import load_recipe
 from shardwright.recipe.schema import properties, recipe_schema
 from shardwright.rules.registry import check_layout
+from shardwright.search.bound import Bound
 from shardwright.search.search import search
+from shardwright.search.settle import as_planned
 from shardwright.search.space import candidates
 from tests.conftest import SMALL_RECIPE
 from tests.unit.model.factory import SMALL_LLAMA, graph_of, problem_of, recipe_of
@@ -263,3 +267,26 @@ def test_auto_virtual_stages_and_sequence_parallelism_are_searched() -> None:
     assert {(s.virtual_stages, s.sequence_parallel) for s in searched("deepspeed", tensor=2)[0]} == {(1, False)}
     pinned = searched("megatron", tensor=2, virtual_stages=2, sequence_parallel=False, pipeline=2)[0]
     assert {(s.virtual_stages, s.sequence_parallel) for s in pinned} == {(2, False)}
+
+
+def test_chunks_of_an_interleaved_pipeline_are_placed_and_bounded() -> None:
+    """What a rank holds is every p-th part of the model; no layout takes less than its bound; a part of the layers is
+    recomputed in each chunk alike, as the engine counts them."""
+    config = {**SMALL_LLAMA, "num_hidden_layers": 14}
+    recipe = dataclasses.replace(recipe_of(config, parallelism={**AUTO, "tensor": 1}), target="megatron")
+    problem = problem_of(recipe, graph_of(config))
+    found = [e for e in search(problem).ranked if e.strategy.virtual_stages > 1]
+    bound = Bound(problem)
+    assert len(found) > 10
+    for e in found:
+        s = e.strategy
+        assert len(e.boundaries) == s.pipeline * s.virtual_stages + 1
+        layout, again = as_planned(problem, s, e.boundaries)
+        assert again.time == e.time and again.memory == e.memory
+        held = [[(b.start, b.stop) for b in blocks] for blocks in layout.ranks]
+        cut = list(itertools.pairwise(e.boundaries))
+        assert held == [cut[rank :: s.pipeline] for rank in range(s.pipeline)]
+        if isinstance(s.activation_checkpointing, PartialCheckpointing):
+            assert s.activation_checkpointing.full % s.virtual_stages == 0
+        else:
+            assert bound.least_seconds(s) <= e.time.step_seconds

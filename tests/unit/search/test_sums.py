@@ -75,3 +75,12 @@ def test_where_it_is_not_open(more: dict[str, Any]) -> None:
 def test_where_bf16_does_not_help_either() -> None:
     asked = problem(40.0)
     assert settle_problem(asked)[0] is asked
+
+
+def test_an_engine_that_sums_in_fp32_alone_does_not_take_it() -> None:
+    asked = problem(GIB_PER_GPU["none fits"], pins={"tensor": 8, "zero_stage": 0})
+    asked = dataclasses.replace(asked, recipe=dataclasses.replace(asked.recipe, target="megatron"))
+    short = dataclasses.replace(asked.recipe.training, gradient_accumulation_dtype="bf16")
+    half = dataclasses.replace(asked, recipe=dataclasses.replace(asked.recipe, training=short))
+    assert search(half).ranked and not search(asked).ranked
+    assert summed_in(settle_problem(asked)[0]) is None
