@@ -13,7 +13,8 @@ from shardwright.cluster.resolve import resolve_cluster
 from shardwright.cost.goodput import goodput
 from shardwright.cost.replaced import check_measured, measured_errors
 from shardwright.diagnostics import Diagnostic, Refusal
-from shardwright.engines.table import ENGINES, lowering_of, package_errors
+from shardwright.engines.engine import Engine
+from shardwright.engines.table import ENGINES, engines_for, lowering_of, package_errors, under
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.own_code import OwnCode
@@ -36,8 +37,8 @@ from shardwright.plan.plan import Plan, PlanBalance
 from shardwright.recipe.files import check_files
 from shardwright.rules.executable import check_executable
 from shardwright.search.deadline import Sizing
+from shardwright.search.engines import settle_problem
 from shardwright.search.search import choose, pinned_estimate
-from shardwright.search.sums import settle_problem
 
 T = TypeVar("T")
 
@@ -69,7 +70,8 @@ def compile_recipe(recipe: Recipe) -> Compiled:
         inputs = read_inputs(recipe)
         problem, sizing = settle_problem(Problem(recipe=recipe, graph=inputs.graph, cluster=inputs.cluster))
         problem.cluster.verify()
-        if sizing is not None:  # what depends on the number of nodes is checked once it is decided
+        # What depends on the number of nodes, and on the engine, is checked once it is decided.
+        if sizing is not None or problem.recipe.target != recipe.target:
             _check(problem.recipe)
         estimate = choose(problem)
         s = estimate.strategy
@@ -145,10 +147,17 @@ def _unless_refused(errors: list[Diagnostic], stage: Callable[[], T]) -> T | Non
 
 
 def _check(recipe: Recipe) -> None:
-    engine = ENGINES[recipe.target]
-    extra = (*engine.check_extra(recipe), *package_errors(engine), *measured_errors(recipe))
-    if errors := (*check_executable(recipe), *check_files(recipe), *check_launch(recipe), *extra):
+    """Where the engine is not chosen yet, what is refused by the one that refuses least; what it runs on is asked for
+    once it is chosen."""
+    engines = engines_for(recipe.target)
+    found = [_errors(under(recipe, engine), engine) for engine in engines]
+    if errors := (*min(found, key=len), *(package_errors(engines[0]) if len(engines) == 1 else ())):
         raise Refusal(*errors)
+
+
+def _errors(recipe: Recipe, engine: Engine) -> tuple[Diagnostic, ...]:
+    extra = (*engine.check_extra(recipe), *measured_errors(recipe))
+    return (*check_executable(recipe), *check_files(recipe), *check_launch(recipe), *extra)
 
 
 def _layout_errors(problem: Problem, errors: list[Diagnostic]) -> tuple[Diagnostic, ...]:
@@ -157,7 +166,7 @@ def _layout_errors(problem: Problem, errors: list[Diagnostic]) -> tuple[Diagnost
     if recipe.cluster.nodes is None:
         return ()
     try:
-        choose(problem)
+        choose(dataclasses.replace(problem, recipe=under(recipe, engines_for(recipe.target)[0])))
     except Refusal as refusal:
         told = {d.key for d in errors}
         return tuple(d for d in refusal.diagnostics if d not in errors and d.key not in told)

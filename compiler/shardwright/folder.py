@@ -14,6 +14,7 @@ from pathlib import Path
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.cost.layout import Layout
 from shardwright.diagnostics import Refusal, refusal
+from shardwright.engines.table import engine_of, under
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph, hash_of_config
 from shardwright.ir.recipe import DataSection, Recipe, with_kernels
@@ -74,8 +75,8 @@ def _recipe(folder: Path, plan: Plan) -> Recipe:
     recipe = load_recipe(path)
     if canonical_hash(recipe.document) != plan.recipe_hash:
         raise _foreign("SW3321", f"{str(path)!r} is not the recipe that plan.json was compiled from")
-    # What was auto of nodes, every_steps and the sums was settled by the compile; relative paths start where the
-    # recipe lay.
+    # What was auto of the engine, the nodes, every_steps and the sums was settled by the compile; relative paths start
+    # where the recipe lay.
     held_out = recipe.validation
     if held_out is not None and held_out.data is not None and plan.validation is not None and plan.validation.data:
         held_out = dataclasses.replace(held_out, data=_with_paths(held_out.data, plan.validation.data))
@@ -84,7 +85,7 @@ def _recipe(folder: Path, plan: Plan) -> Recipe:
         dtype = plan.training.gradient_accumulation_dtype
         training = dataclasses.replace(training, gradient_accumulation_dtype=dtype)
     return dataclasses.replace(
-        with_kernels(recipe, plan.model.kernels),
+        with_kernels(under(recipe, engine_of(plan)), plan.model.kernels),
         training=training,
         cluster=dataclasses.replace(recipe.cluster, nodes=plan.nodes),
         checkpoint=dataclasses.replace(recipe.checkpoint, every_steps=plan.checkpoint.every_steps),

@@ -55,7 +55,7 @@ def findings(recipe: Recipe) -> tuple[Diagnostic, ...]:
     """Of a recipe that passed stage 1: what compile would refuse, as far as no torch is needed to tell."""
     from shardwright.cluster.resolve import gpu_errors, resolve_cluster
     from shardwright.cost.replaced import measured_errors
-    from shardwright.engines.table import ENGINES
+    from shardwright.engines.table import engines_for
     from shardwright.model.check import check_model
     from shardwright.recipe.files import check_files
     from shardwright.rules.executable import check_tokenizers
@@ -66,7 +66,8 @@ def findings(recipe: Recipe) -> tuple[Diagnostic, ...]:
         cluster, precision = resolve_cluster(recipe.cluster), recipe.training.precision
         found += [d for d in (no_peak(precision, cluster), half_on_cpu(precision, cluster)) if d is not None]
     found += [*check_files(recipe), *check_model(recipe), *check_tokenizers(recipe)]
-    found += [*ENGINES[recipe.target].check_extra(recipe), *measured_errors(recipe)]
+    refused = [engine.check_extra(recipe) for engine in engines_for(recipe.target)]
+    found += [*(refused[0] if all(refused) else ()), *measured_errors(recipe)]
     told: dict[tuple[str, object], Diagnostic] = {}
     for diagnostic in found:
         told.setdefault((diagnostic.code, diagnostic.key), diagnostic)

@@ -113,6 +113,8 @@ def _head(subject: PricedRecipe, found: PlanExplanation) -> list[str]:
         rows.append(("", "the last step's learning rate is 0 (scheduler.min_lr)"))
     rows.append(("bound by", found.binding))
     rows += [("set aside", set_aside_words(each)) for each in found.set_aside]
+    if found.other_engine is not None:
+        rows.append(("engine", found.other_engine.words()))
     if subject.plan is not None and subject.is_predicted_anew:
         then = subject.plan.predicted
         told = f"{then.time.step_seconds:.4g} s and {then.memory.peak_bytes / GIB:.1f} GiB when it compiled this"
@@ -310,6 +312,7 @@ def as_object(subject: PricedRecipe, found: PlanExplanation) -> JsonObject:
         },
         "binding": found.binding,
         "set_aside": [dataclasses.asdict(each) for each in found.set_aside],
+        "other_engine": None if found.other_engine is None else dataclasses.asdict(found.other_engine),
         "second_copy": None if found.second_copy is None else dataclasses.asdict(found.second_copy),
         "keys": [dataclasses.asdict(reason) for reason in found.keys],
         "sensitivity": [_sensitivity_object(each, e) for each in found.sensitivity],

@@ -170,11 +170,13 @@ def _object(
 ) -> dict[str, JsonValue]:
     from shardwright.cli.estimate import estimate_object
     from shardwright.search.compare import binding_constraint, lost_regions, pareto_front
+    from shardwright.search.engines import other_engine
     from shardwright.search.kernels import chosen_kernels
     from shardwright.search.set_aside import set_aside
     from shardwright.search.sums import short_sums
 
     recipe, sums, kernels = problem.recipe, short_sums(problem), chosen_kernels(problem)
+    other = other_engine(problem, result.ranked[0]) if result.ranked else None
     found: dict[str, JsonValue] = {
         "recipe": path,
         "plans": [estimate_object(path, row.estimate) for row in rows],
@@ -187,12 +189,14 @@ def _object(
         "set_aside": [dataclasses.asdict(each) for each in set_aside(recipe, result.ranked)],
         "short_sums": None if sums is None else dataclasses.asdict(sums),
         "kernels": None if kernels is None else dataclasses.asdict(kernels),
+        "target": recipe.target,
+        "other_engine": None if other is None else dataclasses.asdict(other),
         "search_seconds": result.seconds,
     }
     if sizing is not None:
-        other = None if batch is None else dataclasses.asdict(batch)
+        nearby = None if batch is None else dataclasses.asdict(batch)
         more = None if larger is None else dataclasses.asdict(larger)
-        bound: JsonObject = {"bound": _bound(recipe, sizing, batch), "other_batch": other, "larger_batch": more}
+        bound: JsonObject = {"bound": _bound(recipe, sizing, batch), "other_batch": nearby, "larger_batch": more}
         found["sizing"] = {**dataclasses.asdict(sizing), **bound}
     return found
 
@@ -231,6 +235,7 @@ def page_lines(
     """What `plan` prints, without a line end. rows: of ranked_rows; batch: of other_batch; larger: of larger_batch."""
     from shardwright.cli.plan_table import error_notes, table
     from shardwright.search.compare import binding_constraint, lost_regions, pareto_front
+    from shardwright.search.engines import other_engine
     from shardwright.search.kernels import chosen_kernels
     from shardwright.search.set_aside import set_aside, set_aside_words
     from shardwright.search.sums import short_sums
@@ -250,6 +255,8 @@ def page_lines(
         lines += [] if sums is None else [sums.words()]
         kernels = chosen_kernels(problem)
         lines += [] if kernels is None else [kernels.words()]
+        other = other_engine(problem, result.ranked[0])
+        lines += [] if other is None else [other.words()]
         lines += [f"set aside: {set_aside_words(each)}" for each in set_aside(recipe, result.ranked)]
     if sizing is not None:
         days = f"{sizing.days:.3g} days of at most {sizing.days_at_most:g}"

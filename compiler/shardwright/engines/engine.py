@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 
 from shardwright.diagnostics import Diagnostic
 from shardwright.ir.json_value import JsonObject
+from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.words import Fabric
 from shardwright.layout.rule import Rule
@@ -72,6 +73,8 @@ class Engine:
     axes: keys of a layout, beyond those of every engine, that it has.
     compiles_layers: whether it runs `model.kernels: compile`.
     pads_vocabulary: to a multiple of the tensor ranks; the last ones have fewer tokens.
+    automatic: `target: auto` may take it. lacks: what it does not train of a model, as far as its graph says; "" where
+        it may train it.
     """
 
     name: str
@@ -90,6 +93,8 @@ class Engine:
     axes: frozenset[str] = frozenset()
     compiles_layers: bool = False
     pads_vocabulary: bool = False
+    automatic: bool = True
+    lacks: Callable[[ModelGraph], str] = lambda graph: ""
 
 
 class Lowering(Protocol):

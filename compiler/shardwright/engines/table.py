@@ -14,12 +14,16 @@ from shardwright.engines.engine import Engine, Lowering, Traits
 from shardwright.engines.kernels import KERNELS
 from shardwright.engines.megatron.engine import MEGATRON
 from shardwright.engines.reference.engine import REFERENCE
+from shardwright.ir.recipe import Recipe
 from shardwright.ir.words import Fabric
+from shardwright.layout.axes import AXES, Axis
 from shardwright.layout.strategy import Strategy
 from shardwright.plan.plan import Plan
 
 ENGINES: dict[str, Engine] = {engine.name: engine for engine in (DEEPSPEED, REFERENCE, MEGATRON)}
 DEFAULT = DEEPSPEED.name
+AUTO = "auto"
+"""Of `target`: the engine whose best plan is the better one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +54,24 @@ def engine_of(plan: Plan) -> Engine:
         help = "Compile the recipe again: `shardwright compile RECIPE -o DIR` keeps the folder's run and checkpoints."
         raise refusal("SW6001", f"not a compiled folder of this version: {why}", help)
     return engine
+
+
+def engines_for(target: str) -> tuple[Engine, ...]:
+    """The one that a recipe names, or those that `auto` chooses from, the default first."""
+    return tuple(e for e in ENGINES.values() if e.automatic) if target == AUTO else (ENGINES[target],)
+
+
+def under(recipe: Recipe, engine: Engine) -> Recipe:
+    """The same recipe for this engine. Of a layout's keys that only some engines have and that leave each rank its part
+    of the model, those that stand at their default are left to the search: a recipe for any engine does not speak of
+    them."""
+    free = {a.name: None for a in AXES if a.values and a.name in engine.axes and _is_default(a, recipe)}
+    pins = dataclasses.replace(recipe.parallelism, **free) if recipe.target != engine.name else recipe.parallelism
+    return dataclasses.replace(recipe, target=engine.name, parallelism=pins)
+
+
+def _is_default(axis: Axis, recipe: Recipe) -> bool:
+    return not axis.runs and not axis.ranks and not axis.cuts and axis.pin(recipe) == axis.default
 
 
 def package_errors(engine: Engine) -> tuple[Diagnostic, ...]:

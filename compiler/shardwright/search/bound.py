@@ -58,7 +58,7 @@ class Bound:
         m, p = s.gradient_accumulation_steps, s.pipeline
         key: tuple[Value, ...] = (*(getattr(s, name) for name in SAME), p > 1, s.shards > 1)
         if s.interleaves:
-            key += (p, m)
+            key += (p, m, s.data)
         if key not in self._work:
             found = passes(lay_out(self._problem, s, self._constants))
             self._work[key] = self._interleaved(s, found) if s.interleaves else _work(found)[-1]

@@ -14,6 +14,7 @@ from shardwright.layout.estimate import Estimate
 from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy, layout_axes, searched_axes
 from shardwright.search.compare import because, binding_constraint
+from shardwright.search.engines import OtherEngine, other_engine
 from shardwright.search.search import SearchResult, rank_key, search
 from shardwright.search.sensitivity import Sensitivity, sensitivities
 from shardwright.search.set_aside import SetAside, set_aside
@@ -68,7 +69,7 @@ class PlanExplanation:
     """place: of the chosen layout among all that run, counted from 1, without the recipe's pins; None where it does
     not run. next_best: those that follow the chosen one within the pins, or, where the pins leave it alone, the best of
     the others without them. rejected: without the pins, a region a code. second_copy: None where there can be none.
-    set_aside: for the chosen layout, where that is the best within the pins."""
+    set_aside: for the chosen layout, where that is the best within the pins. other_engine: for one that runs."""
 
     chosen: Estimate
     breakdown: Breakdown
@@ -82,6 +83,7 @@ class PlanExplanation:
     rejected: tuple[RejectedRegion, ...]
     second_copy: SecondCopy | None
     set_aside: tuple[SetAside, ...]
+    other_engine: OtherEngine | None
 
 
 def explain(problem: Problem, chosen: Estimate) -> PlanExplanation:
@@ -111,6 +113,7 @@ def explain(problem: Problem, chosen: Estimate) -> PlanExplanation:
         rejected=everywhere.rejected,
         second_copy=_second_copy(layout, chosen),
         set_aside=set_aside(recipe, within.ranked) if inside[:1] == [chosen.strategy] else (),
+        other_engine=other_engine(problem, chosen) if chosen.feasible else None,
     )
 
 

@@ -58,7 +58,18 @@ def search(problem: Problem) -> SearchResult:
     return found
 
 
-def _search(problem: Problem) -> SearchResult:
+MOST_FOR_COMPARISON = 250
+"""Layouts that are priced where the best alone is asked for, those with the least bound."""
+
+
+def best_of(problem: Problem) -> Estimate | None:
+    """The best feasible layout as another plan is compared with: no other one is kept, and of many those that could be
+    the best are priced alone, the likeliest MOST_FOR_COMPARISON."""
+    result = _search(problem, worth=1.0, most=MOST_FOR_COMPARISON)
+    return result.ranked[0] if result.ranked else None
+
+
+def _search(problem: Problem, *, worth: float = WORTH_PRICING, most: int | None = None) -> SearchResult:
     """Never raises for a layout that is illegal: that one is in `rejected`. Deterministic but for `seconds`.
 
     Exhaustive, with three bounds: a rule forbids all that it does not read about; where a micro-batch does not fit no
@@ -68,6 +79,7 @@ def _search(problem: Problem) -> SearchResult:
     """
     recipe = problem.recipe
     started = time.perf_counter()
+    tried = 0
     feasible: list[Estimate] = []
     beyond: list[tuple[Layout, Memory, tuple[Diagnostic, ...]]] = []
     slow: list[tuple[float, Strategy]] = []
@@ -75,7 +87,7 @@ def _search(problem: Problem) -> SearchResult:
     best = math.inf
     for group in _groups(problem, rejections):
         for place, (least, least_kept, strategy, warnings) in enumerate(group):
-            if least > WORTH_PRICING * best:
+            if least > worth * best or (most is not None and tried >= most):
                 slow.append((least, strategy))
                 continue
             layout, memory = settle(problem, strategy)
@@ -83,6 +95,7 @@ def _search(problem: Problem) -> SearchResult:
                 rejections.add(does_not_fit(memory, strategy), strategy, len(group) - place)
                 beyond.append((layout, memory, warnings))
                 break
+            tried += 1
             found = [price(layout, memory, warnings)]
             if least_kept <= best:
                 less = recompute_less(problem, layout, memory)

@@ -11,7 +11,6 @@ from shardwright.ir.json_value import JsonObject
 from shardwright.layout.problem import Problem
 from shardwright.search.choice import weighed_seconds
 from shardwright.search.deadline import Sizing, size_cluster
-from shardwright.search.kernels import settle_kernels
 from shardwright.search.search import SearchResult, search
 
 MUCH_SLOWER = 1.2
@@ -33,13 +32,8 @@ class ShortSums:
         return f"gradients are summed in bf16: with sums in fp32 the best step would take {self.seconds:.3g} s{more}"
 
 
-def settle_problem(problem: Problem) -> tuple[Problem, Sizing | None]:
-    """What the recipe leaves open before a layout is chosen: whose kernels run, the number of nodes, and what gradients
-    are summed in. Sizing: None where the recipe gave the nodes. Raises as size_cluster."""
-    return settle_kernels(problem, _sized_and_summed)
-
-
-def _sized_and_summed(problem: Problem) -> tuple[Problem, Sizing | None]:
+def sized_and_summed(problem: Problem) -> tuple[Problem, Sizing | None]:
+    """Sizing: None where the recipe gave the nodes. Raises as size_cluster."""
     sized, sizing = size_cluster(problem)
     return _with_sums(sized), sizing
 

@@ -31,8 +31,8 @@ from shardwright.model.build import build_model_graph
 from shardwright.optional_packages import missing_peft
 from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
+from shardwright.search.engines import settle_problem
 from shardwright.search.search import choose
-from shardwright.search.sums import settle_problem
 from shardwright.verify import tiny
 from shardwright.verify.tokens import packs, random_tokens
 from shardwright.verify.verdict import (

@@ -145,7 +145,7 @@ def test_plan_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(plan_command, "--json", "--top", "3", path) == 0
     found = json.loads(capsys.readouterr().out)
     keys = {"recipe", "plans", "rejected", "lost", "pareto", "binding", "measured_error", "search_seconds"}
-    keys |= {"set_aside", "not_priced", "short_sums", "kernels"}
+    keys |= {"set_aside", "not_priced", "short_sums", "kernels", "target", "other_engine"}
     assert set(found) == keys
     steps = [plan["time"]["step_seconds"] for plan in found["plans"] if plan["feasible"]]
     assert steps == pytest.approx(sorted(steps))

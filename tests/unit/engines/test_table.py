@@ -10,7 +10,7 @@ import pytest
 from shardwright.cli.main import main
 from shardwright.diagnostics import Refusal
 from shardwright.engines.kernels import KERNELS
-from shardwright.engines.table import DEFAULT, ENGINES, engine_of
+from shardwright.engines.table import AUTO, DEFAULT, ENGINES, engine_of
 from shardwright.plan.serialize import read_plan
 from shardwright.recipe.schema import properties, recipe_schema
 
@@ -43,7 +43,7 @@ def test_a_plan_for_an_engine_that_is_not_there_is_refused(
 
 def test_the_recipe_offers_the_table() -> None:
     offered = properties(recipe_schema(), {})
-    assert offered["target"]["enum"] == list(ENGINES) and offered["target"]["default"] == DEFAULT
+    assert offered["target"]["enum"] == [*ENGINES, AUTO] and offered["target"]["default"] == DEFAULT
     assume = properties(offered["assume"], {})
     assert assume["kernels"]["enum"] == list(KERNELS)
 

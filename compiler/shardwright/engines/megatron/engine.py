@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from shardwright.engines.engine import Engine, Traits
+from shardwright.engines.megatron.families import FAMILIES
 from shardwright.engines.megatron.keys import check_keys
 from shardwright.engines.megatron.names import ARGUMENTS_FILE
 from shardwright.engines.megatron.rules import RULES
+from shardwright.ir.model_graph import ModelGraph
+
+
+def _lacks(graph: ModelGraph) -> str:
+    if graph.model_type not in FAMILIES:
+        return f"it has no {graph.model_type}"
+    return "it runs no dropout" if graph.max_dropout > 0 else ""
+
 
 MEGATRON = Engine(
     name="megatron",
@@ -34,4 +43,5 @@ MEGATRON = Engine(
     check_extra=check_keys,
     axes=frozenset({"virtual_stages", "sequence_parallel"}),
     pads_vocabulary=True,
+    lacks=_lacks,
 )

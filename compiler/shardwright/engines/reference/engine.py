@@ -27,4 +27,5 @@ REFERENCE = Engine(
         hpz=False,
     ),
     rules=RULES,  # SW1921 refuses `extra`
+    automatic=False,
 )
