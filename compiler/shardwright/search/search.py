@@ -58,7 +58,7 @@ def search(problem: Problem) -> SearchResult:
     return found
 
 
-MOST_FOR_COMPARISON = 250
+MOST_FOR_COMPARISON = 100
 """Layouts that are priced where the best alone is asked for, those with the least bound."""
 
 
