@@ -7,6 +7,7 @@ a closure over a module would still mean the original in a copy of the model.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -42,8 +43,40 @@ ADAPTERS: dict[str, Callable[[nn.Module], None]] = {
 }
 
 
+def _deepstack(decoder: Any, features: int) -> None:
+    """The loop adds a tower's features behind each of its first layers, at the places of pictures. Here they travel
+    beside the hidden states, each scattered over the row, (B, S, 1 + those not added yet, H): of one shape, however
+    many pictures a row holds."""
+    decoder.deepstack_features = features
+    for index, layer in enumerate(decoder.layers[:features]):
+        layer.deepstack_left = features - index
+        layer.forward = MethodType(_deepstack_layer, layer)
+    decoder.forward = MethodType(_deepstack_forward, decoder)
+
+
+def _deepstack_forward(decoder: Any, *args: Any, inputs_embeds: torch.Tensor, **kwargs: Any) -> Any:
+    places, added = kwargs.pop("visual_pos_masks", None), kwargs.pop("deepstack_visual_embeds", None)
+    rows = [torch.zeros_like(inputs_embeds)] * decoder.deepstack_features
+    if added is not None:
+        rows = [row.masked_scatter(places.unsqueeze(-1), each.to(row)) for row, each in zip(rows, added, strict=True)]
+    carried = torch.stack([inputs_embeds, *rows], dim=-2)
+    return type(decoder).forward(decoder, *args, inputs_embeds=carried, **kwargs)
+
+
+def _deepstack_layer(layer: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    out = type(layer).forward(layer, hidden[..., 0, :], *args, **kwargs) + hidden[..., 1, :]
+    if layer.deepstack_left == 1:
+        return out  # type: ignore[no-any-return]
+    return torch.cat([out.unsqueeze(-2), hidden[..., 2:, :]], dim=-2)
+
+
 def adapt(model: Any) -> None:
     """Before the model is probed, and before a pipeline is built of it."""
     adapter = ADAPTERS.get(model.config.model_type)
     if adapter is not None:
         adapter(model)
+    tower = getattr(model.config, "vision_config", None)
+    features = len(getattr(tower, "deepstack_visual_indexes", None) or ())
+    for module in list(model.modules()) if features else ():
+        if "deepstack_visual_embeds" in inspect.signature(type(module).forward).parameters:
+            _deepstack(module, features)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -11,16 +13,18 @@ IGNORED = -100
 
 
 @torch.no_grad()
-def own_loss(model: nn.Module, input_ids: torch.Tensor) -> str | None:
-    """`Cut.loss`, or None where the logits are not one row a token (B, S, V)."""
-    logits = model(input_ids=input_ids, use_cache=False).logits
+def own_loss(model: nn.Module, input_ids: torch.Tensor, beside: Mapping[str, torch.Tensor] | None = None) -> str | None:
+    """`Cut.loss`, or None where the logits are not one row a token (B, S, V). beside: what a model that sees takes
+    beside the ids."""
+    given = {"use_cache": False, **(beside or {})}
+    logits = model(input_ids=input_ids, **given).logits
     if logits.ndim != 3 or logits.shape[:2] != input_ids.shape:
         return None
     wanted = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), input_ids[:, 1:].flatten())
     shifted = F.pad(input_ids[:, 1:], (0, 1), value=IGNORED)
     for kind, labels in (("next_token", input_ids), ("given", shifted)):
         try:
-            loss = model(input_ids=input_ids, labels=labels, use_cache=False).loss
+            loss = model(input_ids=input_ids, labels=labels, **given).loss
         except Exception:  # it wants labels of another shape: codebooks, image tokens
             continue
         if loss is not None and torch.allclose(loss, wanted, rtol=1e-5, atol=1e-6):
@@ -29,11 +33,12 @@ def own_loss(model: nn.Module, input_ids: torch.Tensor) -> str | None:
 
 
 @torch.no_grad()
-def is_causal(model: nn.Module, input_ids: torch.Tensor) -> bool:
+def is_causal(model: nn.Module, input_ids: torch.Tensor, beside: Mapping[str, torch.Tensor] | None = None) -> bool:
     """Whether another last token leaves the earlier logits alone, beside what it does to the last one."""
     changed = input_ids.clone()
-    changed[:, -1] = torch.where(input_ids[:, -1] == 5, 6, 5)
-    before, after = (model(input_ids=ids, use_cache=False).logits for ids in (input_ids, changed))
+    other = 5 if beside is None else 25  # of a model that sees, the lowest ids stand for pictures
+    changed[:, -1] = torch.where(input_ids[:, -1] == other, other + 1, other)
+    before, after = (model(input_ids=ids, use_cache=False, **(beside or {})).logits for ids in (input_ids, changed))
     difference = (before - after).abs()
     # Not bit for bit: some masks are large negative numbers, and sums over experts change their order.
     return bool(difference.isfinite().all() and difference[:, :-1].max() <= 1e-3 * difference[:, -1].max())

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardwright.hf.arguments import Arguments, leaves
 from shardwright.hf.objective import is_causal, own_loss
-from shardwright.hf.skeleton import Skeleton, State
+from shardwright.hf.skeleton import Batch, Skeleton, State, without_pictures
 from shardwright.ir.cut import Cut, Range, merged, sharing
 from shardwright.ir.names import pattern
 
@@ -55,31 +55,48 @@ class Probed:
         )
 
 
-def probe(model: nn.Module, input_ids: torch.Tensor) -> Probed:
-    """`model`: tiny, on the CPU, in training mode without anything random. Raises NotCuttable with the reason."""
-    cut = find_cut(model, input_ids)
-    cut = replace(cut, together=find_together(model, cut, input_ids))
-    embedding, head = _edges(model, cut, input_ids)
-    check_cut(model, cut, embedding, head, input_ids)
-    loss = own_loss(model, input_ids)
+def probe(model: nn.Module, input_ids: torch.Tensor, beside: Batch | None = None) -> Probed:
+    """`model`: tiny, on the CPU, in training mode without anything random. Raises NotCuttable with the reason.
+
+    beside: for a model that sees, what its forward takes beside the ids.
+    """
+    if beside:
+        _check_sight(model, input_ids, beside)
+    cut = find_cut(model, input_ids, beside)
+    cut = replace(cut, together=find_together(model, cut, input_ids, beside))
+    embedding, head = _edges(model, cut, input_ids, beside)
+    check_cut(model, cut, embedding, head, input_ids, beside)
+    loss = own_loss(model, input_ids, beside)
     if loss is None:
         raise NotCuttable("its logits are not one row a token")
-    cut = replace(cut, untrained=_untrained(model, input_ids), loss=loss, causal=is_causal(model, input_ids))
+    untrained, causal = _untrained(model, cut.stack, input_ids, beside), is_causal(model, input_ids, beside)
+    cut = replace(cut, untrained=untrained, loss=loss, causal=causal)
     return Probed(cut=cut, embedding=embedding, head=head, attention=_attention(model, cut))
 
 
-def _edges(model: nn.Module, cut: Cut, input_ids: torch.Tensor) -> tuple[tuple[str, ...], tuple[str, ...]]:
+@torch.no_grad()
+def _check_sight(model: nn.Module, input_ids: torch.Tensor, beside: Batch) -> None:
+    """Raises NotCuttable where the logits are the same with other pictures."""
+    others = {name: value.roll(1, -1) if value.is_floating_point() else value for name, value in beside.items()}
+    if torch.equal(_logits(model, input_ids, beside), _logits(model, input_ids, others)):
+        raise NotCuttable("its logits do not depend on the pictures")
+
+
+def _edges(
+    model: nn.Module, cut: Cut, input_ids: torch.Tensor, beside: Batch | None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """By gradient: what the state before the first layer, and the logits after the last one, depend on."""
     outside = {n: p for n, p in model.named_parameters() if not n.startswith(cut.stack + ".")}
     skeleton = Skeleton(model, cut, _tokens(input_ids))
     with _none_frozen(outside):
-        state = skeleton.embed(input_ids, None)
+        state = skeleton.embed(input_ids, None, beside)
         embedding = _reached_from([t for t in (state.hidden, *state.payload) if t is not None], outside)
-        head = _reached_from([skeleton.head(State(hidden=state.hidden.detach()))], outside)
+        head = _reached_from([skeleton.head(State(hidden=state.hidden.detach(), batch=state.batch))], outside)
     # What neither shows by gradient goes with the head, where it is saved; a constant table (sinusoidal positions,
-    # looked up without a gradient) shows by what comes of its absence.
+    # looked up without a gradient) shows by what comes of its absence. Of a model that sees these are parts of its
+    # tower, which stays in one piece.
     silent = {n: p for n, p in outside.items() if n not in embedding | head}
-    embedding.update(_seen_by_value(skeleton, input_ids, state, silent))
+    embedding.update(silent if beside else _seen_by_value(skeleton, input_ids, state, silent))
     return tuple(n for n in outside if n in embedding), tuple(n for n in outside if n in head or n not in embedding)
 
 
@@ -102,12 +119,18 @@ def _seen_by_value(
     return [name for name, p in silent.items() if matters([p])] if matters(silent.values()) else []
 
 
-def _untrained(model: nn.Module, input_ids: torch.Tensor) -> tuple[str, ...]:
-    """By pattern: an expert that no token of the probe chose is not untrained while others like it are trained."""
+def _untrained(model: nn.Module, stack: str, input_ids: torch.Tensor, beside: Batch | None) -> tuple[str, ...]:
+    """By pattern: an expert that no token of the probe chose is not untrained while others like it are trained. A
+    tower's parameters by name: a model may take its features from the last block but one."""
     named = dict(model.named_parameters())
     with _none_frozen(named):
-        trained = {pattern(n) for n in _reached_from([model(input_ids=input_ids, use_cache=False).logits], named)}
-    return tuple(dict.fromkeys(pattern(n) for n in named if pattern(n) not in trained))
+        reached = _reached_from([_logits(model, input_ids, beside)], named)
+    trained = {pattern(n) for n in reached}
+    outside = [n for n in named if beside and not n.startswith(stack + ".")]
+    return (
+        *dict.fromkeys(pattern(n) for n in named if pattern(n) not in trained),
+        *(n for n in outside if n not in reached and pattern(n) in trained),
+    )
 
 
 @contextmanager
@@ -137,6 +160,10 @@ def _attention(model: nn.Module, cut: Cut) -> str:
     return min(common, key=lambda name: (name.count("."), name)) if common else ""
 
 
+def _logits(model: nn.Module, input_ids: torch.Tensor, beside: Batch | None) -> torch.Tensor:
+    return model(input_ids=input_ids, use_cache=False, **(beside or {})).logits  # type: ignore[no-any-return]
+
+
 def _tokens(input_ids: torch.Tensor) -> tuple[int, int]:
     return input_ids.shape[0], input_ids.shape[1]
 
@@ -149,10 +176,9 @@ class _Call:
 
 
 @torch.no_grad()
-def find_cut(model: nn.Module, input_ids: torch.Tensor) -> Cut:
-    """The outermost ModuleList whose children each run once, in order, and all that passes through them.
-
-    Raises NotCuttable.
+def find_cut(model: nn.Module, input_ids: torch.Tensor, beside: Batch | None = None) -> Cut:
+    """The outermost ModuleList whose children each run once, in order, and all that passes through them; of a model
+    that sees the one that ran last, which is behind the tower's. Raises NotCuttable.
     """
     stacks = [
         (path, list(m.children())) for path, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 0
@@ -165,11 +191,18 @@ def find_cut(model: nn.Module, input_ids: torch.Tensor) -> Cut:
         for child in {id(c): c for _, children in stacks for c in children}.values()
     ]
     try:
-        model(input_ids=input_ids, use_cache=False)
+        _logits(model, input_ids, beside)
     finally:
         for handle in handles:
             handle.remove()
-    for path, children in sorted(stacks, key=lambda s: (s[0].count("."), -len(s[1]))):
+    last = {id(call.module): at for at, call in enumerate(calls)}
+
+    def order(stack: tuple[str, list[nn.Module]]) -> tuple[int, int, int]:
+        path, children = stack
+        ended = max((last.get(id(child), -1) for child in children), default=-1)
+        return (0 if beside is None else -ended), path.count("."), -len(children)
+
+    for path, children in sorted(stacks, key=order):
         ours = [call for call in calls if any(call.module is c for c in children)]
         # Some layers may not run at all: cross-attention to an image where there is none.
         ran = [id(c.module) for c in ours]
@@ -180,7 +213,7 @@ def find_cut(model: nn.Module, input_ids: torch.Tensor) -> Cut:
                 raise NotCuttable(f"its layers hand on several streams as one {kind}: {fields}")
             cut = _slots(path, ours)
             if cut is not None:
-                return _with_payload(model, replace(cut, carried=_carried(ours)), ours, input_ids)
+                return _with_payload(model, replace(cut, carried=_carried(ours)), ours, input_ids, beside)
     raise NotCuttable(_no_stack(calls, stacks))
 
 
@@ -231,11 +264,12 @@ def _carried(calls: list[_Call]) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _with_payload(model: nn.Module, cut: Cut, calls: list[_Call], input_ids: torch.Tensor) -> Cut:
+def _with_payload(model: nn.Module, cut: Cut, calls: list[_Call], input_ids: torch.Tensor, beside: Batch | None) -> Cut:
     """The arguments that another stage could not make: they differ on dummy ids, or where the embedding is stubs."""
     skeleton = isolated(model, cut, {id(p) for p in model.get_submodule(cut.stack).parameters()}, input_ids)
     hidden = dict(leaves(calls[0].arguments))[skeleton._hidden_path]
-    dummy, slots = skeleton._context(hidden, None)
+    batch = None if beside is None else {"input_ids": input_ids, **without_pictures(beside)}
+    dummy, slots = skeleton._context(hidden, None, batch)
     known = {use for slot in slots for use in slot.uses}
     payload = {
         path: None
@@ -253,15 +287,20 @@ def _with_payload(model: nn.Module, cut: Cut, calls: list[_Call], input_ids: tor
 
 @torch.no_grad()
 def check_cut(
-    model: nn.Module, cut: Cut, embedding: tuple[str, ...], head: tuple[str, ...], input_ids: torch.Tensor
+    model: nn.Module,
+    cut: Cut,
+    embedding: tuple[str, ...],
+    head: tuple[str, ...],
+    input_ids: torch.Tensor,
+    beside: Batch | None = None,
 ) -> None:
     """Raises NotCuttable unless isolated pieces give the plain model's logits, bit for bit.
 
     embedding, head: the parameters that these two own.
     """
-    plain = model(input_ids=input_ids, use_cache=False).logits
+    plain = _logits(model, input_ids, beside)
     before, behind = ({id(model.get_parameter(n)) for n in side} for side in (embedding, head))
-    got = in_pieces(model, cut, before, behind, input_ids)
+    got = in_pieces(model, cut, before, behind, input_ids, beside=beside)
     if got.shape != plain.shape or not torch.equal(got, plain):
         raise NotCuttable("more than the hidden states crosses between its layers")
 
@@ -273,6 +312,7 @@ def in_pieces(
     behind: set[int],
     input_ids: torch.Tensor,
     positions: torch.Tensor | None = None,
+    beside: Batch | None = None,
 ) -> torch.Tensor:
     """The logits of isolated pieces, as pipeline stages run. before, behind: the parameters, by id, that the pieces
     around the decoder stack own.
@@ -281,7 +321,7 @@ def in_pieces(
     find nothing of the first.
     """
     layers = list(model.get_submodule(cut.stack).children())
-    state = isolated(model, cut, before, input_ids).embed(input_ids, positions)
+    state = isolated(model, cut, before, input_ids).embed(input_ids, positions, beside)
     edges = itertools.accumulate(cut.blocks(len(layers))[1:-1], initial=0)
     for first, stop in itertools.pairwise(edges):
         own = {id(p) for layer in layers[first:stop] for p in layer.parameters()}
@@ -304,7 +344,9 @@ def isolated(model: nn.Module, cut: Cut, owned: set[int], input_ids: torch.Tenso
 
 
 @torch.no_grad()
-def find_together(model: nn.Module, cut: Cut, input_ids: torch.Tensor) -> tuple[Range, ...]:
+def find_together(
+    model: nn.Module, cut: Cut, input_ids: torch.Tensor, beside: Batch | None = None
+) -> tuple[Range, ...]:
     """Decoder layers that share parameters, or state beside what crosses stages: such a layer is wrong, or fails, where
     the layers that it reads from have not run before it in the same stage. Raises NotCuttable."""
     names: dict[int, list[str]] = {}
@@ -312,11 +354,11 @@ def find_together(model: nn.Module, cut: Cut, input_ids: torch.Tensor) -> tuple[
         names.setdefault(id(parameter), []).append(name)
     shared = sharing((tuple(group) for group in names.values()), cut.stack)
     skeleton = Skeleton(model, cut, _tokens(input_ids))
-    states = [skeleton.embed(input_ids, None)]
+    states = [skeleton.embed(input_ids, None, beside)]
     skeleton.begin()
     for index in range(len(skeleton.layers)):
         states.append(skeleton.decode(index, states[-1]))
-    plain = model(input_ids=input_ids, use_cache=False).logits
+    plain = _logits(model, input_ids, beside)
     if not torch.equal(skeleton.head(states[-1]), plain):
         raise NotCuttable("more than the hidden states crosses between its layers")
     ranges = []

@@ -9,7 +9,7 @@ states. Shapes: B micro-batch, S sequence, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,18 +22,24 @@ from shardwright.hf.arguments import Arguments, fresh, leaves, replaced
 from shardwright.hf.flash import position_keywords
 from shardwright.ir.cut import Cut
 
+Batch = Mapping[str, torch.Tensor]
+"""What the forward of a model that sees takes, by name: `input_ids` (B, S) and the integers that tell where a row holds
+pictures and how large they are. The first piece gets the pictures' values beside it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
     """What one piece hands the next.
 
     hidden: mostly (B, S, H). position_ids: (B, S) where documents are packed. payload: a value per Slot of the model,
-        None where it is not there yet or no longer needed.
+        None where it is not there yet or no longer needed. batch: of a model that sees, what every piece is shown of
+        the micro-batch; None where its shape is enough.
     """
 
     hidden: torch.Tensor
     position_ids: torch.Tensor | None = None
     payload: tuple[torch.Tensor | None, ...] = ()
+    batch: Batch | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,25 +94,29 @@ class Skeleton:
         self.lookup_is_collective = False
         self.keywords: Keywords = lambda attention, input_ids, position_ids: position_keywords(attention, position_ids)
         self._attention: str | None = getattr(getattr(model, "config", None), "_attn_implementation", None)
-        self._contexts: list[tuple[tuple[Any, ...], torch.Tensor | None, Context]] = []
+        self._contexts: list[tuple[tuple[Any, ...], torch.Tensor | None, Batch | None, Context]] = []
         self._memo: dict[int, Any] = {}
 
     def begin(self) -> None:
         """A micro-batch enters the stage: state that layers share through an argument starts anew."""
         self._memo = {}
 
-    def embed(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> State:
-        """(B, S) ids -> what layer 0 takes: the model's own forward, stopped where the layers would run."""
+    def embed(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None, beside: Batch | None = None) -> State:
+        """(B, S) ids -> what layer 0 takes: the model's own forward, stopped where the layers would run.
+
+        beside: what the forward of a model that sees takes beside the ids, pictures included; None for other models.
+        """
         crossing = bool(self.cut.payload or self.cut.carried)
-        calls, slots = self._pass_through(input_ids, position_ids, all_layers=crossing)
+        calls, slots = self._pass_through(input_ids, position_ids, beside or {}, all_layers=crossing)
         hidden = self._hidden(*next(iter(calls.values())))
         values = {index: dict(leaves(call)) for index, call in calls.items()}
         payload = tuple(None if s.source else values[s.uses[0][0]][s.uses[0][1]] for s in slots)
-        return State(hidden=hidden, position_ids=position_ids, payload=payload)
+        batch = None if beside is None else {"input_ids": input_ids, **without_pictures(beside)}
+        return State(hidden=hidden, position_ids=position_ids, payload=payload, batch=batch)
 
     def decode(self, index: int, state: State) -> State:
         """Decoder layer `index`, with the arguments that Hugging Face would give it."""
-        contexts, slots = self._context(state.hidden, state.position_ids)
+        contexts, slots = self._context(state.hidden, state.position_ids, state.batch)
         if index not in contexts:
             return state
         values: dict[str, Any] = {self._hidden_path: state.hidden}
@@ -127,7 +137,8 @@ class Skeleton:
             self._skip_collective_lookup(stack)
             for layer in self.layers:
                 stack.enter_context(forward_replaced(layer, lambda *_, **__: self._output(state.hidden)))
-            return self._run(self._dummy_ids(state.hidden), state.position_ids).logits  # type: ignore[no-any-return]
+            ids, beside = self._shown(state.hidden, state.batch)
+            return self._run(ids, state.position_ids, beside).logits  # type: ignore[no-any-return]
 
     def release(self, owned: set[int], device: torch.device, dtype: torch.dtype) -> None:
         """Frees every parameter whose id is not in `owned`; moves the model-level buffers to `device`.
@@ -142,9 +153,9 @@ class Skeleton:
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.to(device)
 
-    def _run(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> Any:
+    def _run(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None, beside: Batch) -> Any:
         given = self.keywords(self._attention, input_ids, position_ids)
-        return self.model(input_ids=input_ids, use_cache=False, **given)
+        return self.model(input_ids=input_ids, use_cache=False, **given, **beside)
 
     @property
     def _hidden_path(self) -> str:
@@ -160,8 +171,12 @@ class Skeleton:
             return hidden
         return (hidden, *[(carried or {}).get(place) for place in range(1, self.cut.output_length)])
 
-    def _dummy_ids(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(self.tokens or hidden.shape[:2], dtype=torch.long, device=hidden.device)
+    def _shown(self, hidden: torch.Tensor, batch: Batch | None) -> tuple[torch.Tensor, Batch]:
+        """The ids, and what stands beside them, of a forward that is to give a context: zeros where the shape is all
+        that it depends on."""
+        if batch is None:
+            return torch.zeros(self.tokens or hidden.shape[:2], dtype=torch.long, device=hidden.device), {}
+        return batch["input_ids"], {name: value for name, value in batch.items() if name != "input_ids"}
 
     def _skip_collective_lookup(self, stack: ExitStack) -> None:
         if not self.lookup_is_collective:
@@ -175,24 +190,25 @@ class Skeleton:
 
         stack.enter_context(forward_replaced(table, shape_only))
 
-    def _context(self, hidden: torch.Tensor, position_ids: torch.Tensor | None) -> Context:
-        """Depends on shape and positions only. Two entries: recomputation comes back to an older micro-batch."""
+    def _context(self, hidden: torch.Tensor, position_ids: torch.Tensor | None, batch: Batch | None = None) -> Context:
+        """Depends on shape, positions and the batch only. Two entries: recomputation comes back to an older
+        micro-batch."""
         key = (self.tokens or tuple(hidden.shape[:2]), hidden.dtype, hidden.device)
-        for known, positions, context in self._contexts:
-            if known == key and (
-                positions is position_ids
-                or (positions is not None and position_ids is not None and torch.equal(positions, position_ids))
-            ):
+        for known, positions, shown, context in self._contexts:
+            if known == key and _equal(positions, position_ids) and _equal_batches(shown, batch):
                 return context
         with ExitStack() as stack, torch.no_grad():
             # A resumed run captures again where the first one had its context: neither may draw from the stream.
             stack.enter_context(torch.random.fork_rng([hidden.device] if hidden.is_cuda else []))
             self._skip_collective_lookup(stack)
-            context = self._pass_through(self._dummy_ids(hidden), position_ids, all_layers=True)
-        self._contexts = [(key, position_ids, context), *self._contexts[:1]]
+            ids, beside = self._shown(hidden, batch)
+            context = self._pass_through(ids, position_ids, beside, all_layers=True)
+        self._contexts = [(key, position_ids, batch, context), *self._contexts[:1]]
         return context
 
-    def _pass_through(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None, *, all_layers: bool) -> Context:
+    def _pass_through(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor | None, beside: Batch, *, all_layers: bool
+    ) -> Context:
         """Runs the model up to its first decoder layer, or the last one; none of them computes anything."""
         calls: dict[int, Arguments] = {}
         markers: dict[int, tuple[int, int]] = {}  # id of a stand-in for a carried output -> where it came from
@@ -212,8 +228,23 @@ class Skeleton:
         with ExitStack() as stack, suppress(_Reached):
             for index, layer in enumerate(self.layers):
                 stack.enter_context(forward_replaced(layer, partial(record, index)))
-            self._run(input_ids, position_ids)
+            self._run(input_ids, position_ids, beside)
         return calls, _slots(calls, markers, self.cut, self._hidden_path)
+
+
+def without_pictures(inputs: Batch) -> dict[str, torch.Tensor]:
+    """Their values are the floating ones, and the embedding's piece alone takes them."""
+    return {name: value for name, value in inputs.items() if not value.is_floating_point()}
+
+
+def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and torch.equal(a, b))
+
+
+def _equal_batches(a: Batch | None, b: Batch | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.keys() == b.keys() and all(_equal(value, b[name]) for name, value in a.items())
 
 
 def _slots(

@@ -21,7 +21,8 @@ class Cut:
     carried: places in a layer's output tuple that come back as a later layer's argument, and so cross stages too.
     together: decoder layers that share parameters or state, and so stay on one stage.
     untrained: parameters that the logits have no gradient for, with * for numbers: constant tables, towers that text
-        does not pass, a router's correction. An optimizer must leave them alone, weight decay included.
+        does not pass, a router's correction; by their own names the blocks of a tower behind the one that its model
+        takes. An optimizer must leave them alone, weight decay included.
     loss: what the model computes itself from labels: "next_token" (labels = inputs, as the trainer does), "given" (it
         expects labels that are shifted already) or "other". The trainer's is next-token cross-entropy in any case.
     causal: whether no logit sees a later token.

@@ -34,7 +34,7 @@ def open_model(plan: Plan, folder: Path, *, resumes: bool) -> tuple[nn.Module, W
     model = empty_model(config, plan.model.attention)
     # ZeRO's flat optimizer takes a missing gradient for zero, and would let weight decay shrink these.
     for name, parameter in model.named_parameters():
-        if pattern(name) in plan.model.cut.untrained:
+        if name in plan.model.cut.untrained or pattern(name) in plan.model.cut.untrained:
             parameter.requires_grad_(False)
     if resumes:
         return model, NoWeights(model)
