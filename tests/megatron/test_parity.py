@@ -51,6 +51,9 @@ CASES: dict[str, Case] = {
     "gpt2-pp2-tp2": case("gpt2-plain", pipeline=2, tensor=2, zero_stage=0),
     "gpt2-dp2": case("gpt2-plain", data=2),
     "mixtral-dp2": case("mixtral", data=2),
+    "deepseek-pp2": case("deepseek_v3", pipeline=2),
+    "deepseek-tp2-sequence": case("deepseek_v3", tensor=2, sequence_parallel=True),
+    "gpt-oss-dp2": case("gpt_oss", data=2),
     "mixtral-tp2-sequence": case("mixtral", tensor=2, sequence_parallel=True),
 }
 

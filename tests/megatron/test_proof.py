@@ -25,6 +25,31 @@ pytestmark = [
 LLAMA: dict[str, Any] = SMALL_RECIPE["model"]["config"]
 ROPE = {"rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {**ROPE, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 2.0}  # not those of Llama 3.1
+YARN = {**ROPE, "rope_type": "yarn"}
+SHARED = {
+    **LLAMA,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+}
+LATENT = {
+    **SHARED,
+    "model_type": "deepseek_v3",
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+DROPOUTS = dict.fromkeys(("residual_dropout", "embedding_dropout", "attention_dropout"), 0.0)
+MSCALE = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
 NUMBERS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "llama": ("", LLAMA, {}),
     "rope of other factors": ("", {**LLAMA, "rope_parameters": LLAMA3}, {}),
@@ -39,7 +64,55 @@ NUMBERS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         {**LLAMA, "rope_parameters": {**ROPE, "rope_type": "dynamic"}},
         {"unsupported": "rope_type dynamic"},
     ),
-    "yarn": ("", {**LLAMA, "rope_parameters": {**ROPE, "rope_type": "yarn"}}, {"unsupported": "rope_type yarn"}),
+    "yarn": ("", {**LLAMA, "rope_parameters": YARN}, {}),
+    "yarn of a part of a head": (
+        "",
+        {**LLAMA, "model_type": "stablelm", "partial_rotary_factor": 0.5, "rope_parameters": YARN},
+        {"unsupported": "scales a part"},
+    ),
+    "ministral": ("", {**LLAMA, "model_type": "ministral", "head_dim": 16}, {}),
+    "cwm": ("", {**LLAMA, "model_type": "cwm", "head_dim": 16}, {}),
+    "seed_oss": ("", {**LLAMA, **DROPOUTS, "model_type": "seed_oss", "head_dim": 16}, {}),
+    "arcee": ("", {**LLAMA, "model_type": "arcee", "hidden_act": "relu2"}, {}),
+    "phi3": ("", {**LLAMA, "model_type": "phi3", "pad_token_id": 0}, {}),
+    "stablelm": ("", {**LLAMA, "model_type": "stablelm", "use_qkv_bias": True}, {}),
+    "nemotron": ("", {**LLAMA, "model_type": "nemotron", "hidden_act": "relu2", "head_dim": 16}, {}),
+    "starcoder2": ("", {**LLAMA, **DROPOUTS, "model_type": "starcoder2", "hidden_act": "gelu_pytorch_tanh"}, {}),
+    "qwen2_moe": ("", {**LLAMA, **EXPERTS, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 64}, {}),
+    "dense layers before experts": (
+        "",
+        {**LLAMA, **EXPERTS, "model_type": "qwen3_moe", "num_hidden_layers": 4, "mlp_only_layers": [0]},
+        {},
+    ),
+    "gpt_oss": (
+        "",
+        {
+            **LLAMA,
+            "model_type": "gpt_oss",
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "sliding_window": 8,
+            "rope_parameters": YARN,
+        },
+        {},
+    ),
+    "deepseek_v3": ("", LATENT, {}),
+    "deepseek_v3 by yarn": ("", {**LATENT, "rope_parameters": MSCALE}, {}),
+    "deepseek_v3 without low-rank queries": ("", {**LATENT, "q_lora_rank": None}, {}),
+    "deepseek_v2": ("", {**LATENT, "model_type": "deepseek_v2", "topk_method": "greedy", "norm_topk_prob": False}, {}),
+    "glm4_moe": ("", {**SHARED, "model_type": "glm4_moe", "head_dim": 16, "use_qk_norm": True}, {}),
+    "dots1": ("", {**SHARED, "model_type": "dots1", "head_dim": 16}, {}),
+    "no layer with experts": (
+        "",
+        {**LATENT, "first_k_dense_replace": LLAMA["num_hidden_layers"]},
+        {"unsupported": "first_k_dense_replace"},
+    ),
+    "groups weighed otherwise": (
+        "",
+        {**LATENT, "n_routed_experts": 4, "n_group": 2, "topk_group": 2, "num_experts_per_tok": 2},
+        {"unsupported": "topk_group"},
+    ),
 }
 
 

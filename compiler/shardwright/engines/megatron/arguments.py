@@ -25,6 +25,9 @@ _SWITCHES = {
     "add_qkv_bias": "--add-qkv-bias",
     "qk_layernorm": "--qk-layernorm",
     "moe_router_pre_softmax": "--moe-router-pre-softmax",
+    "moe_router_enable_expert_bias": "--moe-router-enable-expert-bias",
+    "moe_shared_expert_gate": "--moe-shared-expert-gate",
+    "multi_latent_attention": "--multi-latent-attention",
     "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
 }
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -104,8 +107,15 @@ def _positions(config: Any, length: int) -> int:
 def _activation(config: Any, *, gated: bool) -> Iterator[Option]:
     """Its fused GELU is the one by tanh, the other is not (megatron/core/fusions/fused_bias_gelu.py)."""
     name = getattr(config, "hidden_act", None) or config.activation_function
-    if gated and name == "silu":
+    slope = getattr(config, "swiglu_alpha", None)
+    if gated and slope is not None:
+        if slope != 1.702:  # megatron/core/fusions/fused_bias_geglu.py, quick_gelu
+            raise NotAnOption(f"swiglu_alpha {slope}")
+        yield ("--quick-geglu",)
+    elif gated and name == "silu":
         yield ("--swiglu",)
+    elif not gated and name == "relu2":
+        yield ("--squared-relu",)
     elif not gated and name == "gelu":
         yield ("--no-bias-gelu-fusion",)
     elif gated or name not in ("gelu_new", "gelu_pytorch_tanh"):

@@ -9,42 +9,53 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import nn
 
+from shardwright.engines.megatron.core_attention import Attention
 from shardwright.engines.megatron.families import FAMILIES, Family, Unsupported
-from shardwright.engines.megatron.modules import Attention, Norm
+from shardwright.engines.megatron.modules import ExpertColumns, GateAndUpColumns, LatentAttention, Norm
 from shardwright.engines.megatron.pieces import Heads, Source
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # 0.16.1 asks for it everywhere (megatron/core/transformer/moe/moe_utils.py:1192), and imports it where Transformer
     # Engine is.
     moe_utils.te_general_gemm = None
+if not HAVE_TE:
+    # 0.16.1 asks whether a module is one of a class that is not there (multi_latent_attention.py:185).
+    multi_latent_attention.HAVE_TE = False
 _EXPERT = re.compile(r"(?<=local_experts)\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotary:
-    """Of the Hugging Face model: fp32 frequencies (size / 2,)."""
+    """Of the Hugging Face model: fp32 frequencies (size / 2,), and what multiplies queries and keys behind them."""
 
     frequencies: torch.Tensor
+    scaling: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterPiece:
     """`numel` elements from `start` of this rank's flattened shard of Hugging Face's parameter `name` are those from
-    `own` of Megatron's flattened `parameter`."""
+    `own` of Megatron's flattened `parameter`, which is a buffer where Hugging Face has one."""
 
     name: str
     start: int
-    parameter: nn.Parameter
+    parameter: torch.Tensor
     own: int
     numel: int
+
+    @property
+    def is_buffer(self) -> bool:
+        return not isinstance(self.parameter, nn.Parameter)
 
 
 def family_of(config: Any) -> Family:
@@ -66,9 +77,8 @@ def rotary_of(model: nn.Module) -> Rotary | None:
     kind = getattr(rotary, "rope_type", "default")
     if len(modules) > 1 or not isinstance(kind, str) or "dynamic" in kind or kind == "longrope":
         raise Unsupported(f"rope_type {kind}: its frequencies follow the length at hand")
-    if getattr(rotary, "attention_scaling", 1.0) != 1.0:
-        raise Unsupported(f"rope_type {kind}: it scales queries and keys by {rotary.attention_scaling}")
-    return Rotary(frequencies=rotary.inv_freq.detach().float().clone())
+    scaling = float(getattr(rotary, "attention_scaling", 1.0))
+    return Rotary(frequencies=rotary.inv_freq.detach().float().clone(), scaling=scaling)
 
 
 def transformer_config(config: Any, **parallel: Any) -> TransformerConfig:
@@ -84,16 +94,17 @@ def transformer_config(config: Any, **parallel: Any) -> TransformerConfig:
         # The loss is scaled by the labels of the global batch before its backward pass: nothing is left to divide.
         "calculate_per_token_loss": True,
     }
-    return TransformerConfig(**{**fixed, **settings, **parallel})
+    kind = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
+    return kind(**{**fixed, **settings, **parallel})
 
 
 def _untouched(parameter: torch.Tensor) -> torch.Tensor:
     return parameter
 
 
-def layer_spec(config: TransformerConfig) -> ModuleSpec:
+def layer_spec(config: TransformerConfig, family: Family, *, experts: bool) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
+        num_experts=config.num_moe_experts if experts else None,
         moe_grouped_gemm=False,
         qk_layernorm=config.qk_layernorm,
         multi_latent_attention=config.multi_latent_attention,
@@ -103,8 +114,14 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec:
     layer.input_layernorm = layer.pre_mlp_layernorm = Norm
     attention = layer.self_attention.submodules
     attention.core_attention = Attention
-    if config.qk_layernorm:
+    if config.multi_latent_attention:
+        layer.self_attention.module = LatentAttention
+        attention.q_layernorm = attention.kv_layernorm = Norm
+    elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = Norm
+    if experts and family.columns:
+        linears = layer.mlp.submodules.experts.submodules
+        linears.linear_fc1, linears.linear_fc2 = GateAndUpColumns, ExpertColumns
     return spec
 
 
@@ -126,8 +143,7 @@ def build_model(
     """One stage's part, without values. config: Hugging Face's; length: of a row. first, last: whether the stage has
     the embedding and the head."""
     family = family_of(config)
-    spec = layer_spec(megatron)
-    block = _block_spec(megatron, spec, virtual_stage)
+    block = _block_spec(megatron, family, virtual_stage)
     model = GPTModel(
         config=megatron,
         transformer_layer_spec=block,
@@ -140,7 +156,8 @@ def build_model(
         vp_stage=virtual_stage,
     )
     if rotary is not None:
-        model.rotary_pos_emb.inv_freq = rotary.frequencies.to(torch.cuda.current_device())
+        _turn_as(model, megatron, rotary)
+    _mark_experts(model, megatron)
     if first and family.scaled_embedding:
         scale = torch.tensor(config.hidden_size**0.5, dtype=megatron.params_dtype)
         model.embedding.register_forward_hook(lambda module, inputs, output: output * scale.to(output))
@@ -166,17 +183,50 @@ def build_chunks(
     ]
 
 
-def _block_spec(config: TransformerConfig, layer: ModuleSpec, virtual_stage: int | None) -> TransformerBlockSubmodules:
+def _block_spec(config: TransformerConfig, family: Family, virtual_stage: int | None) -> TransformerBlockSubmodules:
+    """Of the layers that the stage has, some with experts and some without."""
+    from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
-    count = get_num_layers_to_build(config, vp_stage=virtual_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=Norm)
+    count, layout = get_num_layers_to_build(config, vp_stage=virtual_stage), config.pipeline_model_parallel_layout
+    own = layout.get_layer_id_list(LayerType.decoder, virtual_stage) if layout is not None else range(count)
+    every = config.moe_layer_freq
+    which = [bool(config.num_moe_experts) and (not isinstance(every, list) or bool(every[number])) for number in own]
+    specs = {experts: layer_spec(config, family, experts=experts) for experts in set(which)}
+    return TransformerBlockSubmodules(layer_specs=[specs[experts] for experts in which], layer_norm=Norm)
+
+
+def _turn_as(model: GPTModel, config: TransformerConfig, rotary: Rotary) -> None:
+    """Hugging Face's frequencies, wherever Megatron keeps its own. What scales both queries and keys scales the scores,
+    where all of a head is turned."""
+    places = [m.rotary_pos_emb for m in model.modules() if getattr(m, "rotary_pos_emb", None) is not None]
+    for place in places:
+        place.inv_freq = rotary.frequencies.to(torch.cuda.current_device())
+    if rotary.scaling == 1.0:
+        return
+    if 2 * len(rotary.frequencies) != config.kv_channels:
+        raise Unsupported(f"a rope that scales a part of queries and keys, by {rotary.scaling:.6g}")
+    for attention in (m for m in model.modules() if isinstance(m, Attention)):
+        scale = config.kv_channels**-0.5 if attention.scale is None else attention.scale
+        attention.scale = scale * rotary.scaling**2
+
+
+def _mark_experts(model: GPTModel, config: TransformerConfig) -> None:
+    """Their gradients are summed over the ranks that hold the same experts. Megatron sees to it where there are expert
+    ranks (megatron/core/tensor_parallel/layers.py:886); with expert-tensor ranks alone tensor ranks hold the same."""
+    own_tensor = config.expert_tensor_parallel_size != config.tensor_model_parallel_size
+    if config.expert_model_parallel_size > 1 or own_tensor:
+        for name, parameter in model.named_parameters():
+            if ".mlp.experts." in name:
+                parameter.allreduce = False
 
 
 def pieces(config: Any, model: nn.Module, *, tensor_rank: int, tied: dict[str, str]) -> Iterator[ParameterPiece]:
-    """Of all of the model's parameters, in order. tied: name -> the first name of the same tensor."""
+    """Of all of the model's parameters, in order, then of its buffers that Hugging Face has too. tied: name -> the
+    first name of the same tensor."""
     family = family_of(config)
-    for path, parameter in model.named_parameters():
+    buffers = [(path, buffer) for path, buffer in model.named_buffers() if _is_shared(family, path)]
+    for path, parameter in (*model.named_parameters(), *buffers):
         prefix, source, expert = _source(family, model, path)
         rows = parameter.shape[0]
         if path in ("embedding.word_embeddings.weight", "output_layer.weight"):
@@ -191,6 +241,10 @@ def pieces(config: Any, model: nn.Module, *, tensor_rank: int, tied: dict[str, s
                 own=part.own * width,
                 numel=part.count * width,
             )
+
+
+def _is_shared(family: Family, path: str) -> bool:
+    return path.startswith("decoder.layers.") and path.split(".", 3)[3] in family.layer
 
 
 def _source(family: Family, model: Any, path: str) -> tuple[str, Source, int]:

@@ -1,6 +1,4 @@
-"""The model types that this engine builds: Hugging Face's configuration as TransformerConfig's arguments, and its
-parameters' names. That a configuration really computes the same is proved at every compile, on a tiny copy (prove.py).
-"""
+"""The model types that this engine builds: their settings, and their parameters' names."""
 
 from __future__ import annotations
 
@@ -8,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shardwright.engines.megatron import settings
 from shardwright.engines.megatron.pieces import Source, fused, grouped, same, stacked
+from shardwright.engines.megatron.settings import Settings, Unsupported
 
-
-class Unsupported(Exception):
-    """What of a configuration Megatron-Core does not have. The text begins with the key and its value."""
+__all__ = ["FAMILIES", "Family", "Unsupported", "configuration"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,14 +20,16 @@ class Family:
     expert's number is N there: Hugging Face has all of them in one parameter, one behind the other.
 
     learned_positions: a table of them, no rotary ones. scaled_embedding: by the square root of the hidden size.
+    columns: experts' weights are (in, out), the columns of gate and up by turns.
     """
 
-    settings: Callable[[Any], dict[str, Any]]
+    settings: Callable[[Any], Settings]
     stack: str
     outside: Mapping[str, Source]
     layer: Mapping[str, Source]
     learned_positions: bool = False
     scaled_embedding: bool = False
+    columns: bool = False
 
 
 def configuration(document: Mapping[str, Any]) -> Any:
@@ -42,100 +42,13 @@ def configuration(document: Mapping[str, Any]) -> Any:
     return AutoConfig.for_model(whole.pop("model_type"), **whole)
 
 
-def _activation(name: str) -> Callable[..., Any]:
-    from functools import partial
-
-    import torch.nn.functional as F
-
-    known: dict[str, Callable[..., Any]] = {
-        "silu": F.silu,
-        "gelu": F.gelu,
-        "gelu_new": partial(F.gelu, approximate="tanh"),
-        "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-    }
-    if name not in known:
-        raise Unsupported(f"the activation {name!r}: known are {', '.join(known)}")
-    return known[name]
+def _qkv(leaf: str) -> Source:
+    return grouped(*(f"self_attn.{p}_proj.{leaf}" for p in "qkv"))
 
 
-def _refuse(config: Any, **plain: Any) -> None:
-    """plain: key -> the one value that Megatron has."""
-    for key, value in plain.items():
-        if getattr(config, key, value) not in (value, None):
-            raise Unsupported(f"{key} {getattr(config, key)}: Megatron-Core has {value} alone")
-
-
-def _windows(config: Any) -> dict[str, Any]:
-    """A key is seen from fewer than sliding_window places behind it."""
-    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    if window is None or (kinds is not None and "sliding_attention" not in kinds):
-        return {}
-    chosen = [int(kind == "sliding_attention") for kind in kinds] if kinds else None
-    return {"window_size": (window - 1, 0), "window_attn_skip_freq": chosen}
-
-
-def _llama(config: Any) -> dict[str, Any]:
-    _refuse(config, attention_bias=False, mlp_bias=False)
-    heads = config.num_attention_heads
-    return {
-        "num_layers": config.num_hidden_layers,
-        "hidden_size": config.hidden_size,
-        "num_attention_heads": heads,
-        "num_query_groups": config.num_key_value_heads,
-        "kv_channels": getattr(config, "head_dim", None) or config.hidden_size // heads,
-        "ffn_hidden_size": config.intermediate_size,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": config.rms_norm_eps,
-        "gated_linear_unit": True,
-        "activation_func": _activation(config.hidden_act),
-        "add_bias_linear": False,
-        **_windows(config),
-    }
-
-
-def _gemma(config: Any) -> dict[str, Any]:
-    _refuse(config, use_bidirectional_attention=False)
-    return {**_llama(config), "layernorm_zero_centered_gamma": True}
-
-
-def _gpt2(config: Any) -> dict[str, Any]:
-    _refuse(config, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False, scale_attn_weights=True)
-    return {
-        "num_layers": config.n_layer,
-        "hidden_size": config.n_embd,
-        "num_attention_heads": config.n_head,
-        "num_query_groups": config.n_head,
-        "kv_channels": config.n_embd // config.n_head,
-        "ffn_hidden_size": config.n_inner or 4 * config.n_embd,
-        "normalization": "LayerNorm",
-        "layernorm_epsilon": config.layer_norm_epsilon,
-        "activation_func": _activation(config.activation_function),
-        "add_bias_linear": True,
-    }
-
-
-def _experts(config: Any, count: int, features: int) -> dict[str, Any]:
-    """Softmax over all experts and over those chosen, scaled to one, are the same numbers."""
-    return {
-        **_llama(config),
-        "num_moe_experts": count,
-        "moe_ffn_hidden_size": features,
-        "moe_router_topk": config.num_experts_per_tok,
-        "moe_router_pre_softmax": not getattr(config, "norm_topk_prob", True),
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_token_dispatcher_type": "alltoall",
-    }
-
-
-def _mixtral(config: Any) -> dict[str, Any]:
-    _refuse(config, router_jitter_noise=0.0)
-    return _experts(config, config.num_local_experts, config.intermediate_size)
-
-
-def _qwen3_moe(config: Any) -> dict[str, Any]:
-    _refuse(config, decoder_sparse_step=1, mlp_only_layers=[])
-    return {**_experts(config, config.num_experts, config.moe_intermediate_size), "qk_layernorm": True}
+def _both(own: str, theirs: str) -> dict[str, Source]:
+    """A weight and its bias."""
+    return {f"{own}.{leaf}": same(f"{theirs}.{leaf}") for leaf in ("weight", "bias")}
 
 
 _OUTSIDE = {
@@ -143,14 +56,34 @@ _OUTSIDE = {
     "decoder.final_layernorm.weight": same("model.norm.weight"),
     "output_layer.weight": same("lm_head.weight"),
 }
-_ATTENTION = {
+_NORM_BIASES = {
+    "input_layernorm.bias": same("input_layernorm.bias"),
+    "pre_mlp_layernorm.bias": same("post_attention_layernorm.bias"),
+}
+_NORM_BIAS_OUTSIDE = {"decoder.final_layernorm.bias": same("model.norm.bias")}
+_NORMS = {
     "input_layernorm.weight": same("input_layernorm.weight"),
-    "self_attention.linear_qkv.weight": grouped(*(f"self_attn.{p}_proj.weight" for p in "qkv")),
-    "self_attention.linear_proj.weight": same("self_attn.o_proj.weight"),
     "pre_mlp_layernorm.weight": same("post_attention_layernorm.weight"),
+}
+_OUT = {"self_attention.linear_proj.weight": same("self_attn.o_proj.weight")}
+_ATTENTION = {**_NORMS, "self_attention.linear_qkv.weight": _qkv("weight"), **_OUT}
+_LATENT = {
+    **_NORMS,
+    "self_attention.linear_q_proj.weight": same("self_attn.q_proj.weight"),
+    "self_attention.linear_q_down_proj.weight": same("self_attn.q_a_proj.weight"),
+    "self_attention.linear_q_up_proj.weight": same("self_attn.q_b_proj.weight"),
+    "self_attention.linear_kv_down_proj.weight": same("self_attn.kv_a_proj_with_mqa.weight"),
+    "self_attention.linear_kv_up_proj.weight": same("self_attn.kv_b_proj.weight"),
+    "self_attention.q_layernorm.weight": same("self_attn.q_a_layernorm.weight"),
+    "self_attention.kv_layernorm.weight": same("self_attn.kv_a_layernorm.weight"),
+    **_OUT,
 }
 _GATED = {
     "mlp.linear_fc1.weight": stacked("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.linear_fc2.weight": same("mlp.down_proj.weight"),
+}
+_PLAIN = {
+    "mlp.linear_fc1.weight": same("mlp.up_proj.weight"),
     "mlp.linear_fc2.weight": same("mlp.down_proj.weight"),
 }
 _EXPERTS = {
@@ -158,10 +91,52 @@ _EXPERTS = {
     "mlp.experts.local_experts.N.linear_fc1.weight": same("mlp.experts.gate_up_proj"),
     "mlp.experts.local_experts.N.linear_fc2.weight": same("mlp.experts.down_proj"),
 }
-_QKV_BIAS = {"self_attention.linear_qkv.bias": grouped(*(f"self_attn.{p}_proj.bias" for p in "qkv"))}
+
+
+def _shared(path: str) -> dict[str, Source]:
+    gate, up, down = (f"mlp.{path}.{p}_proj.weight" for p in ("gate", "up", "down"))
+    return {
+        "mlp.shared_experts.linear_fc1.weight": stacked(gate, up),
+        "mlp.shared_experts.linear_fc2.weight": same(down),
+    }
+
+
+_BEHIND_DENSE = {
+    **_GATED,
+    **_EXPERTS,
+    **_shared("shared_experts"),
+    "mlp.router.expert_bias": same("mlp.gate.e_score_correction_bias"),
+}
+_QKV_BIAS = {"self_attention.linear_qkv.bias": _qkv("bias")}
 _QK_NORMS = {
     "self_attention.q_layernorm.weight": same("self_attn.q_norm.weight"),
     "self_attention.k_layernorm.weight": same("self_attn.k_norm.weight"),
+}
+_GPT_OSS = {
+    **_ATTENTION,
+    **_QKV_BIAS,
+    "self_attention.linear_proj.bias": same("self_attn.o_proj.bias"),
+    "self_attention.core_attention.softmax_offset": same("self_attn.sinks"),
+    **_both("mlp.router", "mlp.router"),
+    "mlp.experts.local_experts.N.linear_fc1.weight": same("mlp.experts.gate_up_proj"),
+    "mlp.experts.local_experts.N.linear_fc1.bias": same("mlp.experts.gate_up_proj_bias"),
+    "mlp.experts.local_experts.N.linear_fc2.weight": same("mlp.experts.down_proj"),
+    "mlp.experts.local_experts.N.linear_fc2.bias": same("mlp.experts.down_proj_bias"),
+}
+_STARCODER2 = {
+    **_ATTENTION,
+    **_NORM_BIASES,
+    **_QKV_BIAS,
+    **_both("self_attention.linear_proj", "self_attn.o_proj"),
+    **_both("mlp.linear_fc1", "mlp.c_fc"),
+    **_both("mlp.linear_fc2", "mlp.c_proj"),
+}
+_PHI3 = {
+    **_NORMS,
+    **_OUT,
+    "self_attention.linear_qkv.weight": fused("self_attn.qkv_proj.weight"),
+    "mlp.linear_fc1.weight": same("mlp.gate_up_proj.weight"),
+    "mlp.linear_fc2.weight": same("mlp.down_proj.weight"),
 }
 _GPT2_LAYER = {
     f"{own}.{leaf}": (fused if theirs == "attn.c_attn" else same)(f"{theirs}.{leaf}")
@@ -178,29 +153,49 @@ _GPT2_LAYER = {
 
 
 def _like_llama(
-    settings: Callable[[Any], dict[str, Any]], layer: Mapping[str, Source], *, scaled_embedding: bool = False
+    of: Callable[[Any], Settings], layer: Mapping[str, Source], outside: Mapping[str, Source] = _OUTSIDE, **more: bool
 ) -> Family:
-    return Family(
-        settings=settings, stack="model.layers", outside=_OUTSIDE, layer=layer, scaled_embedding=scaled_embedding
-    )
+    return Family(settings=of, stack="model.layers", outside=outside, layer=layer, **more)
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": _like_llama(_llama, _ATTENTION | _GATED),
-    "mistral": _like_llama(_llama, _ATTENTION | _GATED),
-    "qwen2": _like_llama(lambda c: {**_llama(c), "add_qkv_bias": True}, _ATTENTION | _QKV_BIAS | _GATED),
-    "qwen3": _like_llama(lambda c: {**_llama(c), "qk_layernorm": True}, _ATTENTION | _QK_NORMS | _GATED),
-    "gemma": _like_llama(_gemma, _ATTENTION | _GATED, scaled_embedding=True),
-    "mixtral": _like_llama(_mixtral, _ATTENTION | _EXPERTS),
-    "qwen3_moe": _like_llama(_qwen3_moe, _ATTENTION | _QK_NORMS | _EXPERTS),
+    "llama": _like_llama(settings.llama, _ATTENTION | _GATED),
+    "mistral": _like_llama(settings.llama, _ATTENTION | _GATED),
+    "ministral": _like_llama(settings.llama, _ATTENTION | _GATED),
+    "cwm": _like_llama(settings.llama, _ATTENTION | _GATED),
+    "qwen2": _like_llama(settings.qwen2, _ATTENTION | _QKV_BIAS | _GATED),
+    "qwen3": _like_llama(settings.qwen3, _ATTENTION | _QK_NORMS | _GATED),
+    "seed_oss": _like_llama(settings.seed_oss, _ATTENTION | _QKV_BIAS | _GATED),
+    "arcee": _like_llama(settings.arcee, _ATTENTION | _PLAIN),
+    "phi3": _like_llama(settings.gated, _PHI3),
+    "gemma": _like_llama(settings.gemma, _ATTENTION | _GATED, scaled_embedding=True),
+    "stablelm": _like_llama(
+        settings.stablelm, _ATTENTION | _NORM_BIASES | _QKV_BIAS | _GATED, _OUTSIDE | _NORM_BIAS_OUTSIDE
+    ),
+    "nemotron": _like_llama(settings.nemotron, _ATTENTION | _NORM_BIASES | _PLAIN, _OUTSIDE | _NORM_BIAS_OUTSIDE),
+    "starcoder2": _like_llama(settings.starcoder2, _STARCODER2, _OUTSIDE | _NORM_BIAS_OUTSIDE),
+    "mixtral": _like_llama(settings.mixtral, _ATTENTION | _EXPERTS),
+    "qwen2_moe": _like_llama(
+        settings.qwen2_moe,
+        _ATTENTION
+        | _QKV_BIAS
+        | _EXPERTS
+        | _shared("shared_expert")
+        | {"mlp.shared_experts.gate_weight": same("mlp.shared_expert_gate.weight")},
+    ),
+    "qwen3_moe": _like_llama(settings.qwen3_moe, _ATTENTION | _QK_NORMS | _GATED | _EXPERTS),
+    "gpt_oss": _like_llama(settings.gpt_oss, _GPT_OSS, columns=True),
+    "deepseek_v2": _like_llama(settings.deepseek_v2, _LATENT | _BEHIND_DENSE),
+    "deepseek_v3": _like_llama(settings.deepseek_v3, _LATENT | _BEHIND_DENSE),
+    "glm4_moe": _like_llama(settings.glm4_moe, _ATTENTION | _QKV_BIAS | _QK_NORMS | _BEHIND_DENSE),
+    "dots1": _like_llama(settings.dots1, _ATTENTION | _QK_NORMS | _BEHIND_DENSE),
     "gpt2": Family(
-        settings=_gpt2,
+        settings=settings.gpt2,
         stack="transformer.h",
         outside={
             "embedding.word_embeddings.weight": same("transformer.wte.weight"),
             "embedding.position_embeddings.weight": same("transformer.wpe.weight"),
-            "decoder.final_layernorm.weight": same("transformer.ln_f.weight"),
-            "decoder.final_layernorm.bias": same("transformer.ln_f.bias"),
+            **_both("decoder.final_layernorm", "transformer.ln_f"),
             "output_layer.weight": same("lm_head.weight"),
         },
         layer=_GPT2_LAYER,

@@ -1,14 +1,14 @@
-"""The two modules that Megatron takes from Transformer Engine where it is installed, in plain torch: they enter through
-its module specs, as Transformer Engine's do."""
+"""Modules that Megatron takes from Transformer Engine where it is installed, in plain torch: they enter through its
+module specs, as Transformer Engine's do. core_attention.py has the attention."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.module import MegatronModule
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import nn
 
 
@@ -35,7 +35,8 @@ class Norm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.is_rms:
-            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+            weight = 1.0 + self.weight if self.centred else self.weight
+            return F.layer_norm(x, self.weight.shape, weight, self.bias, self.eps)
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         if self.centred:
@@ -43,59 +44,60 @@ class Norm(nn.Module):
         return self.weight * wide.type_as(x)
 
 
-class Attention(MegatronModule):
-    """softmax(Q K^T / sqrt(d)) V, causal, by torch's fused kernels. Megatron's own writes the S x S scores to memory
-    and does not take values of another width than the keys (megatron/core/transformer/dot_product_attention.py).
+class GatheredColumns(nn.Module):
+    """A linear whose weight tensor ranks share out by rows, and gather before it turns a rank's part of the sequence
+    into all of the features. Megatron's own gathers the features instead, and the gradient of the keys' rotary part,
+    which all heads share, stays that of a rank's own heads (megatron/core/transformer/multi_latent_attention.py:590).
+    Wants sequence parallelism where there are tensor ranks. Rows that do not divide are whole on every rank."""
 
-    Shapes, Megatron's: query (S, B, heads, d), key (S, B, groups, d), value (S, B, groups, d_v) -> (S, B, heads * d_v).
-    """
+    def __init__(self, config: Any, inputs: int, outputs: int) -> None:
+        super().__init__()
+        ranks = config.tensor_model_parallel_size
+        self.is_cut = ranks > 1 and outputs % ranks == 0
+        rows = outputs // ranks if self.is_cut else outputs
+        device = torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.empty(rows, inputs, dtype=config.params_dtype, device=device))
+        self.weight.tensor_model_parallel = self.is_cut  # type: ignore[attr-defined]
+        self.weight.sequence_parallel = config.sequence_parallel and not self.is_cut  # type: ignore[attr-defined]
 
-    def __init__(
-        self,
-        config: Any,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        **_: Any,
-    ) -> None:
-        super().__init__(config=config)
-        self.scale = config.softmax_scale if softmax_scale is None else softmax_scale
-        if config.apply_query_key_layer_scaling:
-            raise ValueError("scores scaled by the layer's number")
-        window = config.window_size
-        self.window = window[0] + 1 if window is not None and _is_windowed(config, layer_number) else None
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        **_: Any,
-    ) -> torch.Tensor:
-        """attention_mask: (B, 1, S, S) bool, True where a query sees a key; None is causal."""
-        length, batch, heads, _size = query.shape
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        if self.window is not None and self.window < length:
-            places = torch.arange(length, device=query.device)
-            near = places[:, None] - places[None, :] < self.window
-            causal = places[:, None] >= places[None, :]
-            attention_mask = near & (causal if attention_mask is None else attention_mask)
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=attention_mask,
-            is_causal=attention_mask is None,
-            scale=self.scale if self.scale is not None else 1 / math.sqrt(query.shape[-1]),
-            enable_gqa=k.shape[1] != heads,
-        )
-        return out.permute(2, 0, 1, 3).reshape(length, batch, heads * value.shape[-1])
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        weight = gather_from_sequence_parallel_region(self.weight) if self.is_cut else self.weight
+        return F.linear(x, weight), None
 
 
-def _is_windowed(config: Any, layer_number: int) -> bool:
-    from megatron.core.transformer.utils import is_layer_window_attention
+class LatentAttention(MLASelfAttention):  # type: ignore[misc]
+    def __init__(self, config: Any, *args: Any, **more: Any) -> None:
+        super().__init__(config, *args, **more)
+        size = config.hidden_size
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = GatheredColumns(config, size, config.q_lora_rank)
+        self.linear_kv_down_proj = GatheredColumns(config, size, config.kv_lora_rank + config.qk_pos_emb_head_dim)
 
-    return bool(is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number))
+
+class ExpertColumns(nn.Module):
+    """An expert's linear as GPT-OSS has it: the weight is (in, out). Whole on each rank: a bias of experts that tensor
+    ranks cut does not run under Megatron (megatron/core/transformer/transformer_config.py)."""
+
+    def __init__(self, inputs: int, outputs: int, *, config: Any, bias: bool, **_: Any) -> None:
+        super().__init__()
+        kind = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+        self.weight = nn.Parameter(torch.empty(inputs, outputs, **kind))
+        self.bias = nn.Parameter(torch.empty(outputs, **kind)) if bias else None
+        for parameter in self.parameters():
+            # No tensor rank has it twice: each counts in the gradient's norm.
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return x @ self.weight, self.bias
+
+
+class GateAndUpColumns(ExpertColumns):
+    """Columns of gate and up by turns, given one behind the other."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        out, bias = super().forward(x)
+        return _sorted(out), None if bias is None else _sorted(bias)
+
+
+def _sorted(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)

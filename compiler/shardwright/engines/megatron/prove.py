@@ -36,24 +36,27 @@ def _numbers(document: dict[str, Any]) -> dict[str, Any]:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from torch import distributed as dist
 
-    from shardwright.engines.megatron.build import build_model, fill, pieces, rotary_of, transformer_config
+    from shardwright.engines.megatron.build import build_model, family_of, fill, pieces, rotary_of, transformer_config
     from shardwright.engines.megatron.families import configuration
     from shardwright.hf.shrink import shrink
     from shardwright.hf.task import task_of
     from shardwright.modules.weights import conv1d_names
 
     whole = configuration(document)
+    family_of(whole).settings(whole)  # a copy has fewer layers and experts
     config = configuration(shrink(whole.to_dict()))
     torch.manual_seed(0)
     model = task_of(config).build(config, None)
+    stored = set(model.state_dict())
     with torch.no_grad():  # norms and biases begin at ones and zeros, which would hide what is wrong with them
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name in stored and (tensor.ndim == 1 or name.endswith("_bias")):
+                tensor.add_(torch.randn_like(tensor) * 0.1)
     ids = task_of(config).example(config.vocab_size)
 
     rotary = rotary_of(model)
     named = dict(model.named_parameters(remove_duplicate=False))
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
     first = {id(p): name for name, p in reversed(list(named.items()))}
     tied, turned = {name: first[id(p)] for name, p in named.items()}, conv1d_names(model)
     store = dist.HashStore()  # type: ignore[attr-defined]
@@ -63,8 +66,11 @@ def _numbers(document: dict[str, Any]) -> dict[str, Any]:
         model_parallel_cuda_manual_seed(0)
         other = build_model(config, transformer_config(config), rotary, length=ids.shape[1])
         found = list(pieces(config, other, tensor_rank=0, tied=tied))
-        fill(found, lambda name: named[name].t() if name in turned else named[name])
-        return _differences(config.vocab_size, ids, model, other, found, turned)
+        held = named | buffers
+        fill(found, lambda name: held[name].t() if name in turned else held[name])
+        if lost := buffers.keys() - {piece.name for piece in found}:
+            return {"apart": f"it has no {min(lost)}"}
+        return _differences(config.vocab_size, ids, model, other, [p for p in found if not p.is_buffer], turned)
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
@@ -165,6 +171,8 @@ def _rank(plan: Any, config: Any, rank: int) -> str:
         held: dict[str, int] = {}
         size = 0
         for piece in (p for chunk in chunks for p in pieces(config, chunk, tensor_rank=at.tensor, tied=tied)):
+            if piece.is_buffer:
+                continue
             held[piece.name] = held.get(piece.name, 0) + piece.numel
             size = piece.parameter.element_size()
         splits = {p.name: p for module in plan.tensor_parallel.modules for p in module.parameters}

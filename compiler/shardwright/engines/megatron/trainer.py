@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import distributed as dist
+from torch import nn
 
 from shardwright.engines.megatron.build import ParameterPiece, build_chunks, fill, pieces, rotary_of, transformer_config
 from shardwright.engines.megatron.layout import parallel_settings
@@ -24,6 +26,9 @@ from shardwright.modules.model_config import load_config
 from shardwright.modules.weight_files import Weights
 from shardwright.modules.weights import conv1d_to_linear, open_model
 from shardwright.plan.plan import Plan
+
+_UNDECAYED = "shardwright_undecayed"
+"""An attribute of parameters that weight decay leaves alone."""
 
 
 def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> MegatronTrainer:
@@ -58,8 +63,8 @@ class Shards:
         return shape[::-1] if name in self.transposed else shape
 
     def read(self, name: str) -> torch.Tensor:
-        split = self.splits[name]
-        if split.dimension is None:
+        split = self.splits.get(name)
+        if split is None or split.dimension is None:
             values = self.weights.read(name, None)
         else:
             cut = split.pieces(self.tensor_rank)
@@ -77,12 +82,24 @@ class MegatronTrainer:
         self.plan, self.settings, self.shards, self.transposed = plan, settings, shards, shards.transposed
         self.mine, self.found = plan.ranks[dist.get_rank()], found
         self.device = torch.device("cpu" if plan.is_cpu else "cuda")
-        self.engine = [self._under_data_ranks(chunk, place) for place, chunk in enumerate(chunks)]
+        self._mark_undecayed()
+        self.engine = [self._under_data_ranks(chunk.to(self.device), place) for place, chunk in enumerate(chunks)]
         settings.finalize_model_grads_func = _finalize
-        self.optimizer = get_megatron_optimizer(self._optimizer_config(), self.engine, use_gloo_process_groups=False)
+        self.optimizer = get_megatron_optimizer(
+            self._optimizer_config(),
+            self.engine,
+            config_overrides={ParamKey(attr=_UNDECAYED): {"wd_mult": 0.0}},
+            use_gloo_process_groups=False,
+        )
         self.states = States(self.optimizer)
         self.forward_backward = get_forward_backward_func()
         self.loss_fn = CausalLoss(*self._vocabulary())
+
+    def _mark_undecayed(self) -> None:
+        """By the shape that Hugging Face has: an expert's bias is a row of a matrix there, and a vector here."""
+        for piece in self.found:
+            if not piece.is_buffer and len(self.shards.splits[piece.name].shape) < 2:
+                setattr(piece.parameter, _UNDECAYED, True)
 
     @property
     def _shares_states(self) -> bool:
@@ -188,6 +205,9 @@ class MegatronTrainer:
 
     def owned(self) -> Iterator[LiveFragment]:
         for piece in self.found:
+            if not isinstance(piece.parameter, nn.Parameter):
+                yield self._constant(piece)
+                continue
             master = self.states.of(piece.parameter)
             if master is None:
                 continue
@@ -205,10 +225,18 @@ class MegatronTrainer:
                 copied=getattr(piece.parameter, "shared", False),
             )
 
+    def _constant(self, piece: ParameterPiece) -> LiveFragment:
+        """A buffer, which each rank of a stage has whole."""
+        value = piece.parameter.detach().view(-1)
+        shape = tuple(piece.parameter.shape)
+        return LiveFragment(
+            name=piece.name, shard_shape=shape, start=0, states={"value": value}, live=value, partitioned=False
+        )
+
     def held(self) -> dict[str, HeldParameter]:
         """Without the rows that pad a vocabulary."""
         sizes: dict[str, int] = {}
-        for piece in self.found:
+        for piece in (p for p in self.found if not p.is_buffer):
             size = piece.numel * piece.parameter.element_size()
             sizes[piece.name] = sizes.get(piece.name, 0) + size
         return {name: HeldParameter(shape=self.shards.shape(name), resident_bytes=size) for name, size in sizes.items()}
