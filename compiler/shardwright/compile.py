@@ -31,7 +31,7 @@ from shardwright.lower.lower import lower, sealed
 from shardwright.model.build import build_model_graph
 from shardwright.model.own_code import locate_own_code
 from shardwright.model.popular.snapshot import locate_weights, tokenizer_folder
-from shardwright.partition.tensor import tensor_parallel_map
+from shardwright.partition.tensor import tensor_parallel_map, with_whole_experts
 from shardwright.plan.build import MODEL_DIRECTORY, build_plan, data_errors, installed_versions
 from shardwright.plan.plan import Plan, PlanBalance
 from shardwright.recipe.files import check_files
@@ -79,6 +79,8 @@ def compile_recipe(recipe: Recipe) -> Compiled:
         tensor_map = tensor_parallel_map(
             problem.graph, estimate.strategy.tensor, padded=ENGINES[problem.recipe.target].pads_vocabulary
         )
+        if s.expert_tensor_ranks != s.tensor:
+            tensor_map = with_whole_experts(problem.graph, tensor_map)
         partition.verify(len(problem.graph.layers))
         tensor_map.verify()
         plan = _planned(problem, inputs, estimate, partition, tensor_map)

@@ -8,54 +8,20 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.figures import worst_of_ranks
-from tests.parity.harness import BF16_RELATIVE, LOSS_ABSOLUTE, NORM_RELATIVE, Case
+from tests.megatron.cases import CASES, GROUPS, SAMPLE
+from tests.parity.harness import BF16_RELATIVE, LOSS_ABSOLUTE, NORM_RELATIVE, WEIGHT_ABSOLUTE, Case
 
 pytestmark = [
     pytest.mark.launch,
     pytest.mark.skipif(not importlib.util.find_spec("megatron"), reason="megatron-core is not installed"),
 ]
-
-
-def case(model: str = "llama", **fields: Any) -> Case:
-    return Case(model=model, target="megatron", **fields)
-
-
-CASES: dict[str, Case] = {
-    "one": case(zero_stage=0),
-    "tp2": case(tensor=2),
-    "tp2-sequence": case(tensor=2, sequence_parallel=True),
-    "pp2": case(pipeline=2),
-    "dp2": case(data=2),
-    "dp2-zero0": case(data=2, zero_stage=0),
-    "clipping0-dp2": case(data=2, clipping=0.0),
-    "tied-pp2": case("llama-tied", pipeline=2),
-    "tied-tp2": case("llama-tied", tensor=2),
-    "full-tp2": case(tensor=2, checkpointing="full"),
-    "partial-pp2": case(pipeline=2, checkpointing={"full": 1}),
-    "bf16-tp2": case(tensor=2, precision="bf16"),
-    "bf16-dp2": case(data=2, precision="bf16"),
-    "pp2-tp2-sequence": case(pipeline=2, tensor=2, sequence_parallel=True),
-    "tp2-sequence-dp2": case(tensor=2, sequence_parallel=True, data=2),
-    "tied-pp2-dp2": case("llama-tied", pipeline=2, data=2),
-    "pp4": case(pipeline=4, accumulation=4),
-    "vpp2-pp2": case("llama-deep", pipeline=2, virtual_stages=2),
-    "vpp2-pp2-tp2-sequence": case("llama-deep", pipeline=2, virtual_stages=2, tensor=2, sequence_parallel=True),
-    "vpp2-pp4": case("llama-deep", pipeline=4, virtual_stages=2, accumulation=4),
-    "vpp2-pp2-dp2-partial": case("llama-deep", pipeline=2, virtual_stages=2, data=2, checkpointing={"full": 2}),
-    "gpt2-pp2-tp2": case("gpt2-plain", pipeline=2, tensor=2, zero_stage=0),
-    "gpt2-dp2": case("gpt2-plain", data=2),
-    "mixtral-dp2": case("mixtral", data=2),
-    "deepseek-pp2": case("deepseek_v3", pipeline=2),
-    "deepseek-tp2-sequence": case("deepseek_v3", tensor=2, sequence_parallel=True),
-    "gpt-oss-dp2": case("gpt_oss", data=2),
-    "mixtral-tp2-sequence": case("mixtral", tensor=2, sequence_parallel=True),
-}
 
 
 def launched(cases: dict[str, Case], out: Path) -> dict[str, dict[str, float]]:
@@ -81,12 +47,34 @@ def launched(cases: dict[str, Case], out: Path) -> dict[str, dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    return launched(CASES, tmp_path_factory.mktemp("megatron"))
+    return launched(SAMPLE, tmp_path_factory.mktemp("megatron"))
 
 
-@pytest.mark.parametrize("name", CASES)
+def check(case: Case, found: dict[str, float]) -> None:
+    half = case.precision == "bf16"
+    assert found["loss"] <= (BF16_RELATIVE if half else LOSS_ABSOLUTE), found
+    assert found["norm"] <= (BF16_RELATIVE if half else NORM_RELATIVE), found
+    assert found["packed"] <= LOSS_ABSOLUTE, found
+    assert half or found["weights"] <= WEIGHT_ABSOLUTE, found
+
+
+@pytest.mark.parametrize("name", SAMPLE)
 def test_trains_as_one_plain_process(name: str, figures: dict[str, dict[str, float]]) -> None:
-    half = CASES[name].precision == "bf16"
-    assert figures[name]["loss"] <= (BF16_RELATIVE if half else LOSS_ABSOLUTE), figures[name]
-    assert figures[name]["packed"] <= LOSS_ABSOLUTE, figures[name]
-    assert figures[name]["norm"] <= (BF16_RELATIVE if half else NORM_RELATIVE), figures[name]
+    check(SAMPLE[name], figures[name])
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_layout(group: str, tmp_path: Path, proved: Callable[..., None]) -> None:
+    found = launched(GROUPS[group], tmp_path)
+    for name, case in GROUPS[group].items():
+        check(case, found[name])
+        proved("megatron-parity", name, {**dataclasses.asdict(case), **found[name]})
+
+
+def test_the_table_has_each_axis_alone_in_pairs_and_all_at_once() -> None:
+    assert len(CASES) >= 40 and {case.model for case in CASES.values()} >= set(MODELS)
+    assert sum(case.world == 8 for case in CASES.values()) >= 5
+
+
+MODELS = ("llama", "llama-tied", "llama-rope", "qwen3", "gpt2-plain", "mixtral", "deepseek_v3", "gpt_oss")

@@ -63,9 +63,38 @@ def measure(case: Case, plan: Plan, wanted: Any, folder: Path) -> dict[str, floa
     check_masters(trainer.owned())
     held = sum(p.resident_bytes for p in trainer.held().values())
     assert held == at.parameter_bytes, (held, at)
-    packed = 0.0 if case.precision == "bf16" else packed_apart(case, trainer, wanted, at.data)
+    half = case.precision == "bf16"
+    packed = 0.0 if half else packed_apart(case, trainer, wanted, at.data)
+    weights = 0.0 if half else masters_apart(plan, trainer, wanted)
     parallel_state.destroy_model_parallel()
-    return {**training_apart([r.loss for r in results], [r.grad_norm for r in results], wanted), "packed": packed}
+    apart = training_apart([r.loss for r in results], [r.grad_norm for r in results], wanted)
+    return {**apart, "packed": packed, "weights": weights}
+
+
+class Trained:
+    """modules.weight_files.Weights of the plain process's."""
+
+    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+        self.weights = weights
+
+    def names(self) -> Any:
+        return self.weights
+
+    def read(self, name: str, range_: tuple[int, int, int] | None) -> torch.Tensor:
+        return self.weights[name] if range_ is None else self.weights[name].narrow(*range_)
+
+
+def masters_apart(plan: Plan, trainer: Any, wanted: Any) -> float:
+    """The largest difference of an element that this rank updates from the plain process's."""
+    from shardwright.engines.megatron.trainer import Shards
+    from shardwright.ir.apart import tensor_apart, worst
+
+    shards = Shards(plan, Trained(wanted.weights), trainer.transposed)
+    return worst(
+        tensor_apart(f.states["fp32"], shards.read(f.name).reshape(-1).narrow(0, f.start, f.states["fp32"].numel()))
+        for f in trainer.owned()
+        if "fp32" in f.states
+    )
 
 
 class Packed(list[Any]):

@@ -52,7 +52,19 @@ MODELS = {
     "llama-deep": {**LLAMA, "num_hidden_layers": 8},
     "gpt2-deep": {**GPT2, "n_layer": 8},
     "llama-tied": {**LLAMA, "tie_word_embeddings": True},
+    "llama-rope": {
+        **LLAMA,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 5000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 2.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
     "qwen2": {**LLAMA, "model_type": "qwen2"},
+    "qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 16},
     "gpt2-untied": {**GPT2, "tie_word_embeddings": False},
     # More experts than a rank's tokens choose in a step: each rank misses some, and others than its neighbour.
     "mixtral": {**LLAMA, "model_type": "mixtral", "num_local_experts": 32, "num_experts_per_tok": 2},
@@ -145,6 +157,7 @@ class Case:
     launcher: str = "auto"
     context: int = 1
     expert: int = 1
+    expert_tensor: int | str = "tensor"
     sequence_parallel: bool = False
     virtual_stages: int = 1
     target: str = "deepspeed"
@@ -189,6 +202,7 @@ def recipe(case: Case, folder: Path) -> dict[str, Any]:
             "pipeline": case.pipeline,
             "context": case.context,
             "expert": case.expert,
+            "expert_tensor": case.expert_tensor,
             "data": case.data,
             "zero_stage": case.zero_stage,
             "micro_batch_size": case.micro,

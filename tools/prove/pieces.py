@@ -55,6 +55,11 @@ PIECES: dict[str, Piece] = {
         speaks_of=("engines/deepspeed", "ir", "layout", "lower", "plan", "rules"),
         areas=("ds-config",),
     ),
+    "megatron-parity": Piece(
+        tests=("tests/megatron/test_parity.py::test_every_layout",),
+        speaks_of=(*MODEL, "engines/megatron", "engines/protocol.py", "layout", "modules", "partition", "plan", *DATA),
+        areas=("megatron-parity",),
+    ),
     "megatron-args": Piece(
         tests=("tests/megatron/test_arguments.py",),
         speaks_of=("engines/megatron", "ir", "layout", "lint/megatron", "partition", "plan", "rules"),

@@ -269,10 +269,12 @@ def written_fragments(plan: Plan, trainer: Trainer, rank: int) -> list[tuple[int
         split = splits.get(f.name)
         cut = split is not None and split.dimension is not None
         copies = split.copies if split is not None and cut else plan.strategy.tensor
-        experts, place = plan.expert_cut(f.name), at.data * plan.strategy.context + at.context
-        if not f.copied and at.tensor % copies == 0 and (f.partitioned or place < experts):
+        part, copy = 0, at.data * plan.strategy.context + at.context
+        if plan.holds_experts_apart(f.name):
+            part, copy = plan.expert_place(at)
+            copies = copies if cut else 1
+        if not f.copied and at.tensor % copies == 0 and (f.partitioned or copy == 0):
             shards = plan.strategy.tensor // copies if cut else 1
-            part = plan.expert_of(at) if experts > 1 else 0
             mine.append((part * shards + (at.tensor // copies if cut else 0), f))
     return mine
 

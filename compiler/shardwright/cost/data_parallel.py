@@ -44,7 +44,9 @@ def _by_group(layout: Layout, rank: int, numel: int) -> list[tuple[int, Group]]:
     experts = layout.experts_of(layout.ranks[rank])
     found = [(numel - experts, layout.group(s.shards, s.tensor))]
     if experts:
-        found.append((experts // s.expert, layout.group(s.shards // s.expert, s.tensor * s.expert)))
+        copies = s.shards * s.tensor // (s.expert * s.expert_tensor_ranks)
+        apart = s.expert * s.expert_tensor_ranks
+        found.append((int(experts / s.expert_parts), layout.group(copies, apart)))
     return found
 
 

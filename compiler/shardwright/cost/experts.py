@@ -7,7 +7,7 @@ micro-batch, S tokens of a row on a rank, H hidden size, k chosen experts, e exp
 
 from __future__ import annotations
 
-from shardwright.cost.collectives import all_to_all_seconds
+from shardwright.cost.collectives import all_to_all_seconds, gather_seconds
 from shardwright.cost.layout import Layout
 from shardwright.cost.shapes import LayerShape
 
@@ -21,13 +21,19 @@ def exchanged_seconds(layout: Layout) -> list[float]:
     s, cluster = layout.strategy, layout.cluster
     if s.expert == 1:
         return [0.0] * len(layout.graph.layers)
-    group = layout.group(s.expert, s.tensor)
-    seconds = [
-        all_to_all_seconds(cluster, layout.constants, group, UNEVEN * 2 * rows_bytes(layout, kind), 3)
-        if kind.chosen_experts
-        else 0.0
-        for kind in layout.shapes.kinds
-    ]
+    # With the sequence shared out each tensor rank sends the rows of its own tokens; those that cut an expert together
+    # gather them first, and reduce what comes out (megatron/core/transformer/moe/token_dispatcher.py).
+    share = s.tensor if s.sequence_parallel else 1
+    group = layout.group(s.expert, s.expert_tensor_ranks)
+    gathers = share > 1 and s.expert_tensor_ranks > 1
+
+    def of_layer(kind: LayerShape) -> float:
+        rows = UNEVEN * 2 * rows_bytes(layout, kind)
+        travel = all_to_all_seconds(cluster, layout.constants, group, rows / share, 3)
+        together = layout.group(s.expert_tensor_ranks, 1)
+        return travel + (gather_seconds(cluster, layout.constants, together, rows, 2) if gathers else 0.0)
+
+    seconds = [of_layer(kind) if kind.chosen_experts else 0.0 for kind in layout.shapes.kinds]
     return [0.0 if kind < 0 else seconds[kind] for kind in layout.shapes.kind_of]
 
 

@@ -123,8 +123,8 @@ class Layout:
         return sum(self.adapters[b.stop] - self.adapters[b.start] for b in blocks)
 
     def experts_of(self, blocks: tuple[Block, ...]) -> int:
-        """Those of them that expert ranks share out; 0 where none do."""
-        if self.strategy.expert == 1:
+        """Those of them that are spread over ranks otherwise than the rest; 0 where none are."""
+        if not self.strategy.spreads_experts:
             return 0
         numel = self.shapes.expert_numel
         return sum(numel[b.stop] - numel[b.start] for b in blocks)

@@ -49,7 +49,7 @@ def states_bytes(
     numel = held if trained is None else trained
     if trained is not None:
         held += trained
-    elsewhere = experts * (1 - 1 / s.expert)
+    elsewhere = experts * (1 - 1 / s.expert_parts)
     parameters = held * element / s.shards if s.zero_stage >= 3 else (held - elsewhere) * element
     if s.hpz_partition_size > 1:
         # The second copy, in the type of the weights (DeepSpeed partition_parameters.py, _partition_param_sec).

@@ -54,6 +54,7 @@ def _depends_on(layout: Layout) -> Hashable:
         (layout.element_bytes, layout.accumulation_dtype, layout.adapters),
         (layout.traits, r.assume.kernels, r.assume.mfu is None),
         (s.schedule, s.pipeline > 1, s.context, s.expert, s.tensor, s.micro_batch_size, s.shards * (s.expert > 1)),
+        s.expert_tensor,
         (s.checkpointing, layout.checkpointed is None, s.sequence_parallel),
         layout.constants,
     )
@@ -121,8 +122,10 @@ def _accumulation_seconds(layout: Layout) -> list[float]:
     """Each micro-batch's gradient is read and added to the accumulated one, in its own type."""
     s = layout.strategy
     numel = _each(layout.adapters or layout.shapes.numel)
-    if s.expert > 1:
-        numel = [n - x * (1 - 1 / s.expert) for n, x in zip(numel, _each(layout.shapes.expert_numel), strict=True)]
+    if s.spreads_experts:
+        numel = [
+            n - x * (1 - 1 / s.expert_parts) for n, x in zip(numel, _each(layout.shapes.expert_numel), strict=True)
+        ]
     if layout.traits.fuses_accumulation:
         return [0.0] * len(numel)
     if not layout.adapters and (layout.strategy.pipeline == 1 or layout.strategy.schedule == "dualpipev"):
@@ -204,11 +207,16 @@ def again_seconds(layout: Layout, found: Passes, blocks: Iterable[Block]) -> tup
 def _exchange_seconds(layout: Layout) -> float:
     """Context ranks trade tokens for heads around each layer's attention (arXiv 2309.14509): queries and output, keys
     and values, each of which leaves (s - 1) / s of itself. Keys' heads that s does not divide are repeated. The same
-    backward, and again where attention is recomputed."""
+    backward, and again where attention is recomputed. Or they gather keys and values of the whole row, and reduce
+    their gradients (arXiv 2407.21783, 3.3.2)."""
     s = layout.strategy
     if s.context == 1:
         return 0.0
     group = layout.group(s.context, s.tensor)
+    if layout.traits.gathers_keys:
+        graph, degree = layout.graph, layout.shapes.attention_degree
+        kept = 2 * max(1, graph.key_value_heads // degree) * graph.head_dim * layout.element_bytes
+        return gather_seconds(layout.cluster, layout.constants, group, s.context * layout.tokens * kept, 2)
     return gather_seconds(layout.cluster, layout.constants, group, traded_bytes(layout), 4)
 
 

@@ -67,7 +67,7 @@ class PricedStages:
         """The states alone, spread evenly: no placing's fullest rank holds less."""
         layout = self._layout
         numel = layout.shapes.numel[-1] - layout.shapes.shared_numel
-        experts = layout.shapes.expert_numel[-1] if layout.strategy.expert > 1 else 0
+        experts = layout.shapes.expert_numel[-1] if layout.strategy.spreads_experts else 0
         return sum(states_bytes(layout, numel, experts=experts)) / layout.strategy.pipeline
 
     def held(self, start: int, stop: int) -> tuple[float, float, float]:

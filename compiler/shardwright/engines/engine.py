@@ -36,6 +36,7 @@ class Traits:
         and the links add.
     pipeline_slows_host: that cost grows with the tensor ranks where a pipeline crosses nodes.
     fabric: of the published runs that stand behind these traits, where the recipe names none.
+    gathers_keys: context ranks gather keys and values, where others trade tokens for heads.
     chunked_loss, hpz: whether it can be asked for them.
     """
 
@@ -51,6 +52,7 @@ class Traits:
     gathers_layers: bool
     chunked_loss: bool
     hpz: bool
+    gathers_keys: bool = False
     frees_gradients: bool = False
     places_by_products: bool = False
     pipeline_slows_host: bool = False
@@ -69,7 +71,8 @@ class Engine:
     extra: the optional one that installs them, where pip install shardwright alone does not.
     artifacts: what it writes at the top of the compiled folder; a folder ends with a slash. inputs: those files that a
         run reads as data.
-    rules: code -> what it does not run. check_extra: what it does not take of the recipe's `extra`.
+    rules: code -> what it does not run. lifts: codes of rules about modules of this project that it does without.
+    check_extra: what it does not take of the recipe's `extra`.
     axes: keys of a layout, beyond those of every engine, that it has.
     compiles_layers: whether it runs `model.kernels: compile`.
     pads_vocabulary: to a multiple of the tensor ranks; the last ones have fewer tokens.
@@ -89,6 +92,7 @@ class Engine:
     artifacts: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
     rules: Mapping[str, Rule] = field(default_factory=dict)
+    lifts: frozenset[str] = frozenset()
     check_extra: Callable[[Recipe], tuple[Diagnostic, ...]] = lambda recipe: ()
     axes: frozenset[str] = frozenset()
     compiles_layers: bool = False

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from shardwright.diagnostics import Diagnostic, found, refusal
 from shardwright.engines.deepspeed.engine import DEEPSPEED
@@ -65,7 +65,7 @@ def under(recipe: Recipe, engine: Engine) -> Recipe:
     """The same recipe for this engine. Of a layout's keys that only some engines have and that leave each rank its part
     of the model, those that stand at their default are left to the search: a recipe for any engine does not speak of
     them."""
-    free = {a.name: None for a in AXES if a.values and a.name in engine.axes and _is_default(a, recipe)}
+    free: dict[str, Any] = {a.name: None for a in AXES if a.values and a.name in engine.axes and _is_default(a, recipe)}
     pins = dataclasses.replace(recipe.parallelism, **free) if recipe.target != engine.name else recipe.parallelism
     return dataclasses.replace(recipe, target=engine.name, parallelism=pins)
 

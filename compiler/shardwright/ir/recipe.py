@@ -190,6 +190,7 @@ class ParallelismSection:
     offload: Offload | None
     memory_headroom: float | None
     expert: int | None
+    expert_tensor: int | Literal["tensor"] = "tensor"
     context: int | None
     virtual_stages: int | None
     sequence_parallel: bool | None

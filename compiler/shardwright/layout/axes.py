@@ -142,6 +142,16 @@ AXES: tuple[Axis, ...] = (
         synonyms=("ep", "expert_parallel_size", "expert_model_parallel_size", "ep_size"),
     ),
     Axis(
+        name="expert_tensor",
+        plain="tensor",
+        default="tensor",
+        holds=True,
+        runs=False,
+        note="expert-tensor {}",
+        machinery="expert-tensor ranks",
+        synonyms=("etp", "expert_tensor_parallel_size"),
+    ),
+    Axis(
         name="virtual_stages",
         default=1,
         holds=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from typing import Literal
 
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.recipe import Recipe
@@ -29,6 +30,7 @@ class Strategy:
     schedule: Schedule
     offload: Offload
     expert: int = 1
+    expert_tensor: int | Literal["tensor"] = "tensor"
     context: int = 1
     virtual_stages: int = 1
     sequence_parallel: bool = False
@@ -44,6 +46,21 @@ class Strategy:
         """Ranks with the same parameters, over which ZeRO shares out states and gradients are summed: what an engine
         calls data ranks."""
         return self.data * self.context
+
+    @property
+    def expert_tensor_ranks(self) -> int:
+        """That each expert's matrices are cut over."""
+        return self.tensor if self.expert_tensor == "tensor" else self.expert_tensor
+
+    @property
+    def spreads_experts(self) -> bool:
+        """Whether ranks hold other parts of experts than of everything else."""
+        return self.expert > 1 or self.expert_tensor_ranks != self.tensor
+
+    @property
+    def expert_parts(self) -> float:
+        """What a rank would have of experts, were they cut over tensor ranks alone, over what it has."""
+        return self.expert * self.expert_tensor_ranks / self.tensor
 
     @property
     def stages(self) -> int:

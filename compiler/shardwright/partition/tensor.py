@@ -29,6 +29,7 @@ from shardwright.ir.tensor_style import (
     ROW_STYLES,
     VOCABULARY_STYLES,
 )
+from shardwright.layout.experts import expert_modules
 from shardwright.remembered import remembered
 
 # Model types whose linears are Conv1D, weight (in, out); everything else is nn.Linear, weight (out, in).
@@ -73,6 +74,20 @@ def tensor_parallel_map(graph: ModelGraph, degree: int, *, padded: bool = False)
     )
     result.verify()
     return result
+
+
+def with_whole_experts(graph: ModelGraph, found: TensorParallelMap) -> TensorParallelMap:
+    """The same where tensor ranks hold experts whole."""
+    experts = expert_modules(graph)
+    modules = [
+        replace(m, style="replicated", parameters=tuple(_whole(p) for p in m.parameters)) if m.module in experts else m
+        for m in found.modules
+    ]
+    return replace(found, modules=tuple(modules), sharded_fraction=_sharded_fraction(graph, modules))
+
+
+def _whole(split: ParameterSplit) -> ParameterSplit:
+    return ParameterSplit(name=split.name, shape=split.shape, dimension=None, blocks=(), sizes=())
 
 
 def _owners(graph: ModelGraph) -> dict[str, list[Parameter]]:

@@ -109,7 +109,7 @@ def build_plan(
         tracking=recipe.tracking,
         validation=_validation(recipe),
         lora=plan_lora(recipe, graph),
-        experts=tuple(expert_modules(graph)) if strategy.expert > 1 else (),
+        experts=tuple(expert_modules(graph)) if strategy.spreads_experts else (),
     )
 
 

@@ -149,7 +149,7 @@ class Plan:
     versions: package -> the public version that compiled it. zero: how the engine shares out states, in its own words.
     digests: file of the compiled folder -> sha256 (hex) of its bytes, for each that a run reads as data; {} in
     folders that an earlier version compiled. experts: paths of the modules whose parameters expert ranks cut along
-    the first dimension; () where there are none."""
+    the first dimension, or tensor ranks hold whole; () where there are none."""
 
     version: int
     name: str
@@ -180,13 +180,24 @@ class Plan:
     digests: Mapping[str, str] = field(default_factory=dict)
     experts: tuple[str, ...] = ()
 
+    def expert_place(self, rank: PlanRank) -> tuple[int, int]:
+        """(its place among the ranks that share out experts, its place among those that hold the same ones). Ranks of
+        a stage, the tensor ranks neighbours, are first those that cut an expert, then those that share experts out."""
+        s = self.strategy
+        number = (rank.data * s.context + rank.context) * s.tensor + rank.tensor
+        copy, expert = divmod(number // s.expert_tensor_ranks, s.expert)
+        return expert, copy
+
     def expert_of(self, rank: PlanRank) -> int:
-        """Its place among the ranks that share out experts: neighbours among the data x context ranks."""
-        return (rank.data * self.strategy.context + rank.context) % self.strategy.expert
+        return self.expert_place(rank)[0]
+
+    def holds_experts_apart(self, parameter: str) -> bool:
+        """Whether other ranks hold it than hold what is not of experts."""
+        return parameter.rpartition(".")[0] in self.experts
 
     def expert_cut(self, parameter: str) -> int:
         """Equal parts of its first dimension, one for each expert rank; 1 where each rank has all of it."""
-        return self.strategy.expert if parameter.rpartition(".")[0] in self.experts else 1
+        return self.strategy.expert if self.holds_experts_apart(parameter) else 1
 
     @property
     def boundaries(self) -> tuple[int, ...]:
@@ -200,7 +211,8 @@ class Plan:
             raise ValueError(f"tensor x pipeline x data = {s.world_size}, ranks = {len(self.ranks)}")
         if s.micro_batch_size * s.gradient_accumulation_steps * s.data != self.training.global_batch_size:
             raise ValueError("micro_batch_size x gradient_accumulation_steps x data is not the global batch")
-        if s.shards % s.expert or (s.expert > 1) != bool(self.experts):
+        taken = s.expert * s.expert_tensor_ranks
+        if (s.shards * s.tensor) % taken or s.spreads_experts != bool(self.experts):
             raise ValueError(f"expert {s.expert} over {s.shards} data x context ranks, {len(self.experts)} modules")
         if len(self.stages) != s.parts or any(not stage.layers for stage in self.stages):
             raise ValueError(f"{len(self.stages)} stages in the plan, {s.parts} in the strategy")

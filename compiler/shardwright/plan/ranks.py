@@ -49,7 +49,7 @@ def _parameter_bytes(
     ZeRO-3 keeps ceil(numel / (data x context)) elements of each parameter; of an expert's, which `expert` ranks cut
     before, as many ranks fewer share each part.
     """
-    experts = expert_modules(graph) if strategy.expert > 1 else {}
+    experts = expert_modules(graph) if strategy.spreads_experts else {}
     shard_numel = {p.name: p.shard_numel(tensor) for module in tensor_map.modules for p in module.parameters}
     names = {
         parameter.name

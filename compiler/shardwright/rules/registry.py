@@ -88,7 +88,8 @@ def is_countable(strategy: Strategy, found: Iterable[Diagnostic]) -> bool:
 
 def rules_for(target: str) -> dict[str, Rule]:
     engine = ENGINES[target]
-    return {**GENERAL_RULES, **RUNTIME_RULES, **engine.rules}
+    found = {**GENERAL_RULES, **RUNTIME_RULES, **engine.rules}
+    return {code: each for code, each in found.items() if code not in engine.lifts}
 
 
 def check_layout(problem: Problem, strategy: Strategy) -> tuple[Diagnostic, ...]:

@@ -22,6 +22,7 @@ SAME: tuple[str, ...] = (
     "tensor",
     "context",
     "expert",
+    "expert_tensor",
     "micro_batch_size",
     "activation_checkpointing",
     "schedule",
@@ -80,11 +81,11 @@ class Bound:
         return max(m * sum(parts[rank::p]) + ahead for rank, ahead in zip(range(p), before, strict=False))
 
     def _once_a_step(self, s: Strategy) -> float:
-        key = (s.tensor, s.pipeline, s.context, s.expert, s.data, s.zero_stage, s.schedule)
+        key = (s.tensor, s.pipeline, s.context, s.expert, s.expert_tensor, s.data, s.zero_stage, s.schedule)
         if key not in self._once:
             layout = lay_out(self._problem, s, self._constants)
             numel = layout.adapters[-1] if layout.adapters else layout.shapes.numel[-1] - layout.shapes.shared_numel
-            if s.expert > 1:  # theirs go over fewer ranks
+            if s.spreads_experts:  # theirs go over other ranks
                 numel -= layout.shapes.expert_numel[-1]
             self._once[key] = once_a_step_seconds(layout) * numel / s.pipeline
         return self._once[key]

@@ -87,14 +87,14 @@ def test_one_json_line_a_recipe_in_order(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     "axis",
     [
-        {"expert": 2},
-        {"expert": 8, "tensor": "auto", "pipeline": "auto", "data": "auto"},
+        {"virtual_stages": 2},
+        {"sequence_parallel": True, "tensor": "auto", "pipeline": "auto", "data": "auto"},
     ],
 )
 def test_an_axis_that_the_target_lacks_is_not_feasible(
     axis: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write(tmp_path, "axis.yaml", parallelism={**PINNED, **axis}, target="megatron")
+    path = write(tmp_path, "axis.yaml", parallelism={**PINNED, **axis})
     assert call(estimate_command, "--json", path) == 1
     line = json.loads(capsys.readouterr().out)
     assert line["feasible"] is False
@@ -104,7 +104,8 @@ def test_an_axis_that_the_target_lacks_is_not_feasible(
 
 
 def test_auto_of_an_axis_that_is_not_there_yet_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    later = {"expert": "auto", "context": "auto", "virtual_stages": "auto", "sequence_parallel": "auto"}
+    later: dict[str, Any] = dict.fromkeys(("expert", "context"), "auto")
+    later |= {"virtual_stages": "auto", "sequence_parallel": "auto"}
     plain, auto = write(tmp_path, "a.yaml"), write(tmp_path, "b.yaml", parallelism={**PINNED, **later})
     assert call(estimate_command, "--json", plain, auto) == 0
     first, second = map(json.loads, capsys.readouterr().out.splitlines())

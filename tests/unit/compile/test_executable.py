@@ -23,6 +23,7 @@ BEYOND: dict[str, list[dict[str, Any]]] = {
     "assume.ignore_memory": [{"assume": {"ignore_memory": True}}],
     "parallelism.expert": [{"parallelism.expert": 2, "target": "reference"}],
     "parallelism.context": [{"parallelism.context": 2, "target": "reference"}],
+    "parallelism.expert_tensor": [{"parallelism.expert_tensor": 1}],
     "parallelism.virtual_stages": [{"parallelism.virtual_stages": 2}],
     "parallelism.sequence_parallel": [{"parallelism.sequence_parallel": True}],
 }

@@ -8,7 +8,7 @@ import pytest
 
 from shardwright.cost.collectives import all_to_all_seconds, group_of
 from shardwright.cost.constants import Constants, default_constants
-from shardwright.cost.experts import UNEVEN
+from shardwright.cost.experts import UNEVEN, exchanged_seconds
 from shardwright.cost.layout import Layout
 from shardwright.cost.memory import estimate_memory
 from shardwright.cost.passes import passes
@@ -62,6 +62,25 @@ def test_the_rows_of_a_layer(tensor: int, expert: int, checkpointing: str, again
     ahead = (found.forward_comm[2] - found.forward_comm[1]) - (before.forward_comm[2] - before.forward_comm[1])
     back = (found.backward_comm[2] - found.backward_comm[1]) - (before.backward_comm[2] - before.backward_comm[1])
     assert ahead == pytest.approx(wanted) and back == pytest.approx(again * wanted)
+
+
+def test_tensor_ranks_that_hold_whole_experts() -> None:
+    """Under Megatron-Core: as many experts a rank as expert ranks leave, and gradients summed over all that have
+    them."""
+    megatron = problem_of(recipe_of(MIXTURE, cluster={"gpu": "h100-sxm-80gb"}, target="megatron"), graph_of(MIXTURE))
+
+    def found(**more: object) -> Layout:
+        keys = {"tensor": 2, "pipeline": 1, "data": 4, "sequence_parallel": True, "expert": 2, **more}
+        return place(megatron, change(**keys), default_constants())
+
+    cut, whole = found(), found(expert_tensor=1)
+    experts = 4 * 3 * 8 * 64 * 128 // 2  # on two tensor ranks
+    assert cut.strategy.expert_parts == 2 and whole.strategy.expert_parts == 1
+    before, after = (estimate_memory(layout).stages[0] for layout in (cut, whole))
+    assert after.parameters_bytes - before.parameters_bytes == experts // 2 * cut.element_bytes
+    assert after.optimizer_bytes == before.optimizer_bytes
+    assert found(expert_tensor=1, expert=4).strategy.expert_parts == 2
+    assert exchanged_seconds(whole)[1] < exchanged_seconds(cut)[1]  # no rows are gathered over tensor ranks
 
 
 def test_rows_within_a_node_and_beyond_go_at_the_same_time() -> None:

@@ -60,6 +60,10 @@ ILLEGAL: dict[str, dict[str, Any]] = {
     "SW3155": {"offload": "optimizer"},
     "SW3157": {"virtual_stages": 2},
     "SW3156": {"tensor": 2, "data": 2},
+    "SW3164": {"context": 3, "data": 1},
+    "SW3165": {"expert": 3},
+    "SW3166": {"tensor": 2, "data": 2, "sequence_parallel": True},
+    "SW3167": {"tensor": 4, "data": 1, "sequence_parallel": True, "expert_tensor": 2},
 }
 EXPERTS = {**SMALL_RECIPE["model"]["config"], "model_type": "mixtral", "num_local_experts": 4}
 
@@ -85,7 +89,12 @@ def test_a_key_that_does_not_run(key: str, changes: dict[str, Any], write_recipe
 
 @pytest.mark.parametrize(("code", "changes"), ILLEGAL.items(), ids=ILLEGAL)
 def test_a_layout_that_it_does_not_run(code: str, changes: dict[str, Any], write_recipe: Callable[..., Path]) -> None:
-    config = EXPERTS if code == "SW3156" else SMALL_RECIPE["model"]["config"]
+    config = {
+        "SW3166": {**EXPERTS, "model_type": "gpt_oss"},
+        "SW3156": EXPERTS,
+        "SW3165": EXPERTS,
+        "SW3167": EXPERTS,
+    }.get(code, SMALL_RECIPE["model"]["config"])
     recipe = load_recipe(write_recipe({"target": "megatron", "model.config": config}))
     problem = problem_of(recipe, graph_of(config))
 
@@ -96,6 +105,34 @@ def test_a_layout_that_it_does_not_run(code: str, changes: dict[str, Any], write
 
     assert set(ILLEGAL) == set(RULES)
     assert code in codes({**LAYOUT, **changes}) and code not in codes(LAYOUT)
+
+
+def test_a_dense_model_has_no_experts_to_share_out(write_recipe: Callable[..., Path]) -> None:
+    for key, code in ({"expert": 2}, "SW3165"), ({"tensor": 2, "data": 2, "expert_tensor": 1}, "SW3167"):
+        recipe = load_recipe(write_recipe({"target": "megatron", "parallelism": {**LAYOUT, **key}}))
+        with pytest.raises(Refusal) as caught:
+            compile_recipe(recipe)
+        assert code in [d.code for d in caught.value.diagnostics]
+
+
+@pytest.mark.parametrize(("tensor", "apart", "expert"), [(2, 2, 2), (2, 1, 2), (2, 1, 4), (1, 1, 2), (2, 1, 1)])
+def test_who_holds_which_experts(
+    tensor: int, apart: int, expert: int, write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neighbours among the ranks that do not cut an expert, each place as often as any."""
+    monkeypatch.setattr(proof, "prove", lambda *asked: None)
+    monkeypatch.setattr("shardwright.compile.package_errors", lambda engine: ())
+    layout = {**LAYOUT, "tensor": tensor, "data": 4 // tensor, "expert": expert, "sequence_parallel": tensor > 1}
+    layout["expert_tensor"] = apart
+    plan = compile_recipe(
+        load_recipe(write_recipe({"target": "megatron", "model.config": EXPERTS, "parallelism": layout}))
+    ).plan
+    places = [plan.expert_place(rank) for rank in plan.ranks]
+    wanted = [(rank // apart % expert, rank // (apart * expert)) for rank in range(4)]
+    assert places == wanted
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    (split,) = (p for m in plan.tensor_parallel.modules for p in m.parameters if p.name == name)
+    assert (split.dimension is None) == (apart == 1) and plan.expert_cut(name) == expert
 
 
 @pytest.mark.parametrize(("wanted", "said"), [("no-such-package", "is not installed"), ("numpy", "was not tested")])

@@ -62,7 +62,7 @@ def arguments_file(plan: Plan, config: JsonObject) -> tuple[dict[str, bytes], tu
         f"#   torchrun --nnodes {plan.nodes} --nproc-per-node {plan.gpus_per_node} ... pretrain_gpt.py \\",
         '#     "${MEGATRON_ARGS[@]}" --data-path ... --tokenizer-type ... --save ...',
     ]
-    if plan.strategy.tensor > 1:
+    if plan.strategy.tensor > 1 or plan.strategy.context > 1:
         lines.append("export CUDA_DEVICE_MAX_CONNECTIONS=1  # a collective is launched before what hides it")
     lines.append("MEGATRON_ARGS=(")
     for title, options in groups.items():
@@ -167,6 +167,12 @@ def _ranks(plan: Plan) -> Iterator[Option]:
     if s.sequence_parallel:
         yield ("--sequence-parallel",)
     yield "--pipeline-model-parallel-size", str(s.pipeline)
+    if s.context > 1:
+        yield "--context-parallel-size", str(s.context)
+    if s.expert > 1:
+        yield "--expert-model-parallel-size", str(s.expert)
+    if s.expert_tensor_ranks != s.tensor:
+        yield "--expert-tensor-parallel-size", str(s.expert_tensor_ranks)
     if s.pipeline > 1:
         yield "--pipeline-model-parallel-layout", layout_text(plan)
     if s.zero_stage > 0 and s.shards > 1:

@@ -97,6 +97,37 @@ def _as_it_is(function: Callable[..., Any] | None = None, **_: Any) -> Callable[
     return function if function is not None else lambda f: f
 
 
+def _gather_uneven(gather: Callable[..., Any]) -> Callable[..., Any]:
+    """gloo's all-gather, of pieces that differ in their rows too: filled up to the longest."""
+
+    def all_gather(pieces: list[torch.Tensor], own: torch.Tensor, group: Any = None, **more: Any) -> Any:
+        longest = max(len(piece) for piece in pieces)
+        if all(len(piece) == longest for piece in pieces):
+            return gather(pieces, own, group=group, **more)
+        rows = own.shape[1:]
+        full = [own.new_empty(longest, *rows) for _ in pieces]
+        gather(full, torch.cat((own, own.new_zeros(longest - len(own), *rows))), group=group)
+        for piece, padded in zip(pieces, full, strict=True):
+            piece.copy_(padded[: len(piece)])
+        return None
+
+    return all_gather
+
+
+def _scatter_uneven(scatter: Callable[..., Any]) -> Callable[..., Any]:
+    """gloo's reduce-scatter, of pieces that differ in their rows too: an all-reduce, of which each takes its own."""
+
+    def reduce_scatter(own: torch.Tensor, pieces: list[torch.Tensor], group: Any = None, **more: Any) -> Any:
+        if all(len(piece) == len(own) for piece in pieces):
+            return scatter(own, pieces, group=group, **more)
+        whole = torch.cat(list(pieces))
+        torch.distributed.all_reduce(whole, group=group)
+        own.copy_(whole.split([len(piece) for piece in pieces])[torch.distributed.get_rank(group)])
+        return None
+
+    return reduce_scatter
+
+
 def build_on(device: torch.device) -> None:
     """Where Megatron's modules get their memory from here on: meta gives them none."""
     cuda: Any = torch.cuda
@@ -118,6 +149,8 @@ def run_on_cpu() -> None:
     ):
         for name in names:
             setattr(owner, name, _nothing())
+    ranks: Any = torch.distributed
+    ranks.all_gather, ranks.reduce_scatter = _gather_uneven(ranks.all_gather), _scatter_uneven(ranks.reduce_scatter)
     cuda._lazy_call = lambda call, **kwargs: call()
     cuda.Stream = cuda.Event = _Nothing
     cuda.current_stream = cuda.default_stream = _Nothing

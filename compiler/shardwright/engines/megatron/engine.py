@@ -6,7 +6,7 @@ from shardwright.engines.engine import Engine, Traits
 from shardwright.engines.megatron.families import FAMILIES
 from shardwright.engines.megatron.keys import check_keys
 from shardwright.engines.megatron.names import ARGUMENTS_FILE
-from shardwright.engines.megatron.rules import RULES
+from shardwright.engines.megatron.rules import OWN_MODULES, RULES
 from shardwright.ir.model_graph import ModelGraph
 
 
@@ -38,10 +38,12 @@ MEGATRON = Engine(
         gathers_layers=False,
         chunked_loss=False,
         hpz=False,
+        gathers_keys=True,
     ),
     rules=RULES,
+    lifts=OWN_MODULES,
     check_extra=check_keys,
-    axes=frozenset({"virtual_stages", "sequence_parallel"}),
+    axes=frozenset({"context", "expert", "expert_tensor", "virtual_stages", "sequence_parallel"}),
     pads_vocabulary=True,
     lacks=_lacks,
 )

@@ -160,10 +160,13 @@ def _rank(plan: Any, config: Any, rank: int) -> str:
         theirs = (
             parallel_state.get_pipeline_model_parallel_rank(),
             parallel_state.get_data_parallel_rank(),
+            parallel_state.get_context_parallel_rank(),
             parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_expert_model_parallel_rank(),
         )
-        if theirs != (at.pipeline, at.data, at.tensor):
-            return f"its pipeline, data and tensor places are {theirs}, not {(at.pipeline, at.data, at.tensor)}"
+        ours = (at.pipeline, at.data, at.context, at.tensor, plan.expert_of(at))
+        if theirs != ours:
+            return f"its pipeline, data, context, tensor and expert places are {theirs}, not {ours}"
         settings = transformer_config(config, **parallel_settings(plan))
         length = plan.training.sequence_length
         chunks = build_chunks(config, settings, None, length=length, pipeline_rank=at.pipeline)
@@ -177,7 +180,7 @@ def _rank(plan: Any, config: Any, rank: int) -> str:
             size = piece.parameter.element_size()
         splits = {p.name: p for module in plan.tensor_parallel.modules for p in module.parameters}
         for name, numel in held.items():
-            if numel != (planned := splits[name].shard_numel(at.tensor)):
+            if numel != (planned := splits[name].shard_numel(at.tensor) // plan.expert_cut(name)):
                 return f"it holds {numel:,} elements of {name}, not {planned:,}"
         if (found := size * sum(held.values())) != at.parameter_bytes:
             return f"it holds {found:,} bytes of parameters, not {at.parameter_bytes:,}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from shardwright.diagnostics import Diagnostic, found
 from shardwright.ir.words import PartialCheckpointing
-from shardwright.layout.experts import experts_of
+from shardwright.layout.experts import expert_modules, experts_of
 from shardwright.layout.rule import Candidate, Rule, rule
 
 
@@ -42,7 +42,8 @@ def key_value_copies(x: Candidate) -> Diagnostic | None:
 
 def sequence_without_tensor(x: Candidate) -> Diagnostic | None:
     """It cuts the sequence over the tensor ranks (model_parallel_config.py, __post_init__)."""
-    s, length = x.strategy, x.recipe.training.sequence_length
+    s = x.strategy
+    length = x.recipe.training.sequence_length // s.context
     if not s.sequence_parallel or (s.tensor > 1 and length % s.tensor == 0):
         return None
     why = "there are no tensor ranks" if s.tensor == 1 else f"{length} tokens do not divide over {s.tensor} ranks"
@@ -117,14 +118,90 @@ def virtual_stages(x: Candidate) -> Diagnostic | None:
     )
 
 
+def context_pieces(x: Candidate) -> Diagnostic | None:
+    """A rank has a piece from the front of a row and one from the back (megatron/training/arguments.py, validate_args:
+    seq_length % (context_parallel_size * 2))."""
+    c, length = x.strategy.context, x.recipe.training.sequence_length
+    if c == 1 or length % (2 * c) == 0:
+        return None
+    return found(
+        "SW3164",
+        "parallelism.context",
+        f"context {c} under target: megatron cuts a row into {2 * c} pieces: {length} tokens do not divide over them",
+        "Use a context degree twice of which divides the sequence.",
+        tuple(n for n in range(1, length // 2 + 1) if length % (2 * n) == 0)[:8],
+    )
+
+
+def expert_groups(x: Candidate) -> Diagnostic | None:
+    """They are cut out of tensor x context x data ranks (megatron/core/parallel_state.py:882)."""
+    s = x.strategy
+    ranks, apart = s.tensor * s.shards, s.expert_tensor_ranks
+    if s.expert > 1 and not expert_modules(x.graph):
+        return found(
+            "SW3165",
+            "parallelism.expert",
+            f"expert {s.expert}: the model has no experts to share out",
+            "Use expert: 1.",
+            (1,),
+        )
+    if ranks % (s.expert * apart) == 0:
+        return None
+    return found(
+        "SW3165",
+        "parallelism.expert",
+        f"expert {s.expert} x expert-tensor {apart} do not divide the {ranks} ranks of tensor {s.tensor} x context "
+        f"{s.context} x data {s.data}",
+        "Megatron-Core takes expert ranks out of all ranks of a stage.",
+        tuple(n for n in range(1, ranks // apart + 1) if ranks % (n * apart) == 0)[:8],
+    )
+
+
+def expert_biases(x: Candidate) -> Diagnostic | None:
+    """megatron/core/transformer/transformer_config.py: "Bias in Moe is only supported when expert tensor parallelism
+    is 1"."""
+    s, modules = x.strategy, expert_modules(x.graph)
+    names = {p.name for layer in x.graph.layers for p in layer.parameters if len(p.shape) == 2}
+    if s.expert_tensor_ranks == 1 or not any(name.rpartition(".")[0] in modules for name in names):
+        return None
+    return found(
+        "SW3166",
+        "parallelism.expert_tensor",
+        f"experts with biases are not cut over tensor ranks under target: megatron: tensor {s.tensor}",
+        "Write `expert_tensor: 1`: tensor ranks then hold whole experts.",
+        (1,),
+    )
+
+
+def expert_tensor(x: Candidate) -> Diagnostic | None:
+    """Checkpoints by name have no word for experts that fewer ranks cut than the rest."""
+    s = x.strategy
+    if s.expert_tensor_ranks == s.tensor or (s.expert_tensor == 1 and expert_modules(x.graph)):
+        return None
+    why = f"experts are cut over all {s.tensor} tensor ranks here, or over none"
+    return found(
+        "SW3167",
+        "parallelism.expert_tensor",
+        f"expert_tensor {s.expert_tensor}: {why if expert_modules(x.graph) else 'the model has no experts'}",
+        "Use `tensor` or 1.",
+        ("tensor", 1),
+    )
+
+
 RULES: dict[str, Rule] = {
     "SW3151": rule(zero_2_and_3, "zero_stage"),
     "SW3152": rule(key_value_copies, "tensor"),
-    "SW3153": rule(sequence_without_tensor, "sequence_parallel", "tensor"),
+    "SW3153": rule(sequence_without_tensor, "sequence_parallel", "tensor", "context"),
     "SW3154": rule(other_schedules, "schedule"),
     "SW3155": rule(offload, "offload"),
     "SW3156": rule(experts_without_sequence, "sequence_parallel", "tensor"),
     "SW3157": rule(
         virtual_stages, "virtual_stages", "pipeline", "gradient_accumulation_steps", "activation_checkpointing"
     ),
+    "SW3164": rule(context_pieces, "context"),
+    "SW3165": rule(expert_groups, "expert", "expert_tensor", "tensor", "data", "context"),
+    "SW3166": rule(expert_biases, "expert_tensor", "tensor"),
+    "SW3167": rule(expert_tensor, "expert_tensor", "tensor"),
 }
+OWN_MODULES = frozenset({"SW3141", "SW3142", "SW3143", "SW3145", "SW3147"})
+"""Rules about this project's modules of context and expert ranks, which this engine does without."""

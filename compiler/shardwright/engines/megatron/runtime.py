@@ -19,7 +19,7 @@ def prepare_process(plan: Plan, *, own_loop: bool) -> None:
 
         run_on_cpu()
         return
-    if plan.strategy.tensor > 1:
+    if plan.strategy.tensor > 1 or plan.strategy.context > 1:
         # Kernels start in the order in which they were launched: a collective before the product that hides it.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
@@ -50,6 +50,9 @@ def group_settings(plan: Plan) -> dict[str, Any]:
     return {
         "tensor_model_parallel_size": s.tensor,
         "pipeline_model_parallel_size": s.pipeline,
+        "context_parallel_size": s.context,
+        "expert_model_parallel_size": s.expert,
+        "expert_tensor_parallel_size": s.expert_tensor_ranks,
         "virtual_pipeline_model_parallel_size": s.virtual_stages if s.virtual_stages > 1 else None,
         "create_gloo_process_groups": False,
     }

@@ -18,6 +18,7 @@ from torch import nn
 from shardwright.engines.megatron.build import ParameterPiece, build_chunks, fill, pieces, rotary_of, transformer_config
 from shardwright.engines.megatron.layout import parallel_settings
 from shardwright.engines.megatron.states import States
+from shardwright.engines.megatron.zigzag import own_piece, own_places
 from shardwright.engines.protocol import Counters, HeldParameter, LiveFragment, StepResult
 from shardwright.ir.partition import ParameterSplit
 from shardwright.modules.batches import HeldOut, MicroBatch
@@ -51,7 +52,7 @@ class Shards:
     """This rank's shards of Hugging Face's parameters, as the plan cuts them."""
 
     def __init__(self, plan: Plan, weights: Weights, transposed: frozenset[str]) -> None:
-        self.weights, self.transposed = weights, transposed
+        self.plan, self.weights, self.transposed = plan, weights, transposed
         self.tensor_rank = plan.ranks[dist.get_rank()].tensor
         self.splits: dict[str, ParameterSplit] = {
             p.name: p for module in plan.tensor_parallel.modules for p in module.parameters
@@ -60,6 +61,8 @@ class Shards:
     def shape(self, name: str) -> tuple[int, ...]:
         """As it is held, which is the other way round than Hugging Face has it where it is transposed."""
         shape = self.splits[name].shard_shape(self.tensor_rank)
+        if (cut := self.plan.expert_cut(name)) > 1:
+            shape = (shape[0] // cut, *shape[1:])
         return shape[::-1] if name in self.transposed else shape
 
     def read(self, name: str) -> torch.Tensor:
@@ -70,6 +73,9 @@ class Shards:
             cut = split.pieces(self.tensor_rank)
             parts = [self.weights.read(name, (split.dimension, start, length)) for start, length in cut]
             values = torch.cat(parts, dim=split.dimension)
+        if (shares := self.plan.expert_cut(name)) > 1:
+            count = values.shape[0] // shares
+            values = values.narrow(0, self.plan.expert_of(self.plan.ranks[dist.get_rank()]) * count, count)
         return values.t() if name in self.transposed else values
 
 
@@ -94,6 +100,7 @@ class MegatronTrainer:
         self.states = States(self.optimizer)
         self.forward_backward = get_forward_backward_func()
         self.loss_fn = CausalLoss(*self._vocabulary())
+        self.loss_fn.shifted = plan.strategy.context > 1
 
     def _mark_undecayed(self) -> None:
         """By the shape that Hugging Face has: an expert's bias is a row of a matrix there, and a vector here."""
@@ -162,7 +169,7 @@ class MegatronTrainer:
 
     def _pass(self, batches: list[MicroBatch], predicted: int, *, forward_only: bool) -> tuple[float, int]:
         """(the loss over all labels of every data rank, their number). predicted: of this data rank's."""
-        first = self.mine.tensor == 0 and self.mine.pipeline == 0
+        first = self.mine.tensor == 0 and self.mine.pipeline == 0 and self.mine.context == 0
         labels = int(self._sum(predicted if first else 0))
         self.loss_fn.scale = 1 / max(1, labels)
         feeds = [iter(batches) for _ in self.engine]
@@ -186,12 +193,12 @@ class MegatronTrainer:
 
     def _forward(self, feed: Iterator[MicroBatch], chunk: Any, *_: Any) -> tuple[torch.Tensor, Any]:
         """One micro-batch through one chunk, as Megatron's schedules call it."""
-        batch = next(feed)
-        ids = batch.input_ids.to(self.device)
-        places = batch.position_ids
-        if places is None:
-            places = torch.arange(ids.shape[1]).expand_as(ids)
-        seen = None if batch.position_ids is None else _own_document(places).to(self.device)
+        whole, ranks = next(feed), self.plan.strategy.context
+        batch = own_piece(whole, ranks, self.mine.context)
+        own = own_places(whole.input_ids.shape[1], ranks, self.mine.context)
+        ids, places, seen = batch.input_ids.to(self.device), own.expand(len(whole.input_ids), -1), None
+        if whole.position_ids is not None:
+            places, seen = whole.position_ids[:, own], _own_document(whole.position_ids)[:, :, own].to(self.device)
         out = chunk(input_ids=ids, position_ids=places.to(self.device), attention_mask=seen)
 
         def loss(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:

@@ -1,0 +1,109 @@
+"""The layouts that `target: megatron` is compared over with one plain process: each axis alone, pairs, and all at once
+on eight ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.parity.harness import Case
+
+
+def case(model: str = "llama", **fields: Any) -> Case:
+    return Case(model=model, target="megatron", **fields)
+
+
+def cut(tensor: int = 2, **fields: Any) -> dict[str, Any]:
+    """Tensor ranks that share out the sequence too."""
+    return {"tensor": tensor, "sequence_parallel": True, **fields}
+
+
+WHOLE = {"expert_tensor": 1}
+VIRTUAL = {"pipeline": 2, "virtual_stages": 2}
+LLAMA: dict[str, Case] = {
+    "one": case(zero_stage=0),
+    "tp2": case(tensor=2),
+    "tp2-sequence": case(**cut()),
+    "pp2": case(pipeline=2),
+    "pp4": case(pipeline=4, accumulation=4),
+    "dp2": case(data=2),
+    "dp2-zero0": case(data=2, zero_stage=0),
+    "cp2": case(context=2),
+    "cp4": case(context=4),
+    "vpp2-pp2": case("llama-deep", **VIRTUAL),
+    "vpp2-pp4": case("llama-deep", pipeline=4, virtual_stages=2, accumulation=4),
+    "clipping0-dp2": case(data=2, clipping=0.0),
+    "full-tp2": case(tensor=2, checkpointing="full"),
+    "selective-pp2-tp2": case(pipeline=2, tensor=2, checkpointing="selective"),
+    "partial-pp2": case(pipeline=2, checkpointing={"full": 1}),
+    "bf16-tp2": case(tensor=2, precision="bf16"),
+    "bf16-dp2": case(data=2, precision="bf16"),
+    "bf16-cp2": case(context=2, precision="bf16"),
+    "pp2-tp2-sequence": case(pipeline=2, **cut()),
+    "tp2-sequence-dp2": case(data=2, **cut()),
+    "cp2-pp2": case(context=2, pipeline=2),
+    "cp2-tp2-sequence": case(context=2, **cut()),
+    "cp2-dp2": case(context=2, data=2),
+    "cp2-full": case(context=2, checkpointing="full"),
+    "vpp2-pp2-tp2-sequence": case("llama-deep", **VIRTUAL, **cut()),
+    "vpp2-pp2-cp2": case("llama-deep", **VIRTUAL, context=2),
+    "vpp2-pp2-dp2-partial": case("llama-deep", **VIRTUAL, data=2, checkpointing={"full": 2}),
+    "tied-pp2": case("llama-tied", pipeline=2),
+    "tied-tp2": case("llama-tied", tensor=2),
+    "tied-cp2": case("llama-tied", context=2),
+    "tied-pp2-dp2": case("llama-tied", pipeline=2, data=2),
+    "rope-tp2": case("llama-rope", tensor=2),
+    "rope-pp2-cp2": case("llama-rope", pipeline=2, context=2),
+    "all-llama": case("llama-deep", **VIRTUAL, context=2, **cut()),
+    "all-rope": case("llama-rope", pipeline=2, data=2, **cut()),
+}
+OTHERS: dict[str, Case] = {
+    "qwen3": case("qwen3"),
+    "qwen3-tp2-sequence": case("qwen3", **cut()),
+    "qwen3-cp2": case("qwen3", context=2),
+    "qwen3-pp2-dp2": case("qwen3", pipeline=2, data=2),
+    "qwen3-all": case("qwen3", pipeline=2, data=2, **cut()),
+    "gpt2-tp2": case("gpt2-plain", tensor=2),
+    "gpt2-cp2": case("gpt2-plain", context=2),
+    "gpt2-dp2": case("gpt2-plain", data=2),
+    "gpt2-pp2-tp2": case("gpt2-plain", pipeline=2, tensor=2, zero_stage=0),
+    "gpt2-pp2-cp2": case("gpt2-plain", pipeline=2, context=2),
+}
+EXPERTS: dict[str, Case] = {
+    "mixtral-dp2": case("mixtral", data=2),
+    "mixtral-pp2": case("mixtral", pipeline=2),
+    "mixtral-tp2-sequence": case("mixtral", **cut()),
+    "mixtral-etp1": case("mixtral", **cut(), **WHOLE),
+    "mixtral-ep2": case("mixtral", data=2, expert=2),
+    "mixtral-ep2-zero0": case("mixtral", data=2, expert=2, zero_stage=0),
+    "mixtral-ep2-bf16": case("mixtral", data=2, expert=2, precision="bf16"),
+    "mixtral-ep2-cp2": case("mixtral", context=2, expert=2),
+    "mixtral-ep2-tp2": case("mixtral", data=2, expert=2, **cut()),
+    "mixtral-ep2-tp2-etp1": case("mixtral", expert=2, **cut(), **WHOLE),
+    "mixtral-ep2-dp4": case("mixtral", data=4, expert=2),
+    "mixtral-ep2-pp2": case("mixtral", data=2, expert=2, pipeline=2),
+    "mixtral-all": case("mixtral-deep", **VIRTUAL, data=2, expert=2, **cut(), **WHOLE),
+    "gpt-oss-dp2": case("gpt_oss", data=2),
+    "gpt-oss-cp2": case("gpt_oss", context=2),
+    "gpt-oss-tp2-ep2": case("gpt_oss", expert=2, **cut(), **WHOLE),
+}
+DEEPSEEK: dict[str, Case] = {
+    "deepseek": case("deepseek_v3"),
+    "deepseek-dp2": case("deepseek_v3", data=2),
+    "deepseek-pp2": case("deepseek_v3", pipeline=2),
+    "deepseek-cp2": case("deepseek_v3", context=2),
+    "deepseek-ep2": case("deepseek_v3", data=2, expert=2),
+    "deepseek-tp2-sequence": case("deepseek_v3", **cut()),
+    "deepseek-ep2-pp2": case("deepseek_v3", data=2, expert=2, pipeline=2),
+    "deepseek-ep4-etp1": case("deepseek_v3", data=2, expert=4, **cut(), **WHOLE),
+    "deepseek-all": case("deepseek_v3", pipeline=2, context=2, expert=2, **cut()),
+}
+GROUPS: dict[str, dict[str, Case]] = {"llama": LLAMA, "others": OTHERS, "experts": EXPERTS, "deepseek": DEEPSEEK}
+CASES: dict[str, Case] = {name: found for group in GROUPS.values() for name, found in group.items()}
+SAMPLE: dict[str, Case] = {
+    name: CASES[name]
+    for name in (
+        *("tp2", "dp2-zero0", "cp2-pp2", "bf16-dp2", "tied-pp2-dp2", "vpp2-pp2-tp2-sequence", "vpp2-pp2-dp2-partial"),
+        *("gpt2-pp2-tp2", "mixtral-ep2-tp2", "mixtral-ep2-cp2", "gpt-oss-tp2-ep2", "deepseek-ep2-pp2", "deepseek-all"),
+    )
+}
+"""What is run without `make prove`, in one launch."""
