@@ -278,13 +278,14 @@ def check_live_split(folder: Path) -> None:
     if degree == 1:
         return
     whole = {p["name"]: p["shape"] for m in plan["tensor_parallel"]["modules"] for p in m["parameters"]}
-    layers = plan["model"]["cut"]["stack"] + "."
+    layers, experts = plan["model"]["cut"]["stack"] + ".", plan["strategy"]["expert"]
     cut = total = 0
     for path in (folder / "run" / "ranks").iterdir():
         for name, shape in json.loads(path.read_text())["shapes"].items():
-            if name.startswith(layers) and len(shape) == 2:
+            if name.startswith(layers) and len(shape) in (2, 3):  # a matrix, or a stack of experts' matrices
+                ranks = degree * (experts if len(shape) == 3 else 1)
                 total += np.prod(whole[name])
-                cut += np.prod(whole[name]) * (np.prod(shape) * degree == np.prod(whole[name]))
+                cut += np.prod(whole[name]) * (np.prod(shape) * ranks == np.prod(whole[name]))
     assert cut / total >= 0.95
     assert plan["tensor_parallel"]["sharded_fraction"] >= 0.95
 

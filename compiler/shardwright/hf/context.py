@@ -3,6 +3,7 @@ nothing else of the model may look beyond a token, or at where a piece of the ro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from transformers import masking_utils
 from transformers.modeling_utils import AttentionInterface
 
 from shardwright.ir.apart import tensor_apart
@@ -38,6 +40,19 @@ def _no_attention() -> Iterator[list[object]]:
 
     with patch.object(AttentionInterface, "get_interface", interface):
         yield asked
+
+
+@contextmanager
+def _masks_of_whole_rows() -> Iterator[None]:
+    """A half of a row gets the mask of the row, as on a context rank."""
+    inner = masking_utils._preprocess_mask_arguments
+
+    def of_two_halves(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        done, mask, packed, queries, keys, *offsets = inner(*args, **kwargs)
+        return (done, mask, packed, *((queries, keys) if done else (2 * queries, 2 * keys)), *offsets)
+
+    with patch.object(masking_utils, "_preprocess_mask_arguments", of_two_halves):
+        yield
 
 
 @torch.no_grad()
@@ -70,6 +85,13 @@ def why_no_context(model: nn.Module, input_ids: torch.Tensor) -> str:
             return "its forward takes no positions"
         if not tensor_apart(pieces, plain) <= scale:
             return "it counts its positions itself"
+        try:
+            with _masks_of_whole_rows():
+                masked = torch.cat([logits(piece, at) for piece, at in _halves(input_ids)], dim=1)
+        except RuntimeError:  # its shapes are those of the half
+            masked = torch.full_like(plain, math.nan)
+        if not tensor_apart(masked, plain) <= scale:
+            return "it uses the mask outside of attention"
     return ""
 
 

@@ -28,10 +28,15 @@ def expert_modules(graph: ModelGraph) -> dict[str, int]:
         for p in layer.parameters:
             owned.setdefault(p.name.rpartition(".")[0], []).append(p.shape)
         for module, shapes in owned.items():
-            stacked = any(len(shape) == 3 for shape in shapes) and ("expert" in module or "moe" in module)
+            stacked = any(len(shape) == 3 for shape in shapes) and _is_routed(module)
             if layer.kind == "decoder" and stacked and len({shape[0] for shape in shapes}) == 1:
                 found[module] = shapes[0][0]
     return found
+
+
+def _is_routed(module: str) -> bool:
+    """Shared experts, which every token takes, may be a stack as well: each rank has all of them."""
+    return ("expert" in module or "moe" in module) and "shared" not in module.rpartition(".")[2]
 
 
 MOST_EXPERT_RANKS = 64

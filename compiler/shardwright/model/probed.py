@@ -18,6 +18,7 @@ from shardwright.hf.adapters import adapt
 from shardwright.hf.balance import NoBalance, affinity_of
 from shardwright.hf.context import why_no_context
 from shardwright.hf.experts import why_no_expert_ranks as no_expert_ranks
+from shardwright.hf.floats import untagged
 from shardwright.hf.packing import why_not_packed
 from shardwright.hf.probe import NotCuttable, Probed, find_cut, find_together, probe
 from shardwright.hf.shrink import VOCABULARY, shrink
@@ -136,7 +137,7 @@ def _why_no_context(model_type: str, text: str, attention: str) -> str:
     with _aside():
         try:
             model = _random_model(model_type, text, attention)
-            return why_no_context(model, task_of(model.config).example(VOCABULARY))
+            return why_no_context(model, task_of(model_type).example(VOCABULARY))
         except Exception as error:  # whatever a type's own code raises on a piece of a row
             return f"a tiny copy does not run on a piece of a row ({_first_line(error)})"
 
@@ -154,7 +155,7 @@ def _why_no_experts(model_type: str, text: str, attention: str, planned: tuple[s
     with _aside():
         try:
             model = _random_model(model_type, text, attention)
-            return no_expert_ranks(model, task_of(model.config).example(VOCABULARY), frozenset(planned))
+            return no_expert_ranks(model, task_of(model_type).example(VOCABULARY), frozenset(planned))
         except Exception as error:  # whatever a type's own code raises with some of its experts
             return f"a tiny copy does not run with some of its experts ({_first_line(error)})"
 
@@ -169,7 +170,7 @@ def _router_affinity(model_type: str, text: str, attention: str) -> str | NoBala
     with _aside():
         try:
             model = _random_model(model_type, text, attention)
-            return affinity_of(model, task_of(model.config).example(VOCABULARY))
+            return affinity_of(model, task_of(model_type).example(VOCABULARY))
         except Exception as error:  # whatever a type's own code raises at this size
             return NoBalance(f"a tiny copy does not run ({_first_line(error)})")
 
@@ -187,7 +188,7 @@ def _together(model_type: str, text: str, attention: str | None) -> tuple[Range,
 
 
 def _build(model_type: str, text: str, attention: str | None) -> PreTrainedModel:
-    config = CONFIG_MAPPING[model_type].from_dict(json.loads(text))
+    config = CONFIG_MAPPING[model_type].from_dict(untagged(json.loads(text)))
     return task_of(config).build(config, attention)
 
 

@@ -16,6 +16,7 @@ from tests.zoo.configs import tiny_config
 INTERFACE = "its attention does not go through transformers' attention interface"
 MIXES = "its tokens see each other outside of attention"
 COUNTS = "it counts its positions itself"
+MASKS = "it uses the mask outside of attention"
 FOUND = {
     "llama": "",
     "gpt2": "",
@@ -30,6 +31,8 @@ FOUND = {
     "qwen3_next": MIXES,
     "roberta": COUNTS,
     "llama4_text": COUNTS,
+    "deepseek_v32": MASKS,
+    "doge": MASKS,
 }
 
 

@@ -11,8 +11,9 @@ from shardwright.ir.json_value import JsonValue
 from shardwright.ir.lora import LoraSection
 from shardwright.layout.experts import expert_modules
 from shardwright.layout.problem import Problem
+from shardwright.model.build import build_model_graph
 from shardwright.rules.registry import check_layout
-from tests.unit.model.factory import SMALL_LLAMA, graph_of, recipe_of
+from tests.unit.model.factory import SMALL_LLAMA, graph_of, model_section, recipe_of
 from tests.unit.rules.test_context import errors
 from tests.unit.rules.test_layout import change
 from tests.zoo.configs import tiny_config
@@ -29,6 +30,15 @@ TWO = change(tensor=1, pipeline=2, data=4, expert=2, gradient_accumulation_steps
 def test_a_mixture_runs() -> None:
     assert not errors(MIXTURE, TWO)
     assert set(expert_modules(graph_of(MIXTURE)).values()) == {6}
+
+
+@pytest.mark.parametrize("model_type", ["inkling_text", "granitemoehybrid", "nemotron_h"])
+def test_mixtures_beside_other_things_run(model_type: str) -> None:
+    """Shared experts that are a stack of their own, and infinite numbers in the configuration."""
+    config = tiny_config(model_type)
+    two = change(tensor=1, pipeline=1, data=4, expert=2, gradient_accumulation_steps=4)
+    assert not [code for code in errors(config, two) if code in ("SW3146", "SW3147")]
+    assert set(expert_modules(build_model_graph(model_section(config))).values()) == {4}
 
 
 def test_expert_ranks_are_data_ranks() -> None:
