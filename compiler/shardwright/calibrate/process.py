@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from shardwright.calibrate.job import Job, Told
 from shardwright.calibrate.machine import cpu_name
 from shardwright.launch.run import free_port
+from shardwright.modules.host_memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from shardwright.calibrate.clock import Stopwatch
@@ -26,6 +27,7 @@ SHARES = {"layers": 0.4, "engine": 0.45, "kernels": 0.6}
 def main(folder: Path) -> int:
     job, rank = Job.read(folder), int(os.environ["RANK"])
     if job.is_cpu:
+        keep_freed_memory()  # as on the ranks of a run
         os.environ["DS_ACCELERATOR"] = "cpu"
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     import torch

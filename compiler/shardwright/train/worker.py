@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from shardwright.diagnostics import Refusal
 from shardwright.engines.protocol import runtime_of
 from shardwright.lease import Lease
+from shardwright.modules.host_memory import keep_freed_memory
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
 from shardwright.train.confidential import blotter, take_environment
@@ -96,6 +97,8 @@ def _failure(plan: Plan, rank: int, error: BaseException) -> RankFailed:
 def _train(plan: Plan, folder: Path, rank: int, watch: Watch, lease: Lease | None) -> int:
     """lease: rank 0's. Returns the exit code: 0, or what a scheduler wants of a run that was told to stop."""
     runtime = runtime_of(plan)
+    if plan.is_cpu:
+        keep_freed_memory()
     runtime.prepare_process(plan, own_loop=False)
     from shardwright.train.agreement import check_world
 
