@@ -9,8 +9,9 @@ import pytest
 
 from shardwright.cost.breakdown import break_down
 from shardwright.cost.constants import default_constants
-from shardwright.cost.replaced import constants_of, run_of
+from shardwright.cost.replaced import ZERO3_FORWARD_HOOKS, constants_of, run_of
 from shardwright.ir.measured import Machine, Measurements
+from shardwright.ir.words import PartialCheckpointing
 from shardwright.layout.estimate import Estimate
 from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
@@ -97,6 +98,20 @@ def test_the_engine_adds_its_own() -> None:
     assert with_it.optimizer_seconds == pytest.approx(7.0)
     other = dataclasses.replace(ONE, zero_stage=2)
     assert estimate(found, other).time == estimate(measurements(), other).time
+
+
+def test_a_repeated_forward_pass_has_the_hooks_of_zero_3_again() -> None:
+    """Without ZeRO-3 no module is fetched."""
+    for stage, again in ((2, 0.0), (3, ZERO3_FORWARD_HOOKS)):
+        plain, hooked = (
+            measurements(engine=(engine(stage),)),
+            measurements(engine=(engine(stage, layer=0.25),)),
+        )
+        for choice, repeated in (("none", 0), (PartialCheckpointing(full=1), 1), ("full", LAYERS - 2)):
+            s = dataclasses.replace(ONE, zero_stage=stage, activation_checkpointing=choice)
+            more = estimate(hooked, s).time.step_seconds - estimate(plain, s).time.step_seconds
+            layers = LAYERS - 2 + again * repeated
+            assert more == pytest.approx(0.25 * layers * ONE.gradient_accumulation_steps)
 
 
 def test_a_layout_that_ran_takes_what_it_took() -> None:
