@@ -71,6 +71,15 @@ def pieces_of_step(documents: list[bytes], step: int, batch: int) -> list[dict[s
 PLAIN = Case(model="llama", pipeline=2, data=2, checkpointing="full")
 SINGLE = Case(model="gpt2", tensor=2, zero_stage=0)
 """On one stage: the Hugging Face model's own forward."""
+WIDE: dict[str, Case] = {
+    "llama-s2-tp2-zero3": Case(model="llama", context=2, tensor=2, zero_stage=3),
+    "llama-s2-dualpipev": Case(model="llama", context=2, pipeline=2, schedule="dualpipev", accumulation=4),
+    "mixtral-e2-zero2-chunked": Case(model="mixtral", data=2, expert=2, zero_stage=2, loss="chunked"),
+    "mixtral-e2-pp2-tp2": Case(model="mixtral", data=2, expert=2, pipeline=2, tensor=2),
+    "qwen3-moe-e2-s2-tp2-zero3": Case(model="qwen3_moe", context=2, expert=2, tensor=2, zero_stage=3),
+    "qwen3-moe-e2-s2-pp2-full": Case(model="qwen3_moe", context=2, expert=2, pipeline=2, checkpointing="full"),
+}
+"""Documents that lie across context ranks, and rows that meet at experts of other ranks."""
 
 
 @pytest.mark.launch
@@ -83,6 +92,7 @@ SINGLE = Case(model="gpt2", tensor=2, zero_stage=0)
         (Case(model="llama", data=2, zero_stage=2, checkpointing="full", kernels="compile"), False),
         pytest.param(SINGLE, False, marks=pytest.mark.prove),
         pytest.param(SINGLE, True, marks=pytest.mark.prove),
+        *(pytest.param(case, False, marks=pytest.mark.prove) for case in WIDE.values()),
     ],
     ids=[
         "llama-pp2-dp2-full",
@@ -91,6 +101,7 @@ SINGLE = Case(model="gpt2", tensor=2, zero_stage=0)
         "llama-dp2-full-compile",
         "gpt2-tp2-zero0",
         "gpt2-tp2-flash",
+        *WIDE,
     ],
 )
 def test_packed_documents_do_not_see_each_other(

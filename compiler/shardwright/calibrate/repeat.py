@@ -1,7 +1,7 @@
 """How a thing is timed: again and again until its time is up, and what is made of the seconds.
 
-The machine may have other work. A quartile of the fast side is what the thing takes while nothing disturbs it, and
-moves less than the mean or the least one; how far the quartiles lie apart says how quiet it was.
+The median, as a step of a run is the sum of many such things and its median near the sum of theirs. Other work on the
+machine moves it less than the mean; how far the quartiles lie apart says how quiet it was.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Clock = Callable[[], float]
 
 
 def figure(seconds: Sequence[float], scale: float = 1.0) -> Figure:
-    """The lower quartile. scale: of the value."""
+    """The median. scale: of the value."""
     ordered = sorted(seconds)
     if len(ordered) == 1:
         return Figure(value=ordered[0] * scale, n=1, spread=0.0)
     low, middle, high = statistics.quantiles(ordered, n=4, method="inclusive")
-    return Figure(value=low * scale, n=len(ordered), spread=(high - low) / middle if middle > 0 else 0.0)
+    return Figure(value=middle * scale, n=len(ordered), spread=(high - low) / middle if middle > 0 else 0.0)
 
 
 def repeated(
