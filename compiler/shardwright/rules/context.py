@@ -26,8 +26,8 @@ def row(x: Candidate) -> Diagnostic | None:
 
 
 def heads(x: Candidate) -> Diagnostic | None:
-    """In attention each rank has as many heads; those of keys are repeated where they are fewer. Heads of a model
-    whose rows are cut over no ranks at all say nothing: SW3143 does."""
+    """In attention each rank has as many heads; those of keys are repeated where they are fewer. Not asked of
+    a type that context ranks refuse altogether (SW3143)."""
     s = x.strategy
     if x.graph.context_ranks:
         return None
