@@ -225,19 +225,25 @@ def _measure(folder: Path, plan: Plan, wanted: Reference, say: Say) -> tuple[Com
     _launch(out)
     rows = _metrics(out)
     say("exporting its last checkpoint")
-    first = _exported(plan, out, folder / "first")
-    held = sum(_held(out, rank.rank) != rank.parameter_bytes for rank in plan.ranks)
     used = {name: weight for name, weight in wanted.weights.items() if name not in wanted.unused}
     if plan.lora is not None:
         used = {name.replace(".default.", "."): weight for name, weight in used.items()}  # as peft saves them
-    mine = {name: weight for name, weight in first.items() if name in used or name not in wanted.unused}
+    first: dict[str, torch.Tensor] = {}
+    try:
+        first = _exported(plan, out, folder / "first")
+    except Refusal as refused:  # of a checkpoint that this run wrote
+        weights = Comparison("weights", refused.diagnostics[0].message, math.inf, WEIGHT_ABSOLUTE)
+    else:
+        mine = {name: weight for name, weight in first.items() if name in used or name not in wanted.unused}
+        weights = Comparison("weights", "trained, saved and exported", weights_apart(mine, used), WEIGHT_ABSOLUTE)
+    held = sum(_held(out, rank.rank) != rank.parameter_bytes for rank in plan.ranks)
     trained = (
         Comparison("losses", f"of {tiny.STEPS} steps", _off(rows, "loss", wanted.losses), LOSS_ABSOLUTE),
         Comparison(
             "gradient norms", "relative", _off(rows, "grad_norm", wanted.grad_norms, relative=True), NORM_RELATIVE
         ),
         Comparison("learning rates", "", _off(rows, "learning_rate", wanted.learning_rates), RATE_ABSOLUTE),
-        Comparison("weights", "trained, saved and exported", weights_apart(mine, used), WEIGHT_ABSOLUTE),
+        weights,
         *_held_out(out, wanted),
         Comparison("split", "ranks that hold other bytes than planned", float(held), 0.0),
     )
