@@ -52,8 +52,9 @@ def read_record(kind: type[Record], value: object, **given: object) -> Record:
 
 
 def carried(kind: type[Record], source: object, /, **changes: object) -> Record:
-    """A record of another kind with the fields that the two share."""
-    names = [f.name for f in dataclasses.fields(cast(Any, kind)) if f.name not in changes]
+    """A record of another kind with the fields that the two share; the others take their defaults."""
+    fields = [f for f in dataclasses.fields(cast(Any, kind)) if f.name not in changes]
+    names = [f.name for f in fields if f.default is dataclasses.MISSING or hasattr(source, f.name)]
     return kind(**{name: getattr(source, name) for name in names}, **changes)
 
 

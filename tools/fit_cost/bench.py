@@ -22,7 +22,6 @@ from shardwright.cost.memory import framework_bytes
 from shardwright.engines.table import family_of, title_of
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import Estimate
-from shardwright.layout.problem import Problem
 from shardwright.search.settle import place, settle
 from tools.fit_cost import score, score_engines
 from tools.fit_cost.cases import (
@@ -128,7 +127,7 @@ def _held_in_its_terms(case: Case, c: Constants, found: Estimate) -> float:
     """What the row's source would print as GB. nanotron: torch.cuda.max_memory_allocated() / 1024^3 of the first rank
     (its create_table_log, "Mem Alloc (GB)"). A row whose notes say that it is what the
     allocator reserved has no CUDA context and no communicators in it."""
-    problem = Problem(recipe=case.recipe, graph=case.graph, cluster=case.cluster)
+    problem = case.problem
     if case.row.get("engine") == "nanotron":
         return allocated_bytes(place(problem, case.strategy, c)) / 2**30
     if RESERVED in case.row["notes"]:
@@ -283,7 +282,7 @@ def kinds(found: list[tuple[Case, float]]) -> dict[str, Any]:
 def _names(case: Case) -> tuple[str, ...]:
     """Of the regimes that the case belongs to, and its kind in the family of its engine."""
     recipe: Recipe = case.recipe
-    layout, _ = settle(Problem(recipe=recipe, graph=case.graph, cluster=case.cluster), case.strategy)
+    layout, _ = settle(case.problem, case.strategy)
     family = family_of(recipe.target, recipe.assume.kernels)
     return tuple(dict.fromkeys((*regimes(layout), f"{family}, {kind_of(layout)}")))
 

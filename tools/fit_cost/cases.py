@@ -66,6 +66,10 @@ class Case:
     strategy: Strategy
 
     @property
+    def problem(self) -> Problem:
+        return Problem(recipe=self.recipe, graph=self.graph, cluster=self.cluster, experts_apart=True)
+
+    @property
     def project(self) -> str:
         return project_of(self.row)
 
@@ -124,9 +128,7 @@ def case_of(row: Row) -> Case:
 
 
 def estimate(case: Case, constants: Constants) -> Estimate:
-    return settled_estimate(
-        Problem(recipe=case.recipe, graph=case.graph, cluster=case.cluster), case.strategy, (), constants
-    )
+    return settled_estimate(case.problem, case.strategy, (), constants)
 
 
 def as_scored(found: Estimate) -> dict[str, Any]:

@@ -15,7 +15,6 @@ import numpy as np
 from shardwright.cost.constants import Constants, constant_entries
 from shardwright.cost.layout import lay_out, placed
 from shardwright.cost.timing import estimate_time
-from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.search.settle import place, settle
 from tools.fit_cost import score, score_engines
@@ -103,7 +102,7 @@ def time_residuals(cases: Sequence[Case], c: Constants) -> list[float]:
 
 def step_seconds(case: Case, c: Constants) -> float:
     """With the layers placed as the constants of the package place them, which a fit hardly changes."""
-    problem = Problem(recipe=case.recipe, graph=case.graph, cluster=case.cluster)
+    problem = case.problem
     strategy, boundaries = _placed(case)
     return estimate_time(placed(lay_out(problem, strategy, c), boundaries)).step_seconds
 
@@ -111,7 +110,7 @@ def step_seconds(case: Case, c: Constants) -> float:
 def _placed(case: Case) -> tuple[Strategy, tuple[int, ...]]:
     key = case.row["id"]
     if key not in _PLACED:
-        layout, _ = settle(Problem(recipe=case.recipe, graph=case.graph, cluster=case.cluster), case.strategy)
+        layout, _ = settle(case.problem, case.strategy)
         _PLACED[key] = layout.strategy, layout.boundaries
     return _PLACED[key]
 
@@ -133,7 +132,7 @@ def memory_residuals(cases: Sequence[Case], c: Constants) -> list[float]:
         else:
             # That it ran, or did not, is certain: no robust loss. The allocator's slack decides nothing.
             usable = memory.capacity_bytes * (1 - c.driver_share)
-            layout = place(Problem(recipe=case.recipe, graph=case.graph, cluster=case.cluster), case.strategy, c)
+            layout = place(case.problem, case.strategy, c)
             over = math.log(live_bytes(layout) / usable)
             ran = not case.row["measured"]["oom"]
             error = max(0.0, over) / RAN_NOISE if ran else min(0.0, over - BOUND_MARGIN) / OUT_OF_MEMORY_NOISE

@@ -94,6 +94,7 @@ PIECES: dict[str, Piece] = {
     "evaluation": Piece(
         tests=("tests/parity/test_evaluation.py",), speaks_of=(*ENGINE, *DATA, *RUN), areas=("evaluation",)
     ),
+    "bytes": Piece(tests=("tests/parity/test_bytes.py",), speaks_of=(*ENGINE, *COST), areas=("bytes",)),
     "packing-parity": Piece(tests=("tests/parity/test_packing.py",), speaks_of=(*ENGINE, *DATA)),
     "resume": Piece(
         tests=("tests/parity/test_prove.py::test_resume",),

@@ -12,7 +12,7 @@ from shardwright.cli.tables import table_lines, title
 from shardwright.cost.breakdown import RankBreakdown, StepParts
 from shardwright.cost.goodput import Goodput, goodput
 from shardwright.cost.measured import error_words
-from shardwright.figures import rate
+from shardwright.figures import file_size, rate
 from shardwright.ir.weights import weights_words
 from shardwright.layout.problem import Problem
 from shardwright.records import carried
@@ -40,6 +40,17 @@ STEP_WORDS = {
     "data_comm_seconds": "data-parallel collectives",
     "optimizer_seconds": "the optimizer",
     "idle_seconds": "idle: the pipeline fills and drains",
+}
+# `Traffic`'s fields in words.
+MOVED_WORDS = {
+    "rows": "rows of tokens to their experts and back",
+    "trades": "tokens for heads around attention",
+    "activations": "activations over tensor ranks, reduced",
+    "joined": "activations over tensor ranks, gathered",
+    "sent": "activations and gradients to other pipeline ranks",
+    "tied": "the gradient of the tied weights",
+    "reduced": "gradients over data ranks, reduced",
+    "gathered": "parameters over data ranks, gathered",
 }
 # (words, the parts of `StepParts`) of the table by pipeline rank
 RANK_COLUMNS = (
@@ -78,7 +89,7 @@ def page(subject: PricedRecipe, found: PlanExplanation) -> str:
     sections = [
         _head(subject, found),
         _memory(subject, found),
-        *(part(found) for part in (_step, _reasons, _sensitivity, _next)),
+        *(part(found) for part in (_step, _moved, _reasons, _sensitivity, _next)),
         explain_lines(subject.recipe, subject.cluster),
     ]
     return "\n\n".join("\n".join(section) for section in sections if section)
@@ -219,6 +230,20 @@ def _step(found: PlanExplanation) -> list[str]:
         bold = [i for i, r in enumerate(ranks) if r.pipeline_rank == found.breakdown.slowest]
         lines += ["", *table_lines(header, each, bold=bold, indent="  "), *_left_out(found)]
     return lines
+
+
+def _moved(found: PlanExplanation) -> list[str]:
+    traffic = found.breakdown.ranks[found.breakdown.slowest].traffic
+    rows = [(words, float(getattr(traffic, name))) for name, words in MOVED_WORDS.items()]
+    rows = [(words, size) for words, size in rows if size]
+    if not rows:
+        return []
+    of = f" of pipeline rank {found.breakdown.slowest}" if len(found.breakdown.ranks) > 1 else ""
+    cells = [(words, file_size(round(size))) for words, size in rows]
+    return [
+        title(f"Moved: what a device{of} hands to collectives in a step"),
+        *table_lines(("what", "bytes"), cells, text=(0,), indent="  "),
+    ]
 
 
 def _sum(parts: StepParts, names: tuple[str, ...]) -> float:

@@ -13,6 +13,7 @@ from shardwright.cost.offload import host_transfer_seconds
 from shardwright.cost.passes import again_seconds, passes
 from shardwright.cost.replaced import run_factor, scaled
 from shardwright.cost.timing import StageSeconds, optimizer_seconds, schedule_seconds, stage_seconds
+from shardwright.cost.traffic import Traffic, step_traffic
 from shardwright.layout.estimate import Estimate, StageMemory
 
 
@@ -68,13 +69,14 @@ class RankMemory:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBreakdown:
     """One pipeline rank. layers: [start, stop) of graph.layers, two for DualPipeV. in_flight: micro-batches whose
-    activations each of them keeps at once."""
+    activations each of them keeps at once. traffic: of one of its devices."""
 
     pipeline_rank: int
     layers: tuple[tuple[int, int], ...]
     in_flight: tuple[float, ...]
     memory: RankMemory
     time: StepParts
+    traffic: Traffic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +104,7 @@ def break_down(layout: Layout, estimate: Estimate) -> Breakdown:
             in_flight=tuple(block.in_flight for block in layout.ranks[rank]),
             memory=_memory(held.of(rank, layout.ranks[rank], 0), estimate.memory.stages[rank], framework),
             time=_scaled(_rank_parts(layout, time.step_seconds, rank, schedule, stages[rank]), factor),
+            traffic=step_traffic(layout, rank),
         )
         for rank in range(s.pipeline)
     )

@@ -8,6 +8,8 @@ from __future__ import annotations
 from shardwright.cost.collectives import Group, all_reduce_seconds, gather_seconds, ring_start_seconds, send_seconds
 from shardwright.cost.layout import Layout
 from shardwright.cost.passes import FORWARD_SHARE
+from shardwright.cost.traffic import reduced_gradients
+from shardwright.cost.whole import gathered_again
 from shardwright.ir.recipe import ELEMENT_BYTES
 from shardwright.layout.buckets import BUCKET_NUMEL, PREFETCH_NUMEL
 
@@ -22,7 +24,7 @@ def data_comm_seconds(layout: Layout, rank: int, compute_seconds: float) -> floa
     if s.zero_stage == 3:
         return tied + _zero_3_seconds(layout, rank, compute_seconds)
     parts = _by_group(layout, rank, layout.trained_of(layout.ranks[rank]))
-    gradient = ELEMENT_BYTES[layout.accumulation_dtype] if s.zero_stage <= 1 else layout.element_bytes
+    reductions, gradient = reduced_gradients(layout)
     behind = 1 - FORWARD_SHARE if s.pipeline == 1 else 0.0
     if s.zero_stage == 0:
         reduce = sum(all_reduce_seconds(cluster, c, group, n * gradient, _buckets(n)) for n, group in parts)
@@ -31,7 +33,6 @@ def data_comm_seconds(layout: Layout, rank: int, compute_seconds: float) -> floa
         sum(gather_seconds(cluster, c, group, n * size, _buckets(n)) for n, group in parts) / zero_efficiency(layout)
         for size in (gradient, layout.element_bytes)
     )
-    reductions = s.gradient_accumulation_steps if s.zero_stage == 2 else 1
     if s.zero_stage == 1 and not layout.traits.zero_1_overlaps:
         behind = 0.0
     return tied + reductions * _exposed(layout, reduce, behind * compute_seconds) + gather
@@ -59,9 +60,9 @@ def zero_efficiency(layout: Layout) -> float:
 
 
 def _zero_3_seconds(layout: Layout, rank: int, compute_seconds: float) -> float:
-    """Each layer's parameters are gathered for forward and backward, and its gradients reduced, at every micro-batch,
-    behind the compute (arXiv 1910.02054); with hpZ gathered from the second copy inside the node, but once a step
-    (arXiv 2306.10209)."""
+    """Each layer's parameters are gathered for forward and backward (see whole.py), and its gradients
+    reduced, at every micro-batch, behind the compute (arXiv 1910.02054); with hpZ gathered from the second copy inside
+    the node, but once a step (arXiv 2306.10209)."""
     s, c, cluster = layout.strategy, layout.constants, layout.cluster
     m, element = s.gradient_accumulation_steps, layout.element_bytes
     held, numel = layout.numel(rank), layout.trained_of(layout.ranks[rank])
@@ -73,17 +74,20 @@ def _zero_3_seconds(layout: Layout, rank: int, compute_seconds: float) -> float:
         reductions = _buckets(numel)
         gathers_a_pass = max(gathers_a_pass, min(held / PREFETCH_NUMEL, layout.shapes.matrices))
     hooks = _hook_seconds(layout, rank) if own else 0.0
+    again = gathered_again(layout, layout.ranks[rank])
     kinds = _by_group(layout, rank, numel)
     reduce = sum(gather_seconds(cluster, c, over, n * element, 0) for n, over in kinds) / efficiency
     if len(kinds) > 1:  # the gathers are of the same bytes, experts' in calls of their own
-        starts = 3 * layers * ring_start_seconds(c, kinds[1][1])
-        dense = (2 * gathers_a_pass + reductions) * ring_start_seconds(c, group)
-        return m * max(_exposed(layout, 3 * reduce, compute_seconds) + starts + dense, hooks - compute_seconds)
+        starts = (2 + again) * layers * ring_start_seconds(c, kinds[1][1])
+        dense = ((1 + again) * gathers_a_pass + reductions) * ring_start_seconds(c, group)
+        moved = (2 + again) * reduce
+        return m * max(_exposed(layout, moved, compute_seconds) + starts + dense, hooks - compute_seconds)
 
     def micro_batch(forward: Group, backward: Group) -> float:
         """Gathers over these groups; the ring's steps do not hide: at each of them the ranks wait for one another."""
-        gathers = sum(gather_seconds(cluster, c, over, held * element, 0) for over in (forward, backward)) / efficiency
-        starts = gathers_a_pass * sum(ring_start_seconds(c, over) for over in (forward, backward))
+        gathered = list(zip((held * element, again * held * element), (forward, backward), strict=True))
+        gathers = sum(gather_seconds(cluster, c, over, moved, 0) for moved, over in gathered) / efficiency
+        starts = gathers_a_pass * (ring_start_seconds(c, forward) + again * ring_start_seconds(c, backward))
         starts += reductions * ring_start_seconds(c, group)
         return max(_exposed(layout, gathers + reduce, compute_seconds) + starts, hooks - compute_seconds)
 
@@ -102,7 +106,7 @@ def _zero_3_seconds(layout: Layout, rank: int, compute_seconds: float) -> float:
 def _hook_seconds(layout: Layout, rank: int) -> float:
     """The host's floor of a micro-batch: a fetch and a release around each module that holds parameters, in the forward
     pass, where it is run again, and in the backward pass (DeepSpeed zero/parameter_offload.py)."""
-    counted = layout.shapes.stacked_modules if layout.recipe.prices_own_run else layout.shapes.modules
+    counted = layout.shapes.modules if layout.problem.experts_apart else layout.shapes.stacked_modules
     modules = sum(counted[block.stop] - counted[block.start] for block in layout.ranks[rank])
     passes = 2 + (layout.checkpointed is None and layout.strategy.checkpointing == "full")
     return 2 * passes * modules * layout.constants.hook_seconds

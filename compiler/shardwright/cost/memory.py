@@ -10,6 +10,7 @@ from shardwright.cost.activations import Share, own_modules
 from shardwright.cost.constants import default_constants
 from shardwright.cost.experts import exchanged_bytes
 from shardwright.cost.layout import Block, Layout
+from shardwright.cost.whole import whole_weights
 from shardwright.ir.recipe import ELEMENT_BYTES
 from shardwright.layout.buckets import BUCKET_NUMEL, LIVE_NUMEL
 from shardwright.layout.estimate import Memory, StageMemory
@@ -117,6 +118,7 @@ class RankBytes:
         bucket = _bucket_bytes(layout, numel)
         # Two phases that never meet: the last backward pass, and the optimizer's step, when no activation is left.
         backward = activations + self._working[layout.has_head(blocks), _is_made_again(layout, blocks)]
+        backward += _whole_bytes(layout, blocks)
         if layout.strategy.pipeline == 1:
             backward += bucket
         step = bucket + _copied_bytes(layout, numel)
@@ -191,7 +193,7 @@ def _is_made_again(layout: Layout, blocks: tuple[Block, ...]) -> bool:
 
 def _working_bytes(layout: Layout, with_head: bool, again: bool) -> float:
     """Short-lived: the layer in its backward pass, or the loss over the vocabulary, whichever is more (they never
-    meet), beside masks and gathered layers. What a rank's number of parameters decides is not in it. again: see
+    meet), beside masks. What a rank's number of parameters decides is not in it. again: see
     _is_made_again."""
     s, c, found = layout.strategy, layout.constants, layout.activations
 
@@ -214,12 +216,18 @@ def _working_bytes(layout: Layout, with_head: bool, again: bool) -> float:
         if s.loss == "chunked" and not layout.adapters:
             # The chunks' gradients of the head's weight are summed before they reach the parameter.
             loss += layout.shapes.head_width * layout.graph.hidden_size * layout.element_bytes
-    total = max(layer, loss) + made(found.context)  # masks are of the whole row on each rank
-    if s.zero_stage >= 3 and s.shards > 1:
-        # The layer in use and the one fetched ahead, as far as DeepSpeed lets them live together.
-        layers, widest = 2 * layout.shapes.largest_layer(s.expert), layout.shapes.largest_product(s.expert)
-        total += min(layers, LIVE_NUMEL + widest) * layout.element_bytes
-    return total
+    return max(layer, loss) + made(found.context)  # masks are of the whole row on each rank
+
+
+def _whole_bytes(layout: Layout, blocks: tuple[Block, ...]) -> float:
+    """ZeRO-3's gathered weights: the layer in use and the one fetched ahead, as far as DeepSpeed lets them live
+    together, or those that stay whole from the forward to the backward pass."""
+    s = layout.strategy
+    if s.zero_stage < 3 or s.shards == 1:
+        return 0.0
+    layers, widest = 2 * layout.shapes.largest_layer(s.expert), layout.shapes.largest_product(s.expert)
+    kept = 0.0 if layout.traits.gathers_layers else whole_weights(layout, blocks).kept
+    return max(min(layers, LIVE_NUMEL + widest), kept) * layout.element_bytes
 
 
 def _output_bytes(layout: Layout) -> float:

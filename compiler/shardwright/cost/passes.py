@@ -6,15 +6,15 @@ All of it adds up over the layers, so a stage of any partition is a difference o
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from shardwright.cost.collectives import all_reduce_seconds, gather_seconds, send_seconds
-from shardwright.cost.compute import layer_seconds, stops_early
+from shardwright.cost.compute import layer_seconds
 from shardwright.cost.experts import exchanged_seconds
 from shardwright.cost.layout import Block, Layout
 from shardwright.cost.replaced import host_seconds
+from shardwright.cost.traffic import hidden_bytes, layer_reductions, traded_bytes
 from shardwright.ir.recipe import ELEMENT_BYTES
 from shardwright.remembered import remembered
 
@@ -138,9 +138,8 @@ def _accumulation_seconds(layout: Layout) -> list[float]:
 def _tensor_comm_seconds(
     layout: Layout, ahead_compute: Sequence[float], back_compute: Sequence[float], again_compute: Sequence[float]
 ) -> tuple[list[float], list[float], list[float]]:
-    """Per decoder layer, forward, backward, and backward where partial checkpointing recomputes it: an all-reduce for
-    each half whose features are cut (arXiv 1909.08053), those that recomputation repeats (the attention module has one,
-    Megatron's "selective" none), and the gathers of the linears whose output is whole. The embedding reduces its rows
+    """Per decoder layer, forward, backward, and backward where partial checkpointing recomputes it: all-reduces (see
+    traffic.layer_reductions), and the gathers of the linears whose output is whole. The embedding reduces its rows
     forward, the head its input's gradient backward. The rest: seconds of each layer's compute, beside which the host
     launches (see _host_of_collective).
     """
@@ -150,14 +149,7 @@ def _tensor_comm_seconds(
         return [0.0] * layers, [0.0] * layers, [0.0] * layers
     group, message = layout.group(s.tensor, 1), layout.tokens * layout.element_bytes
     reduce = all_reduce_seconds(cluster, c, group, message * layout.graph.hidden_size)
-    attention, feed_forward = shapes.attention_degree > 1, shapes.feed_forward_degree > 1
-    again_attention, again_feed_forward = {"none": (0, 0), "selective": (1, 0), "full": (1, 1)}[s.checkpointing]
-    if s.checkpointing == "selective" and not layout.traits.selective_repeats_projections:
-        again_attention = 0
-    elif stops_early(layout.graph, layout.recipe.assume.kernels):  # the last product's reduction is left out with it
-        again_attention, again_feed_forward = {"none": (0, 0), "selective": (0, 0), "full": (1, 0)}[s.checkpointing]
-    ahead = attention + feed_forward
-    again = again_attention * attention + again_feed_forward * feed_forward
+    ahead, again = layer_reductions(layout)
     partly = 0 if layout.checkpointed is None else again
     back = ahead + again - partly
     # The output gathered forward, the input's gradient reduced backward: half of both each.
@@ -213,19 +205,8 @@ def _exchange_seconds(layout: Layout) -> float:
     if s.context == 1:
         return 0.0
     group = layout.group(s.context, s.tensor)
-    if layout.traits.gathers_keys:
-        graph, degree = layout.graph, layout.shapes.attention_degree
-        kept = 2 * max(1, graph.key_value_heads // degree) * graph.head_dim * layout.element_bytes
-        return gather_seconds(layout.cluster, layout.constants, group, s.context * layout.tokens * kept, 2)
-    return gather_seconds(layout.cluster, layout.constants, group, traded_bytes(layout), 4)
-
-
-def traded_bytes(layout: Layout) -> float:
-    """Of a layer's four trades forward, what a rank keeps of them counted too."""
-    graph, degree = layout.graph, layout.shapes.attention_degree
-    key_value_heads = math.lcm(max(1, graph.key_value_heads // degree), layout.strategy.context)
-    heads = 2 * graph.attention_heads / degree + 2 * key_value_heads
-    return layout.tokens * heads * graph.head_dim * layout.element_bytes
+    calls = 2 if layout.traits.gathers_keys else 4
+    return gather_seconds(layout.cluster, layout.constants, group, traded_bytes(layout), calls)
 
 
 def _message_seconds(layout: Layout) -> float:
@@ -235,7 +216,7 @@ def _message_seconds(layout: Layout) -> float:
     s, c, cluster = layout.strategy, layout.constants, layout.cluster
     if s.pipeline == 1:
         return 0.0
-    message = layout.tokens * layout.graph.hidden_size * layout.element_bytes
+    message = hidden_bytes(layout)
     share = 1 if s.schedule == "dualpipev" else s.tensor
     seconds = send_seconds(cluster, c, s.tensor * s.shards, message / share)
     if share > 1 and not s.sequence_parallel:

@@ -41,8 +41,9 @@ class LayerShape:
     fused_norms: torch's own LayerNorm, one kernel; composed_norms: a weight without a bias, RMSNorm in Python.
     expert_numel: of numel, what expert ranks can share out; chosen_experts: that each token is routed to;
     expert_features: widths of all products of an expert, into and out of each. 0 where there are none.
-    gathered_products: linears whose whole output every tensor rank gets; gathered_features: what those move per token
-        forward and backward, the output gathered and the input's gradient all-reduced (twice the bytes).
+    gathered_products: linears whose whole output every tensor rank gets, gathered_outputs wide together;
+        gathered_features: what those move per token forward and backward, the output gathered and the input's gradient
+        all-reduced (twice the bytes).
     """
 
     products: tuple[Product, ...]
@@ -57,6 +58,7 @@ class LayerShape:
     composed_norms: int
     gathered_features: int
     gathered_products: int
+    gathered_outputs: int = 0
     expert_numel: int = 0
     chosen_experts: int = 0
     expert_features: int = 0
@@ -218,6 +220,7 @@ def _split_layer(graph: ModelGraph, layer: Layer, tensor: int, styles: dict[str,
         composed_norms=_norms(layer, graph.hidden_size, with_bias=False),
         gathered_features=sum(out + 2 * width for out, width in gathered),
         gathered_products=len(gathered),
+        gathered_outputs=sum(out for out, _ in gathered),
     )
     return shape, numel
 

@@ -19,6 +19,7 @@ from shardwright.cost.offload import host_transfer_seconds, host_update_seconds
 from shardwright.cost.passes import FORWARD_SHARE, Passes, again_seconds, passes
 from shardwright.cost.replaced import engine_figures, shared_step_seconds
 from shardwright.cost.shapes import ModelShapes, dropped_products, model_shapes
+from shardwright.cost.traffic import messages
 from shardwright.ir.recipe import ELEMENT_BYTES
 from shardwright.layout.estimate import Time
 from shardwright.layout.strategy import Strategy
@@ -197,13 +198,12 @@ def stage_seconds(layout: Layout, rank: int, found: Passes) -> StageSeconds:
         return sum(sums[block.stop] - sums[block.start] for block in blocks)
 
     again = again_seconds(layout, found, blocks)
-    # An activation and a gradient, in or out, over each boundary of the rank.
-    boundaries = 0 if s.pipeline == 1 else (rank > 0) + (rank < s.pipeline - 1)
-    messages = 2 * s.virtual_stages if s.virtual_stages > 1 and s.pipeline > 1 else 2 * boundaries
+    # Those that it sends, and those that it waits for: interleaved, both at once.
+    waits = messages(layout, rank) * (1 if s.interleaves else 2)
     return StageSeconds(
         compute=over(found.forward_compute) + over(found.backward_compute) + again[0] + found.per_rank_seconds,
         tensor_comm=over(found.forward_comm) + over(found.backward_comm) + again[1],
-        pipeline_comm=messages * found.send_seconds,
+        pipeline_comm=waits * found.send_seconds,
     )
 
 

@@ -1,0 +1,169 @@
+"""Under the `deepspeed` launcher: the bytes that a step hands to collectives, counted by wrapping torch's, beside the
+planner's count of them. SHARDWRIGHT_CASES_OUT, SHARDWRIGHT_CASES: as of cases_worker.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import distributed as dist
+
+SCALARS = 8
+"""Calls of so few numbers are not in the planner's count: losses, norms, overflows, and the single elements that pad a
+stage's groups of parameters."""
+A_TOKEN = 2
+"""Nor are calls of so many numbers a token over tensor ranks: the cross-entropy's maxima and sums."""
+
+
+class Call(NamedTuple):
+    """numel, size: elements and bytes of this rank's larger buffer."""
+
+    what: str
+    ranks: frozenset[int]
+    dimensions: int
+    numel: int
+    size: int
+
+
+CALLS: list[Call] = []
+"""Those on floating point numbers."""
+
+
+def _count(what: str, place: int) -> None:
+    """place: of the argument that is the larger buffer of the call."""
+    plain: Callable[..., Any] = getattr(dist, what)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        given = args[place] if len(args) > place else next(v for v in kwargs.values() if not isinstance(v, str))
+        tensors = given if isinstance(given, list) else [given]
+        group = kwargs.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)), None)
+        _add(what, tensors, frozenset(dist.get_process_group_ranks(group or dist.group.WORLD)))
+        return plain(*args, **kwargs)
+
+    setattr(dist, what, counted)
+
+
+def _add(what: str, tensors: list[torch.Tensor], ranks: frozenset[int]) -> None:
+    numel = sum(tensor.numel() for tensor in tensors)
+    if tensors[0].is_floating_point():
+        CALLS.append(Call(what, ranks, tensors[0].dim(), numel, numel * tensors[0].element_size()))
+
+
+def _count_sends() -> None:
+    """Those that DualPipeV hands over together."""
+    plain = dist.batch_isend_irecv
+
+    def counted(operations: list[Any]) -> Any:
+        for each in operations:
+            if each.op is dist.isend:
+                _add("send", [each.tensor], frozenset())
+        return plain(operations)
+
+    dist.batch_isend_irecv = counted
+
+
+_PLACES = {
+    "all_to_all_single": 1,
+    "all_reduce": 0,
+    "reduce": 0,
+    "reduce_scatter": 1,
+    "reduce_scatter_tensor": 1,
+    "all_gather": 0,
+    "all_gather_into_tensor": 0,
+    "broadcast": 0,
+    "send": 0,
+}
+for _what, _place in _PLACES.items():
+    _count(_what, _place)  # before DeepSpeed takes hold of them
+_count_sends()
+
+from shardwright.compile import read_problem  # noqa: E402
+from shardwright.cost import whole  # noqa: E402
+from shardwright.cost.traffic import step_traffic  # noqa: E402
+from shardwright.data.dataset import open_dataset  # noqa: E402
+from shardwright.engines.deepspeed import zero  # noqa: E402
+from shardwright.engines.deepspeed.trainer import build_trainer  # noqa: E402
+from shardwright.layout.buckets import LIVE_NUMEL, PREFETCH_NUMEL  # noqa: E402
+from shardwright.modules.batches import Batches  # noqa: E402
+from shardwright.modules.context.ranks import CONTEXT  # noqa: E402
+from shardwright.plan.plan import Plan  # noqa: E402
+from shardwright.recipe.load import load_recipe  # noqa: E402
+from shardwright.search.settle import as_planned  # noqa: E402
+from tests.parity.cases_worker import compiled, main  # noqa: E402
+from tests.parity.harness import Case  # noqa: E402
+
+LIVE = "live-"
+"""Cases of this name go on with a number of elements: LIVE_NUMEL for a model of that size, nothing fetched ahead."""
+
+
+def measure(case: Case, folder: Path) -> dict[str, float]:
+    """Of the second step: what was counted less what was planned, and what was planned."""
+    live = int(folder.name.partition(LIVE)[2] or LIVE_NUMEL)
+    with (
+        patch.object(whole, "LIVE_NUMEL", live),
+        patch.object(zero, "LIVE_NUMEL", live),
+        patch.object(zero, "PREFETCH_NUMEL", PREFETCH_NUMEL if live == LIVE_NUMEL else 0),
+    ):
+        return _measure(case, folder)
+
+
+def _measure(case: Case, folder: Path) -> dict[str, float]:
+    plan = compiled(case, folder)
+    trainer = build_trainer(plan, folder)
+    batches, here = Batches(plan, open_dataset(plan, folder)), plan.ranks[dist.get_rank()]
+    trainer.step(batches.micro_batches(1, here.data), 1e-3)
+    CALLS.clear()
+    trainer.step(batches.micro_batches(2, here.data), 1e-3)
+    counted = by_purpose(plan, list(CALLS))
+    with CONTEXT.aside():
+        problem = read_problem(load_recipe(folder / "recipe.yaml"))
+    layout, _ = as_planned(problem, plan.strategy, plan.boundaries)
+    planned = dataclasses.asdict(step_traffic(layout, here.pipeline))
+    assert set(counted) <= set(planned), counted
+    off = {f"{key} off": abs(counted[key] - value) for key, value in planned.items()}
+    return off | planned | {f"{key} counted": counted[key] for key in planned}
+
+
+def by_purpose(plan: Plan, calls: list[Call]) -> Counter[str]:
+    """By what a collective is and the group that it runs over: groups of one rank move nothing, and some engines call
+    them. Rows, which routers share out unevenly, are the mean over the ranks that hold the same layers; of parameters,
+    whose vocabulary tensor ranks may share unevenly, the fullest rank's count."""
+    here = plan.ranks[dist.get_rank()]
+    tensor, data = (
+        frozenset(r.rank for r in plan.ranks if all(getattr(r, k) == getattr(here, k) for k in alike))
+        for alike in (("pipeline", "data", "context"), ("pipeline", "tensor"))
+    )
+    tokens = plan.strategy.micro_batch_size * plan.training.sequence_length // plan.strategy.context
+    found: Counter[str] = Counter()
+    for what, ranks, dimensions, numel, size in calls:
+        if what == "send":
+            found["sent"] += size
+        elif len(ranks) == 1 or numel <= SCALARS:
+            continue
+        elif what == "all_to_all_single":
+            found["rows" if dimensions == 2 else "trades"] += size
+        elif ranks == tensor and what == "all_reduce":
+            found["activations"] += size if numel > A_TOKEN * tokens else 0
+        elif ranks == tensor:
+            found["joined"] += size
+        elif not ranks <= data:
+            found["tied"] += size
+        elif what.startswith("all_gather"):
+            found["gathered"] += size
+        else:
+            found["reduced"] += size
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    found["rows"] = sum(everyone[rank]["rows"] for rank in data) // len(data)
+    for key in ("reduced", "gathered", "tied"):
+        found[key] = max(everyone[rank][key] for rank in tensor)
+    return found
+
+
+if __name__ == "__main__":
+    main(measure)

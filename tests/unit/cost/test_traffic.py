@@ -1,0 +1,95 @@
+"""How often collectives run and what they move; tests/parity/test_bytes.py compares the same counts with real runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from unittest.mock import patch
+
+import pytest
+
+from shardwright.cost import whole
+from shardwright.cost.layout import Layout
+from shardwright.cost.traffic import layer_reductions, messages, step_traffic
+from shardwright.layout.strategy import Strategy
+from shardwright.search.settle import place
+from tests.unit.cost.test_estimate import BASE, sized
+from tests.unit.model.factory import LLAMA_8B, graph_of, problem_of, recipe_of
+
+ZERO_3 = dataclasses.replace(BASE, zero_stage=3)
+LAYER, NUMEL = 218_112_000, 8_030_261_248
+"""Elements of a decoder layer and of all of Llama-3.1-8B."""
+
+
+def layout_of(strategy: Strategy) -> Layout:
+    batch = strategy.micro_batch_size * strategy.gradient_accumulation_steps * strategy.data
+    recipe = sized(recipe_of(LLAMA_8B), batch, strategy.world_size, 1)
+    return place(problem_of(recipe, graph_of(LLAMA_8B)), strategy)
+
+
+def again(strategy: Strategy, live: int) -> int:
+    layout = layout_of(strategy)
+    with patch.object(whole, "LIVE_NUMEL", live):
+        return round(whole.gathered_again(layout, layout.ranks[0]) * NUMEL)
+
+
+def test_the_last_layers_are_gathered_once() -> None:
+    assert again(ZERO_3, 0) == NUMEL
+    assert again(ZERO_3, 100 * NUMEL) == 0
+    kept = NUMEL - again(ZERO_3, 10**9)
+    head = 128256 * 4096 + 4096
+    # Twice the head lies behind the last layer: nothing of that layer comes up within 10^9 elements.
+    assert kept == head
+
+
+def test_recomputed_layers_are_gathered_for_that_and_for_their_backward_pass() -> None:
+    full = dataclasses.replace(ZERO_3, activation_checkpointing="full")
+    # Each layer but its last module a third time.
+    assert again(full, 0) == NUMEL + 32 * (LAYER - 14336 * 4096)
+    assert again(full, 10**9) == NUMEL - (128256 * 4096 + 4096)  # a layer stays whole between both
+
+
+def test_partial_checkpointing_is_between_none_and_all() -> None:
+    from shardwright.ir.words import PartialCheckpointing
+
+    some = dataclasses.replace(ZERO_3, activation_checkpointing=PartialCheckpointing(full=8))
+    full = dataclasses.replace(ZERO_3, activation_checkpointing="full")
+    assert again(ZERO_3, 0) < again(some, 0) < again(full, 0)
+
+
+def test_weights_that_stay_whole_take_memory() -> None:
+    layout = layout_of(ZERO_3)
+    assert whole.whole_weights(layout, layout.ranks[0]).kept == 128256 * 4096 + 4096
+    with patch.object(whole, "LIVE_NUMEL", 100 * NUMEL):
+        assert whole.whole_weights(layout, layout.ranks[0]).kept == NUMEL
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", [1, 2, 2, 1]), ("dualpipev", [2, 4, 4, 2])])
+def test_messages(schedule: str, ranks: list[int]) -> None:
+    s = dataclasses.replace(BASE, pipeline=4, data=2, gradient_accumulation_steps=8, schedule=schedule)
+    assert [messages(layout_of(s), rank) for rank in range(4)] == ranks
+
+
+def test_reductions_of_a_layer() -> None:
+    s = dataclasses.replace(BASE, tensor=2, data=4)
+    assert layer_reductions(layout_of(s)) == (2, 0)
+    assert layer_reductions(layout_of(dataclasses.replace(s, activation_checkpointing="full"))) == (2, 1)
+    assert layer_reductions(layout_of(BASE)) == (0, 0)
+
+
+def test_what_one_rank_alone_moves() -> None:
+    alone = step_traffic(layout_of(dataclasses.replace(BASE, data=1)), 0)
+    assert set(dataclasses.asdict(alone).values()) == {0.0}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_data_ranks(stage: int) -> None:
+    moved = step_traffic(layout_of(dataclasses.replace(BASE, zero_stage=stage)), 0)
+    assert moved.reduced == {0: 4 * NUMEL, 1: 4 * NUMEL, 2: 4 * 2 * NUMEL, 3: 4 * 2 * NUMEL}[stage]
+    kept = 128256 * 4096 + 4096
+    assert round(moved.gathered) == {0: 0, 1: 2 * NUMEL, 2: 2 * NUMEL, 3: 4 * 2 * (2 * NUMEL - kept)}[stage]
+
+
+def test_context_ranks() -> None:
+    """Queries, output, and keys and values of 8 heads: (2 x 32 + 2 x 8) x 128 elements a token, forward and back."""
+    layout = layout_of(dataclasses.replace(BASE, context=2, data=4))
+    assert step_traffic(layout, 0).trades == 4 * 32 * 2 * layout.tokens * 80 * 128 * 2
