@@ -130,8 +130,9 @@ def step_traffic(layout: Layout, rank: int) -> Traffic:
     count, sends = len(layers) * 2 * reductions.forward + len(again) * reductions.again + ends, messages(layout, rank)
     shares = 1 if s.schedule == "dualpipev" else s.tensor
     travelling = [*layers, *layers, *(again if s.checkpointing == "full" else [])]
+    sharers = s.tensor if s.sequence_parallel else 1
     return Traffic(
-        rows=m * sum(2 * rows_bytes(layout, kind) for kind in travelling) if s.expert > 1 else 0.0,
+        rows=m * sum(2 * rows_bytes(layout, kind) for kind in travelling) / sharers if s.expert > 1 else 0.0,
         trades=m * (2 * len(layers) + len(again)) * traded_bytes(layout) if s.context > 1 else 0.0,
         activations=m * (count * hidden + inputs * layout.tokens * layout.element_bytes) if s.tensor > 1 else 0.0,
         joined=m * (_joined(layout, rank) * hidden + outputs * layout.tokens * layout.element_bytes),
@@ -173,10 +174,11 @@ def _over_data_ranks(layout: Layout, rank: int) -> dict[str, float]:
     gathers, held = float(s.zero_stage > 0), trained
     if s.zero_stage == 3 and s.shards > 1:
         gathers, held = s.gradient_accumulation_steps * (1 + gathered_again(layout, blocks)), layout.numel(rank)
-    own = experts / s.expert
+    own = experts / s.expert_parts
+    copies = s.shards * s.tensor // (s.expert * s.expert_tensor_ranks)
     for of_trained, of_held, ranks in (
         (trained - experts, held - experts, s.shards),
-        (own, own, s.shards // s.expert),  # over the ranks that hold the same experts
+        (own, own, copies),  # over the ranks that hold the same experts
     ):
         if ranks > 1:
             reduced += times * gradient * of_trained
