@@ -345,6 +345,14 @@ PROBES: dict[str, list[Probe]] = {
     "SW4608": [Probe(fact=lambda bad, good: (bad["autotp_size"], good["autotp_size"]) == (0, 2))],
     "SW4609": [Probe(at="ranks", options={"stages": 2}, fact=lambda bad, good: near(good) and not near(bad))],
     "SW4610": [Probe(at="ranks", options={"stages": 1}, refuses="AssertionError")],
+    "SW4611": [
+        Probe(
+            at="ranks",
+            # What the two ranks' gradients add up to is the right one; DeepSpeed's clipping and Adam hide the factor.
+            fact=lambda bad, good: abs(bad["share"] - 0.5) < 1e-5 and abs(good["share"] - 1) < 1e-5,
+            options={"sequence": True},
+        ),
+    ],
     "SW4701": [Probe(at="step", fact=lambda bad, good: not bad["swaps"], instead_at="config")],
     "SW4702": [Probe(refuses="curriculum_metrics must be specified")],
     "SW4703": [Probe(refuses="max_tokens must be specified")],

@@ -2,7 +2,7 @@
 
 stdin: as probe_worker.py, `at` is ranks; "stages" says into how many the four layers are cut. stdout of rank 0: the
 outcomes, whose facts are the losses and those of a plain torch loop; with "gather" what Accelerate saves of a model
-that AutoTP has cut.
+that AutoTP has cut; with "sequence" how far a step of sequence-parallel ranks goes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ os.environ |= {"RANK": sys.argv[2], "LOCAL_RANK": sys.argv[2], "OMP_NUM_THREADS"
 import deepspeed
 import torch
 from deepspeed.pipe import PipelineModule
-from deepspeed.utils import logger
+from deepspeed.utils import groups, logger, safe_get_full_fp32_param
 from torch import nn
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
@@ -83,11 +83,39 @@ def gather(case: dict[str, Any], facts: dict[str, Any]) -> None:
     facts["shapes"] = {name: list(value.shape) for name, value in (state or {}).items()}
 
 
+def sequence(case: dict[str, Any], facts: dict[str, Any]) -> None:
+    """How far a step moves the weights, over two ranks that share each sequence, and both ranks' gradients' sum."""
+    config = copy.deepcopy(case["config"])
+    del config["train_batch_size"]
+    config |= {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,
+    }
+    parts = []
+    for rank in range(2):
+        torch.manual_seed(1 + rank)
+        parts.append((torch.randn(4, 8), torch.randn(4, 8)))
+    model = nn.Sequential(*layers())
+    sum(loss_of(model(x), y) for x, y in parts).backward()
+    wanted = [p.grad.clone() for p in model.parameters()]
+    before = [p.detach().clone() for p in model.parameters()]
+    engine, _, _, _ = deepspeed.initialize(model=nn.Sequential(*layers()), config=config)
+    x, y = parts[int(sys.argv[2])]
+    engine.backward(loss_of(engine(x), y))
+    engine.step()
+    after = [safe_get_full_fp32_param(p) for p in engine.module.parameters()]
+    moved = torch.cat([(b - a).reshape(-1) for a, b in zip(after, before, strict=True)])
+    facts["share"] = (moved.norm() / torch.cat([g.reshape(-1) for g in wanted]).norm()).item()
+    groups.mesh_device = None  # the next engine has no sequence ranks
+
+
 def outcome(case: dict[str, Any]) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            (gather if case.get("gather") else probe)(case, facts)
+            (sequence if case.get("sequence") else gather if case.get("gather") else probe)(case, facts)
         return {"error": "", "logs": [], "facts": facts}
     except Exception as raised:
         return {"error": f"{type(raised).__name__}: {raised}", "logs": [], "facts": facts}

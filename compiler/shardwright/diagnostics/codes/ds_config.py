@@ -94,6 +94,7 @@ DS_CONFIG_CODES: dict[str, str] = {
     "SW4608": "tensor parallelism without a degree",
     "SW4609": "a pipeline that clips by part of the norm",
     "SW4610": "a pipeline with AutoTP",
+    "SW4611": "sequence-parallel gradients that are too small at stage 3",
     "SW4701": "asynchronous I/O settings without NVMe",
     "SW4702": "a curriculum without metrics",
     "SW4703": "dynamic batching without a limit",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 from shardwright.lint.rules.precision import precision
 from shardwright.lint.rules.zero import OFFLOADS, ZERO
-from shardwright.lint.subject import Fault, LintedConfig, rule
+from shardwright.lint.subject import Edit, Fault, LintedConfig, rule
 
 
 @rule("SW4601", help="Take stage 1, or remove the `pipeline` section where there is no PipelineModule.")
@@ -102,6 +103,20 @@ def pipeline_tensor(subject: LintedConfig) -> Iterator[Fault]:
     key = ("tensor_parallel", "autotp_size")
     if subject.has_pipeline and (subject.integer(*key) or 0) > 1:
         yield Fault(key, "AutoTP does not work on a PipelineModule")
+
+
+@rule("SW4611", "warning", help='Write "reduce_scatter": false, or take stage 1 or 2.')
+def sequence_zero_3(subject: LintedConfig) -> Iterator[Fault]:
+    ranks = subject.integer("sequence_parallel_size") or 1
+    scatters = not subject.has(ZERO, "reduce_scatter") or subject.is_on(ZERO, "reduce_scatter")
+    if ranks > 1 and subject.stage == 3 and scatters:
+        path = (ZERO, "reduce_scatter")
+        kind: Literal["set", "add"] = "set" if subject.has(*path) else "add"
+        yield Fault(
+            ("sequence_parallel_size",),
+            f"at ZeRO stage 3 the gradients of {ranks} sequence-parallel ranks are 1/{ranks} of the right ones",
+            fix=(Edit(kind=kind, path=path, value=False),),
+        )
 
 
 @rule("SW4701", "warning", at="key", help="Remove the section, or offload to device nvme.")
