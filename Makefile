@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := build/demo
 
-.PHONY: help setup demo test test-more test-light test-hosts prove prove-list proof lint lint-light golden graphs config-keys snapshot lint-docs recipes docs readme build fit-cost bench-cost bench-schedule bench-gpu
+.PHONY: help setup demo test test-more test-light test-hosts prove prove-megatron prove-list proof lint lint-light golden graphs config-keys snapshot lint-docs recipes docs readme build fit-cost bench-cost bench-schedule bench-gpu
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -68,6 +68,18 @@ test-hosts: setup ## hosts and schedulers that are not there, on this machine; n
 
 prove: setup ## the full counts in pieces; those whose result in benchmarks/ is of this code are left out (PIECES="parity lora" runs only these, AGAIN=1 runs them anyway)
 	$(BIN)/python -m tools.prove $(PIECES) $(if $(AGAIN),--again)
+
+# Megatron-Core 0.19 wants Python 3.12, for which PyPI's torch is the CUDA build: about 5 GB, of which nothing runs.
+LATER := build/megatron-3.12
+
+prove-megatron: $(LATER)/.installed ## parity, megatron_args.sh and refused layouts with Megatron-Core 0.19, under Python 3.12: make prove-megatron PYTHON=python3.12
+	$(LATER)/bin/python -m pytest -p no:cacheprovider -m launch tests/megatron/test_later.py 'tests/megatron/test_arguments.py::test_megatron_refuses_what_its_parser_lets_through'
+
+$(LATER)/.installed: pyproject.toml constraints.txt
+	test -x $(LATER)/bin/python || $(PYTHON) -m venv $(LATER)
+	$(LATER)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt torch
+	$(LATER)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[megatron]' pytest hypothesis
+	touch $@
 
 prove-list: setup ## the pieces of make prove: how old each result is and how long it took
 	$(BIN)/python -m tools.prove --list

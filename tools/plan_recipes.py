@@ -148,7 +148,7 @@ def _beside() -> str:
         keys = ", ".join(f"{key}={value}" for key, value in run["layout"].items())
         theirs = priced(run)
         estimate = f"{theirs.time.step_seconds:.3g} s, {theirs.time.hardware_tflops_per_gpu:.0f} TFLOP/s and "
-        estimate += f"{theirs.time.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"
+        estimate += f"{theirs.time.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, MFU {theirs.time.mfu:.1%}"
         broken = [d.code for d in theirs.diagnostics if d.severity == "error"]
         estimate += f" ({', '.join(broken)})" if broken else ""
         ours = f"{found.best.time.step_seconds:.3g} s"

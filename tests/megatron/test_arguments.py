@@ -61,6 +61,23 @@ MODELS: tuple[dict[str, Any], ...] = (
     {**LLAMA, "model_type": "mixtral", "num_local_experts": 8, **EXPERTS},
     {**LLAMA, "model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 512, "head_dim": 64, **EXPERTS},
     {
+        **LLAMA,
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 16,
+        "q_lora_rank": 256,
+        "kv_lora_rank": 128,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 64,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 512,
+        "first_k_dense_replace": 2,
+    },
+    {
         "model_type": "gpt2",
         "n_embd": 1024,
         "n_layer": 14,
@@ -129,34 +146,46 @@ def test_the_parser_takes_random_plans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proved: Callable[..., None]
 ) -> None:
     """Of the layouts that the rules allow, at their world size."""
-    monkeypatch.setattr(proof, "prove", lambda *asked: None)
-    draw, questions = random.Random(17), list[dict[str, Any]]()
-    while len(questions) < PLANS:
-        document = random_recipe(draw)
-        (tmp_path / "recipe.yaml").write_text(json.dumps(document))
-        try:
-            made = compile_recipe(load_recipe(tmp_path / "recipe.yaml"))
-        except Refusal:
-            continue
-        text = made.files["megatron_args.sh"].decode()
-        body = text.partition("MEGATRON_ARGS=(\n")[2].rpartition(")")[0]
-        words = [word for line in body.splitlines() for word in shlex.split(line, comments=True)]
-        questions.append({"world": made.plan.strategy.world_size, "args": words})
+    questions = [question for question, _, _ in random_plans(tmp_path, monkeypatch)]
     answers = asked(questions)
     assert answers == [{}] * PLANS, [(q, a) for q, a in zip(questions, answers, strict=True) if a]
     worlds = sorted({q["world"] for q in questions})
     proved("megatron-args", "plans", {"accepted": len(answers), "smallest": worlds[0], "largest": worlds[-1]})
 
 
+def random_plans(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
+    """(what the parser is asked, the model's configuration, plan.json)"""
+    monkeypatch.setattr(proof, "prove", lambda *asked: None)
+    draw = random.Random(17)
+    found: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+    while len(found) < PLANS:
+        document = random_recipe(draw)
+        (folder / "recipe.yaml").write_text(json.dumps(document))
+        try:
+            made = compile_recipe(load_recipe(folder / "recipe.yaml"))
+        except Refusal:
+            continue
+        text = made.files["megatron_args.sh"].decode()
+        body = text.partition("MEGATRON_ARGS=(\n")[2].rpartition(")")[0]
+        words = [word for line in body.splitlines() for word in shlex.split(line, comments=True)]
+        question = {"world": made.plan.strategy.world_size, "args": words}
+        found.append((question, document["model"]["config"], json.loads(made.files["plan.json"])))
+    return found
+
+
 def random_recipe(draw: random.Random) -> dict[str, Any]:
     nodes, virtual = draw.choice((1, 2, 16)), draw.choice((1, 1, 2))
-    tensor, pipeline = draw.choice((1, 2, 4, 8)), draw.choice((1, 2, 4))
+    tensor, pipeline, context = draw.choice((1, 2, 4, 8)), draw.choice((1, 2, 4)), draw.choice((1, 1, 2))
+    model = draw.choice(MODELS)
+    has_experts = "num_experts_per_tok" in model
     scheduler = {"name": "cosine", "warmup_steps": 10, "min_lr": 0}
     return {
         "version": 1,
         "name": "random",
         "target": "megatron",
-        "model": {"config": draw.choice(MODELS), "weights": "random"},
+        "model": {"config": model, "weights": "random"},
         "cluster": {"nodes": nodes, "gpus_per_node": 8, "gpu": "h100-sxm-80gb"},
         "training": {
             "sequence_length": 1024,
@@ -170,7 +199,10 @@ def random_recipe(draw: random.Random) -> dict[str, Any]:
         "parallelism": {
             "tensor": tensor,
             "pipeline": pipeline,
-            "data": nodes * 8 // (tensor * pipeline) or 1,
+            "context": context,
+            "data": nodes * 8 // (tensor * pipeline * context) or 1,
+            "expert": draw.choice((1, 2, 4)) if has_experts else 1,
+            "expert_tensor": draw.choice(("tensor", 1)) if has_experts else "tensor",
             "zero_stage": draw.choice((0, 1)),
             "micro_batch_size": draw.choice((1, 2)),
             "activation_checkpointing": draw.choice(("none", "selective", "full", {"full": 2})),

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from shardwright.ir.apart import series_apart
+from shardwright.ir.apart import series_apart, tensor_apart, worst
+from tests.megatron.cases import VIRTUAL, case, cut
 from tests.parity.harness import (
     LOSS_ABSOLUTE,
     NORM_RELATIVE,
     STEPS,
+    WEIGHT_ABSOLUTE,
     Case,
     compare,
     metrics,
     must,
+    newest_checkpoint,
     recipe,
     shardwright,
     write_inputs,
@@ -30,6 +36,7 @@ pytestmark = [
 READY = Path(__file__).resolve().parents[2] / "recipes" / "tiny-llama-megatron-cpu.yaml"
 SHORT = ("training.steps=5", "training.scheduler.warmup_steps=2")
 AS_DEEPSPEED = ("target=deepspeed", "parallelism.virtual_stages=1", "parallelism.sequence_parallel=false")
+HALF = STEPS - 5
 CASE = Case(model="llama", tensor=2, pipeline=2, sequence_parallel=True, target="megatron")
 
 
@@ -44,28 +51,76 @@ def compiled(case: Case, folder: Path, steps: int) -> Path:
     document = recipe(case, folder)
     document["training"]["steps"] = steps
     document["training"]["scheduler"] = {"name": "constant", "warmup_steps": 0}
-    document["checkpoint"] = {"every_steps": STEPS // 2}
+    document["checkpoint"] = {"every_steps": HALF}
     (folder / "recipe.yaml").write_text(json.dumps(document))
     must(shardwright("compile", folder / "recipe.yaml", "-o", folder / "out"))
     return folder / "out"
 
 
-@pytest.mark.parametrize("first", ["deepspeed", "megatron"])
-def test_a_checkpoint_goes_on_under_the_other_engine(first: str, tmp_path: Path) -> None:
-    """The losses of the uninterrupted run are those of a run that changes engine and layout in its middle."""
-    cases = {
-        "deepspeed": Case(model="llama", data=2, zero_stage=2),
-        "megatron": dataclasses.replace(CASE, pipeline=1, data=1, accumulation=4),
-    }
+def deepspeed(model: str = "llama", **keys: Any) -> Case:
+    return Case(model=model, **keys)
+
+
+PAIRS: dict[str, tuple[Case, Case]] = {
+    "dp2-zero2-to-pp2-tp2": (
+        deepspeed(data=2, zero_stage=2),
+        case(pipeline=2, data=1, accumulation=4, **cut()),
+    ),
+    "tied-pp2-to-cp2": (
+        deepspeed("llama-tied", pipeline=2),
+        case("llama-tied", context=2, accumulation=2),
+    ),
+    "gpt2-dp2-zero3-to-vpp2": (
+        deepspeed("gpt2-plain-deep", data=2, zero_stage=3),
+        case("gpt2-plain-deep", **VIRTUAL, accumulation=4),
+    ),
+    "deepseek-ep2-to-pp2-ep2": (
+        deepspeed("deepseek_v3", data=2, expert=2),
+        case("deepseek_v3", pipeline=2, data=2, expert=2),
+    ),
+}
+"""A layout under DeepSpeed and another one under Megatron-Core, of as large a batch."""
+ORDERS = [(name, first) for name in PAIRS for first in ("deepspeed", "megatron")]
+SAMPLE = [("dp2-zero2-to-pp2-tp2", "deepspeed"), ("dp2-zero2-to-pp2-tp2", "megatron")]
+
+
+def goes_on(name: str, first: str, folder: Path) -> dict[str, float]:
+    """How far the losses of a run that changes engine and layout in its middle are from those of the uninterrupted run,
+    and the weights that both export."""
+    cases = {case.target: case for case in PAIRS[name]}
     (second,) = cases.keys() - {first}
-    whole = compiled(cases[first], tmp_path / "first", STEPS)
+    whole = compiled(cases[first], folder / "first", STEPS)
     must(shardwright("run", whole))
-    other = compiled(cases[second], tmp_path / "second", STEPS)
-    half = whole / "checkpoints" / f"step-{STEPS // 2:08d}"
-    must(shardwright("run", other, "--resume", half))
-    wanted = [m["loss"] for m in metrics(whole)][STEPS // 2 :]
-    found = [m["loss"] for m in metrics(other)]
-    assert len(found) == len(wanted) and series_apart(found, wanted) <= LOSS_ABSOLUTE, (found, wanted)
+    other = compiled(cases[second], folder / "second", STEPS)
+    must(shardwright("run", other, "--resume", whole / "checkpoints" / f"step-{HALF:08d}"))
+    wanted, found = ([m["loss"] for m in metrics(run)] for run in (whole, other))
+    exported = [exported_weights(run, folder / name) for name, run in (("a", whole), ("b", other))]
+    assert exported[0].keys() == exported[1].keys()
+    weights = worst(tensor_apart(exported[0][key], exported[1][key]) for key in exported[0])
+    return {"loss": series_apart(found, wanted[HALF:]), "steps": len(found), "weights": weights}
+
+
+def exported_weights(run: Path, folder: Path) -> dict[str, torch.Tensor]:
+    must(shardwright("export", newest_checkpoint(run), "-o", folder))
+    return {key: value for path in folder.glob("*.safetensors") for key, value in load_file(path).items()}
+
+
+def check_pair(found: dict[str, float]) -> None:
+    assert found["steps"] == STEPS - HALF == 5 and found["loss"] <= LOSS_ABSOLUTE, found
+    assert found["weights"] <= WEIGHT_ABSOLUTE, found
+
+
+@pytest.mark.parametrize(("name", "first"), SAMPLE)
+def test_a_checkpoint_goes_on_under_the_other_engine(name: str, first: str, tmp_path: Path) -> None:
+    check_pair(goes_on(name, first, tmp_path))
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(("name", "first"), ORDERS)
+def test_every_pair_goes_on(name: str, first: str, tmp_path: Path, proved: Callable[..., None]) -> None:
+    found = goes_on(name, first, tmp_path)
+    check_pair(found)
+    proved("megatron-resume", f"{name}, from {first}", found)
 
 
 def test_the_ready_recipe_trains_alike_under_both_engines(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ MODELS = {
     "gpt2-plain": {**GPT2, "scale_attn_by_inverse_layer_idx": False},
     "llama-deep": {**LLAMA, "num_hidden_layers": 8},
     "gpt2-deep": {**GPT2, "n_layer": 8},
+    "gpt2-plain-deep": {**GPT2, "n_layer": 8, "scale_attn_by_inverse_layer_idx": False},
     "llama-tied": {**LLAMA, "tie_word_embeddings": True},
     "llama-rope": {
         **LLAMA,

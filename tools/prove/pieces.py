@@ -60,6 +60,16 @@ PIECES: dict[str, Piece] = {
         speaks_of=(*MODEL, "engines/megatron", "engines/protocol.py", "layout", "modules", "partition", "plan", *DATA),
         areas=("megatron-parity",),
     ),
+    "megatron-resume": Piece(
+        tests=("tests/megatron/test_launch.py::test_every_pair_goes_on",),
+        speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *RUN, "engines/megatron"),
+        areas=("megatron-resume",),
+    ),
+    "megatron-schedule": Piece(
+        tests=("tests/schedule/test_megatron.py",),
+        speaks_of=("schedule", "engines/megatron/cpu.py"),
+        areas=("megatron-schedule",),
+    ),
     "megatron-args": Piece(
         tests=("tests/megatron/test_arguments.py",),
         speaks_of=("engines/megatron", "ir", "layout", "lint/megatron", "partition", "plan", "rules"),

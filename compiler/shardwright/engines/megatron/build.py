@@ -120,9 +120,14 @@ def layer_spec(config: TransformerConfig, family: Family, *, experts: bool) -> M
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = Norm
     if experts and family.columns:
-        linears = layer.mlp.submodules.experts.submodules
+        linears = _submodules(_submodules(layer.mlp).experts)
         linears.linear_fc1, linears.linear_fc2 = GateAndUpColumns, ExpertColumns
     return spec
+
+
+def _submodules(spec: Any) -> Any:
+    """0.19 has partial functions where 0.16 has specs."""
+    return spec.submodules if hasattr(spec, "submodules") else spec.keywords["submodules"]
 
 
 def padded_vocabulary(vocabulary: int, tensor: int) -> int:

@@ -22,7 +22,7 @@ MEGATRON = Engine(
     runtime="shardwright.engines.megatron.runtime",
     lowering="shardwright.engines.megatron.lower",
     program="deepspeed",  # its launcher starts the ranks
-    packages={"megatron-core": ">=0.16.1,<0.17", "deepspeed": ">=0.19.8,<0.20"},
+    packages={"megatron-core": ">=0.16.1,<0.20,!=0.17.*,!=0.18.*", "deepspeed": ">=0.19.8,<0.20"},
     extra="megatron",
     artifacts=(ARGUMENTS_FILE,),
     traits=Traits(
