@@ -32,7 +32,7 @@ from shardwright.model.build import build_model_graph
 from shardwright.model.own_code import locate_own_code
 from shardwright.model.popular.snapshot import locate_weights, tokenizer_folder
 from shardwright.partition.tensor import tensor_parallel_map, with_whole_experts
-from shardwright.plan.build import MODEL_DIRECTORY, build_plan, data_errors, installed_versions
+from shardwright.plan.build import MODEL_DIRECTORY, TOKENIZER_DIRECTORY, build_plan, data_errors, installed_versions
 from shardwright.plan.plan import Plan, PlanBalance
 from shardwright.recipe.files import check_files
 from shardwright.rules.executable import check_executable
@@ -229,6 +229,11 @@ def _lowered(plan: Plan, problem: Problem, inputs: Inputs) -> tuple[Plan, Mappin
         folder, code = inputs.own_code
         files |= {f"{MODEL_DIRECTORY}/{name}": (folder / name).read_bytes() for name, _ in code.files}
     files |= model_companions(plan)
+    if plan.model.sees and problem.recipe.model.source is None:
+        from shardwright.model.processor import inline_processor_files
+
+        processor = inline_processor_files(problem.graph)
+        files |= {f"{TOKENIZER_DIRECTORY}/{name}": content for name, content in processor.items()}
     files |= copied_inputs(problem.recipe, problem.cluster, _tokenizer_folder(problem.recipe, inputs.weights))
     warnings = (*warnings, *unseen_paths(plan))
     plan, files = sealed(plan, files)

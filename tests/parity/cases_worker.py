@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import numpy as np
@@ -105,12 +106,12 @@ def begin() -> None:
     share_groups()
 
 
-def main(measure: Callable[[Case, Path], dict[str, float]] = measure) -> None:
+def main(measure: Callable[[Any, Path], dict[str, float]] = measure, kind: type = Case) -> None:
     begin()
     out, rank = Path(os.environ["SHARDWRIGHT_CASES_OUT"]), dist.get_rank()
     for name, fields in json.loads(os.environ["SHARDWRIGHT_CASES"]).items():
         try:
-            line: dict[str, object] = {"case": name, **measure(Case(**fields), out / "work" / name)}
+            line: dict[str, object] = {"case": name, **measure(kind(**fields), out / "work" / name)}
         except Exception:
             line = {"case": name, "error": traceback.format_exc()}
         with (out / f"rank-{rank}.jsonl").open("a") as file:

@@ -7,15 +7,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from shardwright.launch.run import free_port
 from tests.figures import worst_of_ranks
-from tests.parity.harness import Case
 
 
-def start(worker: str, cases: dict[str, Case], out: Path) -> str:
+def start(worker: str, cases: Mapping[str, Any], out: Path) -> str:
     """A worker of this folder under the real launcher, once; its output. All cases of one world size."""
     environment = {
         **os.environ,
@@ -34,13 +34,13 @@ def start(worker: str, cases: dict[str, Case], out: Path) -> str:
     return result.stdout[-3000:] + result.stderr[-3000:]
 
 
-def launched(cases: dict[str, Case], out: Path, worker: str = "cases_worker.py") -> dict[str, dict[str, Any]]:
+def launched(cases: Mapping[str, Any], out: Path, worker: str = "cases_worker.py") -> dict[str, dict[str, Any]]:
     """Case -> its worst figures over the ranks. All of one world size."""
     printed = start(worker, cases, out)
     return read(cases, out, printed)
 
 
-def read(cases: dict[str, Case], out: Path, printed: str = "") -> dict[str, dict[str, Any]]:
+def read(cases: Mapping[str, Any], out: Path, printed: str = "") -> dict[str, dict[str, Any]]:
     """What the ranks wrote."""
     found: dict[str, list[dict[str, Any]]] = {}
     for file in sorted(out.glob("rank-*.jsonl")):

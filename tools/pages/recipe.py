@@ -65,7 +65,10 @@ def _data(section: Schema) -> list[str]:
             known.setdefault(json.dumps([key, value]), ([], {"key": key, "schema": value}))[0].append(kind)
     for kinds, entry in known.values():
         where = "" if len(kinds) == len(KINDS) else f" ({', '.join(kinds)})"
-        lines.append(row(entry["key"], merged(entry["schema"]), required=entry["key"] in ("kind", "path"), note=where))
+        schema = merged(entry["schema"])
+        lines.append(row(entry["key"], schema, required=entry["key"] in ("kind", "path"), note=where))
+        if "properties" in schema:
+            lines += _rows(schema, f"{entry['key']}.", sections=True)
     part = merged(recipe_schema_def("mixture_part"))
     mixture = recipe_schema_def("kind_or_mixture")["then"]["properties"]["mixture"]
     lines.append(row("mixture", merged(mixture), required=False))

@@ -30,7 +30,7 @@ from shardwright.checkpoint.saved_model import (
 from shardwright.checkpoint.write import save_readable
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.hf.byte_tokenizer import write_byte_tokenizer
-from shardwright.hf.task import Task, task_of
+from shardwright.hf.task import Task, task_named
 from shardwright.ir.own_code import OwnCode
 from shardwright.modules.lora import ADAPTER_WEIGHTS, is_adapter, saved_name, write_config
 from shardwright.modules.model_config import load_config
@@ -56,7 +56,7 @@ def export_checkpoint(
         )
     with torch.device("meta"):
         config = load_config(plan, checkpoint)
-        model = task_of(config).auto_class.from_config(config, trust_remote_code=False)
+        model = task_named(plan.model.task).auto_class.from_config(config, trust_remote_code=False)
     dtype = DTYPES[precision or plan.training.precision]
     alone = plan.lora is not None and not merge
     if alone and plan.model.weights_path is None:
@@ -99,7 +99,7 @@ def _write_adapters(plan: Plan, reader: CheckpointReader, dtype: torch.dtype, fo
     names = [name for name in reader.manifest.tensors if is_adapter(name)]
     _write({saved_name(n): reader.whole(n, "fp32").to(dtype).contiguous() for n in names}, folder / ADAPTER_WEIGHTS)
     turned = any(tensor.transposed for tensor in reader.manifest.tensors.values())
-    write_config(plan.lora, task_of(plan.model.model_type), plan.model.weights_path, folder, fan_in_fan_out=turned)
+    write_config(plan.lora, task_named(plan.model.task), plan.model.weights_path, folder, fan_in_fan_out=turned)
 
 
 def _exported(
@@ -167,7 +167,7 @@ def _write_configs(plan: Plan, model: PreTrainedModel, dtype: torch.dtype, check
     model.config.dtype = str(dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
     if plan.model.own_code is not None:
-        task = task_of(plan.model.model_type)
+        task = task_named(plan.model.task)
         _bring_own_code(plan.model.own_code, task, model, checkpoint / "model", folder)
     model.config.save_pretrained(folder)
     if isinstance(model.generation_config, GenerationConfig):

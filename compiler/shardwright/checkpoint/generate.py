@@ -122,7 +122,7 @@ def _of_checkpoint(checkpoint: Path, device: torch.device, trust_code: str | Non
     """Read straight into the model, adapters merged: the layout that trained it does not matter."""
     plan = open_checkpoint(checkpoint, trust_code)
     tokenizer = _tokenizer_of(plan, checkpoint)
-    model = empty_model(load_config(plan, checkpoint), None)
+    model = empty_model(load_config(plan, checkpoint), None, plan.model.task)
     with CheckpointReader(checkpoint) as reader:
         weights = _Stored(plan, reader)
         Filler(model, weights, {}, frozenset(), 0).fill([""])

@@ -93,6 +93,15 @@ def _part(p: PartSummary, length: int) -> str:
         text += f"; {p.cut:,} are cut at {length} tokens"
     if p.left_out:
         text += f"; {p.left_out:,} without a label in {length} tokens are left out"
+    if p.pictures:
+        text += f"; {p.pictures:,} pictures"
+    for count, why in (
+        (p.too_long, f"longer than {length} tokens"),
+        (p.crowded, "with more pictures than images.per_row"),
+        (p.damaged, "with a damaged picture"),
+    ):
+        if count:
+            text += f"; {count:,} {why} are left out"
     if p.empty:
         text += f"; {p.empty:,} empty ones skipped"
     return text

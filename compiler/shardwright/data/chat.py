@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -11,11 +12,14 @@ import numpy.typing as npt
 from shardwright.data.records import Record, missing_field
 from shardwright.data.templates import Overrun, Renderer
 from shardwright.data.tokenizers import Ids, Tokenizer
-from shardwright.data.turns import HiddenTurn, Message, TemplateError
+from shardwright.data.turns import HiddenTurn, Message, Span, TemplateError
 from shardwright.diagnostics import refusal
 from shardwright.ir.json_value import JsonObject, JsonValue
 
 _RENDERER = Renderer()
+
+
+Expand = Callable[[str, list[Span]], tuple[str, list[Span]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +50,10 @@ def conversation(record: Record, key: str) -> Conversation:
     return Conversation(messages=messages, tools=document.get("tools"), where=where)
 
 
-def encode(talk: Conversation, tokenizer: Tokenizer, template: str, train_on: str) -> tuple[Ids, npt.NDArray[np.bool_]]:
-    """(ids, trained). Errors: SW6112, SW6113."""
+def encode(
+    talk: Conversation, tokenizer: Tokenizer, template: str, train_on: str, expand: Expand | None = None
+) -> tuple[Ids, npt.NDArray[np.bool_]]:
+    """(ids, trained). expand: of a model that sees, writes pictures out in the text. Errors: SW6112, SW6113."""
     whose = "the tokenizer's chat template" if template == tokenizer.template else "the chat template (data.template)"
     turns = train_on != "all"
     try:
@@ -73,6 +79,8 @@ def encode(talk: Conversation, tokenizer: Tokenizer, template: str, train_on: st
             f"{talk.where}: {whose} was ended: {error}",
             "No template needs that much. Give another one as data.template, or take the record out.",
         ) from None
+    if expand is not None:
+        text, spans = expand(text, spans)
     if not turns:
         ids = tokenizer.encode([text])[0]
         return ids, np.ones(len(ids), dtype=np.bool_)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from shardwright.data.pictures import BYTES_FILE, INDEX_FILE
 from shardwright.data.prepare import prepared_folder
 from shardwright.data.sources import every_part
 from shardwright.data.store import MANIFEST
 from shardwright.ir.recipe import DataSection
 from shardwright.plan.plan import Plan
 
+_PREPARED = ("tokens.bin", "documents.bin", "trained.bin", BYTES_FILE, INDEX_FILE)
 BLOCK_BYTES, BLOCKS = 2**16, 1024
 """Of a larger file its size and this many blocks, from its first to its last bytes: terabytes are not read. What was
 prepared has a digest of all its tokens in its manifest."""
@@ -37,7 +39,7 @@ def _files(part: DataSection, folder: Path) -> list[Path]:
     if part.kind == "megatron":
         return [Path(f"{part.path}.idx"), Path(f"{part.path}.bin")]
     here = prepared_folder(part, folder)
-    return [path for name in (MANIFEST, "tokens.bin", "documents.bin", "trained.bin") if (path := here / name).exists()]
+    return [path for name in (MANIFEST, *_PREPARED) if (path := here / name).exists()]
 
 
 def _add(total: hashlib._Hash, path: Path) -> None:

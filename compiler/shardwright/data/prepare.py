@@ -20,8 +20,11 @@ from pathlib import Path
 
 from shardwright.atomic import write_atomically
 from shardwright.data import chat
+from shardwright.data.pictures import PictureWriter
 from shardwright.data.progress import ReadingProgress
 from shardwright.data.records import records, text_pieces, texts
+from shardwright.data.seen import SeenReader
+from shardwright.data.sight import Sight
 from shardwright.data.sources import DataSource, locate, prepared_parts
 from shardwright.data.store import TokenManifest, Writer, open_documents, read_manifest
 from shardwright.data.tokenizers import Tokenizer, load_tokenizer
@@ -156,11 +159,12 @@ def _build(plan: Plan, folder: Path, at: Path, source: DataSource) -> None:
     second writer there finds the folder taken, with the same content."""
     tokenizer = load_tokenizer(str(source.part.tokenizer), folder)
     partial = at / f".partial-{source.key}-{socket.gethostname()}-{os.getpid()}"
-    writer = None
+    writer, pictures = None, None
     try:
         writer = Writer(partial, tokenizer.dtype, masked=source.part.kind == "chat")
+        pictures = None if source.part.images is None else PictureWriter(partial)
         with contextlib.closing(ReadingProgress(f"tokenizing {source.part.path}", source.size_bytes)) as shown:
-            for _ in _read(source.part, source.files, tokenizer, writer, shown):
+            for _ in _reading(source, folder, tokenizer, writer, pictures, shown):
                 _check_ids(plan, tokenizer, writer)
         if not writer.documents:
             raise refusal(
@@ -168,6 +172,8 @@ def _build(plan: Plan, folder: Path, at: Path, source: DataSource) -> None:
                 f"{source.part.path!r} holds no text: {len(source.files)} files, all empty",
                 "Correct data.path, or fill the files.",
             )
+        if pictures is not None:
+            pictures.finish()
         writer.finish(settings=source.settings, kind=source.part.kind, source_bytes=source.size_bytes)
         try:
             os.rename(partial, at / source.key)
@@ -179,6 +185,8 @@ def _build(plan: Plan, folder: Path, at: Path, source: DataSource) -> None:
         if writer is not None:
             with contextlib.suppress(OSError):  # a full disk refuses what was buffered, too
                 writer.close()
+                if pictures is not None:
+                    pictures.close()
         shutil.rmtree(partial, ignore_errors=True)
 
 
@@ -191,6 +199,21 @@ def _check_ids(plan: Plan, tokenizer: Tokenizer, writer: Writer) -> None:
             f"vocabulary has ids 0 to {plan.model.vocabulary_size - 1}",
             "Use the tokenizer that belongs to this model, or a model with a larger vocab_size.",
         )
+
+
+def _reading(
+    source: DataSource,
+    folder: Path,
+    tokenizer: Tokenizer,
+    writer: Writer,
+    pictures: PictureWriter | None,
+    shown: ReadingProgress,
+) -> Iterator[None]:
+    part = source.part
+    if pictures is None or part.images is None:
+        return _read(part, source.files, tokenizer, writer, shown)
+    sight = Sight(folder / str(part.tokenizer), part.images)
+    return SeenReader(part, tokenizer, sight, writer, pictures).read(source.files, shown)
 
 
 def _read(

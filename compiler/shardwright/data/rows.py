@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from shardwright.data.pictures import Picture, PictureTable
 from shardwright.data.store import Documents
 
 Indices = npt.NDArray[np.int64]
@@ -20,12 +21,14 @@ PADDING_ID = 0
 class TokenBlock:
     """tokens: (B, S) ids. starts: (B, S) bool, True where a document begins; None where rows are whole.
 
-    trained: (B, S) bool, False where a token is no label; None where all are.
+    trained: (B, S) bool, False where a token is no label; None where all are. pictures: of each row, in the order of
+    their placeholders; () where the data has none.
     """
 
     tokens: npt.NDArray[np.integer]
     starts: npt.NDArray[np.bool_] | None
     trained: npt.NDArray[np.bool_] | None
+    pictures: tuple[tuple[Picture, ...], ...] = ()
 
 
 class Rows(Protocol):
@@ -78,7 +81,8 @@ class StreamRows:
 class DocumentRows:
     """Whole documents, several a row where they are packed, padded behind and cut at S.
 
-    members: numbers of the documents, row by row; bounds: (n + 1,) where each row begins in them.
+    members: numbers of the documents, row by row; bounds: (n + 1,) where each row begins in them. pictures: of the
+    documents; None where they have none.
     """
 
     documents: Documents
@@ -86,6 +90,7 @@ class DocumentRows:
     packed: bool
     members: Indices
     bounds: Indices
+    pictures: PictureTable | None = None
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -105,7 +110,16 @@ class DocumentRows:
                 at += size
             if at < self.length:
                 starts[row, at] = True  # the padding sees itself alone
-        return TokenBlock(tokens=tokens, starts=starts if self.packed else None, trained=trained)
+        return TokenBlock(
+            tokens=tokens, starts=starts if self.packed else None, trained=trained, pictures=self._pictures(indices)
+        )
+
+    def _pictures(self, indices: Indices) -> tuple[tuple[Picture, ...], ...]:
+        table = self.pictures
+        if table is None:
+            return ()
+        members = (self.members[self.bounds[i] : self.bounds[i + 1]].tolist() for i in indices)
+        return tuple(tuple(p for document in row for p in table.of(document)) for row in members)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +152,10 @@ class JoinedRows:
         shape = (len(indices), blocks[0][1].tokens.shape[1])
         tokens = np.empty(shape, dtype=np.int64)
         starts, trained = np.zeros(shape, dtype=np.bool_), np.ones(shape, dtype=np.bool_)
+        pictures: list[tuple[Picture, ...]] = [()] * len(indices)
         for where, block in blocks:
+            for row, own in zip(np.flatnonzero(where), block.pictures, strict=bool(block.pictures)):
+                pictures[row] = own
             tokens[where] = block.tokens
             if block.starts is not None:
                 starts[where] = block.starts
@@ -146,4 +163,7 @@ class JoinedRows:
                 trained[where] = block.trained
         packed = any(block.starts is not None for _, block in blocks)
         masked = any(block.trained is not None for _, block in blocks)
-        return TokenBlock(tokens=tokens, starts=starts if packed else None, trained=trained if masked else None)
+        shown = tuple(pictures) if any(block.pictures for _, block in blocks) else ()
+        return TokenBlock(
+            tokens=tokens, starts=starts if packed else None, trained=trained if masked else None, pictures=shown
+        )

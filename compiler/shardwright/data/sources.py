@@ -8,7 +8,7 @@ import json
 import os
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shardwright.diagnostics import refusal
@@ -69,6 +69,7 @@ def locate(part: DataSection, folder: Path, *, look: bool = True) -> DataSource:
             part.messages,
             part.template,
             part.train_on,
+            *([] if part.images is None else [asdict(part.images), part.skip_damaged]),
         ]
     )
     try:

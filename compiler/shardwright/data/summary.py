@@ -11,6 +11,7 @@ import numpy as np
 
 from shardwright.data.dataset import Dataset
 from shardwright.data.megatron import open_megatron
+from shardwright.data.pictures import Counts, open_pictures, read_counts
 from shardwright.data.prepare import prepared_folder
 from shardwright.data.rows import TokenBlock
 from shardwright.data.sources import parts_of
@@ -29,6 +30,9 @@ class PartSummary:
     """documents, tokens: 0 where the kind knows none. trained_tokens: labels among them. left_out: conversations
     without a label in their first S tokens; cut: those longer than S. empty: files and records without text.
 
+    Of conversations with pictures: pictures: those of all; too_long: left out because they are longer than S; crowded:
+    because they hold more than images.per_row; damaged: because a picture of theirs cannot be used.
+
     padding_alone: share of padding with each document in rows of its own; padding: as the rows are.
     """
 
@@ -42,6 +46,10 @@ class PartSummary:
     empty: int = 0
     padding_alone: float = 0.0
     padding: float = 0.0
+    pictures: int = 0
+    too_long: int = 0
+    crowded: int = 0
+    damaged: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +71,14 @@ def _part(plan: Plan, part: DataSection, folder: Path) -> PartSummary:
     here = None if part.kind == "megatron" else prepared_folder(part, folder)
     documents = open_megatron(str(part.path)) if here is None else open_documents(here)
     manifest = None if here is None else read_manifest(here)
-    left_out, cut, padding = 0, 0, 0.0
+    left_out, cut, padding, too_long = 0, 0, 0.0, 0
+    pictures = None if here is None else open_pictures(here)
+    counts = Counts(told=[]) if here is None or pictures is None else read_counts(here)
     lengths = documents.lengths
     if part.kind == "chat" and here is not None:
         rows = whole_rows(here, documents, length, packed=part.packing)
-        left_out, lengths = len(lengths) - len(rows.members), lengths[rows.members]
+        too_long = 0 if pictures is None else int((lengths > length).sum())
+        left_out, lengths = len(lengths) - len(rows.members) - too_long, lengths[rows.members]
         cut = int((lengths > length).sum())
         lengths = np.minimum(lengths, length)
         padding = 1 - int(lengths.sum()) / max(1, len(rows) * length)
@@ -84,6 +95,10 @@ def _part(plan: Plan, part: DataSection, folder: Path) -> PartSummary:
         empty=0 if manifest is None else manifest.empty,
         padding_alone=1 - tokens / max(1, alone),
         padding=padding,
+        pictures=0 if pictures is None else len(pictures.index),
+        too_long=too_long,
+        crowded=counts.crowded,
+        damaged=counts.damaged,
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from shardwright.data.pictures import open_pictures
 from shardwright.data.rows import DocumentRows, Indices
 from shardwright.data.store import Documents
 
@@ -20,7 +21,8 @@ def store_table(folder: Path, documents: Documents, length: int, *, packed: bool
     paths = _paths(folder, length, packed)
     if all(path.exists() for path in paths):
         return
-    for path, array in zip(paths, _table(documents, length, packed=packed), strict=True):
+    sees = open_pictures(folder) is not None
+    for path, array in zip(paths, _table(documents, length, packed=packed, whole=sees), strict=True):
         temporary = path.with_name(f".{path.stem}.{os.getpid()}.npy")
         np.save(temporary, array)
         os.replace(temporary, path)
@@ -31,13 +33,14 @@ def whole_rows(folder: Path, documents: Documents, length: int, *, packed: bool)
     if not all(path.exists() for path in paths):
         store_table(folder, documents, length, packed=packed)
     members, bounds = (np.load(path, mmap_mode="r") for path in paths)
-    return DocumentRows(documents, length, packed, members, bounds)
+    return DocumentRows(documents, length, packed, members, bounds, open_pictures(folder))
 
 
-def _table(documents: Documents, length: int, *, packed: bool) -> tuple[Indices, Indices]:
-    """Documents without a label among their first S tokens teach nothing, and are left out."""
+def _table(documents: Documents, length: int, *, packed: bool, whole: bool = False) -> tuple[Indices, Indices]:
+    """Documents without a label among their first S tokens teach nothing, and are left out. whole: so are those that
+    are longer than S, for a cut might go through a picture."""
     ends, lengths = documents.ends, documents.lengths
-    kept = np.flatnonzero(lengths > 1)
+    kept = np.flatnonzero((lengths > 1) & ((lengths <= length) | (not whole)))
     if documents.trained is not None:
         trained = documents.trained
         first = np.concatenate([[0], ends[:-1]])

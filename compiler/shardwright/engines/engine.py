@@ -75,6 +75,7 @@ class Engine:
     check_extra: what it does not take of the recipe's `extra`.
     axes: keys of a layout, beyond those of every engine, that it has.
     compiles_layers: whether it runs `model.kernels: compile`.
+    sees: whether it trains models on rows with pictures.
     pads_vocabulary: to a multiple of the tensor ranks; the last ones have fewer tokens.
     automatic: `target: auto` may take it. lacks: what it does not train of a model, as far as its graph says; "" where
         it may train it.
@@ -96,6 +97,7 @@ class Engine:
     check_extra: Callable[[Recipe], tuple[Diagnostic, ...]] = lambda recipe: ()
     axes: frozenset[str] = frozenset()
     compiles_layers: bool = False
+    sees: bool = False
     pads_vocabulary: bool = False
     automatic: bool = True
     lacks: Callable[[ModelGraph], str] = lambda graph: ""

@@ -9,17 +9,31 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from shardwright.hf.pictures import picture_example
+from shardwright.hf.shrink import VOCABULARY, shrink
+from shardwright.hf.skeleton import Batch
+from shardwright.hf.tower import small_tower
+from shardwright.ir.words import TaskName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """auto_class: of transformers. types: model_type -> the class's name, of those that transformers itself has.
+    """name: as a recipe has it.
+
+    auto_class: of transformers. types: model_type -> the class's name, of those that transformers itself has.
     registered: configuration class -> model class, with those that came with a model (hf/own_code.py).
     example_shape: rows x tokens that a tiny copy is shown. peft_type: peft's name of the task."""
 
+    name: TaskName
     auto_class: Any
     types: Mapping[str, str]
     registered: Mapping[type[PretrainedConfig], type]
@@ -46,12 +60,27 @@ class Task:
         )
         return model
 
+    @property
+    def sees(self) -> bool:
+        """Whether its rows hold pictures."""
+        return self.name == "image-text-to-text"
+
+    def small(self, document: Mapping[str, Any], *, depth: bool = True, widths: bool = True) -> dict[str, Any]:
+        """A complete configuration, made tiny (hf/shrink.py)."""
+        made = shrink(document, depth=depth, widths=widths)
+        return small_tower(made, document) if self.sees else made
+
+    def shown(self, model: PreTrainedModel) -> tuple[torch.Tensor, Batch | None]:
+        """(ids, what stands beside them) that a tiny copy is taken apart with. Raises NoPictures."""
+        return picture_example(model, VOCABULARY) if self.sees else (self.example(VOCABULARY), None)
+
     def example(self, vocabulary: int) -> torch.Tensor:
         """Token ids (rows, tokens) for a tiny copy; the special ids at both ends of the vocabulary are left out."""
         return torch.randint(3, vocabulary - 10, self.example_shape)
 
 
 CAUSAL_LM = Task(
+    name="causal-lm",
     auto_class=AutoModelForCausalLM,
     types=MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     registered=MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -59,8 +88,21 @@ CAUSAL_LM = Task(
     peft_type="CAUSAL_LM",
 )
 
-TASKS = (CAUSAL_LM,)
-"""A model is trained for the first whose types have its own."""
+IMAGE_TEXT = Task(
+    name="image-text-to-text",
+    auto_class=AutoModelForImageTextToText,
+    types=MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    registered=MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    example_shape=(2, 24),
+    peft_type="CAUSAL_LM",
+)
+
+TASKS = (CAUSAL_LM, IMAGE_TEXT)
+"""A model is trained for the first whose types have its own, where the recipe names none."""
+
+
+def task_named(name: TaskName) -> Task:
+    return next(task for task in TASKS if task.name == name)
 
 
 def task_of_type(model_type: str) -> Task | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from shardwright.ir.cut import Cut
 from shardwright.ir.json_value import JsonObject
-from shardwright.ir.words import Checkpointing
+from shardwright.ir.words import Checkpointing, TaskName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,11 +153,17 @@ class ModelGraph:
     context: tuple[Kept, ...]
     context_ranks: str = NOT_TRIED
     expert_ranks: str = NOT_TRIED
+    task: TaskName = "causal-lm"
 
     @property
-    def identity(self) -> tuple[str, str, str]:
+    def identity(self) -> tuple[str, str, str, str]:
         """Tells it from other graphs: all the rest follows from these."""
-        return self.config_hash, self.attention, self.tensor_kind
+        return self.config_hash, self.attention, self.tensor_kind, self.task
+
+    @property
+    def sees(self) -> bool:
+        """Whether its rows hold pictures."""
+        return self.task == "image-text-to-text"
 
     @property
     def decoder_layers(self) -> int:

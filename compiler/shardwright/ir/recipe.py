@@ -20,6 +20,7 @@ from shardwright.ir.words import (
     PartialCheckpointing,
     Precision,
     Schedule,
+    TaskName,
 )
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -39,6 +40,7 @@ class ModelSection:
     kernels: Kernels | Literal["auto", "liger"] = "hf"
     trust_remote_code: str | None = None  # the same as source, or None: code of the model's own never runs
     router_aux_loss: float | None = None
+    task: TaskName | Literal["auto"] = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +138,14 @@ def optimizer_steps(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImagesSection:
+    """What a conversation may hold: pictures, and pixels of each (width x height) once it is made smaller."""
+
+    per_row: int
+    max_pixels: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DataSection:
     """Keys that a kind does not know have their defaults.
 
@@ -143,6 +153,7 @@ class DataSection:
     tokenizer: "byte", a HF name, or a folder made absolute; in a plan "byte", a folder relative to the compiled one, or
         None for what holds token ids.
     field: of jsonl and parquet; messages, template, train_on: of chat.
+    images: of chat for a model that sees. skip_damaged: share of the conversations that damaged pictures may cost.
     mixture: of kind "mixture", each part with its weight; shuffle counts for all of them.
     """
 
@@ -155,6 +166,8 @@ class DataSection:
     messages: str = "messages"
     template: str | None = None
     train_on: str = "assistant"  # assistant | all
+    images: ImagesSection | None = None
+    skip_damaged: float = 0.0
     weight: float = 1.0
     mixture: tuple[DataSection, ...] = ()
 

@@ -21,6 +21,8 @@ TOKENIZER_PATTERNS: tuple[str, ...] = (
     "added_tokens.json",
     "chat_template*",
     "*.model",
+    "preprocessor_config.json",
+    "processor_config.json",
 )
 
 

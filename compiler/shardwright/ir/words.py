@@ -11,6 +11,8 @@ Checkpointing = Literal["none", "selective", "full"]
 Offload = Literal["none", "optimizer", "parameters"]
 """What is kept in host memory."""
 Loss = Literal["full", "chunked"]
+TaskName = Literal["causal-lm", "image-text-to-text"]
+"""What a model is trained for."""
 Kernels = Literal["hf", "compile"]
 """What a decoder layer runs as: Hugging Face's modules, one kernel an operator, or torch.compile of them."""
 Precision = Literal["bf16", "fp16", "fp32"]

@@ -8,11 +8,13 @@ import json
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import ModelSection
+from shardwright.ir.words import TaskName
 from shardwright.model.cache import cache_key, cached_graph, is_off, store_graph
 from shardwright.model.popular.graphs import shipped_graph
 from shardwright.model.popular.hub import read_config
 
-_KNOWN: dict[tuple[str, str, bool], ModelGraph] = {}
+IMAGE_TEXT: TaskName = "image-text-to-text"
+_KNOWN: dict[tuple[str, str, str, bool], ModelGraph] = {}
 """Of this process: `estimate` asks for the same graph many times."""
 
 
@@ -22,7 +24,7 @@ def build_model_graph(section: ModelSection) -> ModelGraph:
     if section.trust_remote_code is not None and "auto_map" in config:
         return _trace(section, config, inline)  # its code is no part of any key
     text = json.dumps(config, sort_keys=True)
-    known = (text, section.attention, inline)
+    known = (text, section.attention, section.task, inline)
     if known not in _KNOWN:
         _KNOWN[known] = _find(section, config, text, inline)
     return _KNOWN[known]
@@ -32,10 +34,11 @@ def _find(section: ModelSection, config: JsonObject, text: str, inline: bool) ->
     if is_off():
         return _trace(section, config, inline)
     # A recipe's own configuration is checked more strictly than a published one, so it is never looked up as one.
-    graph = None if inline else shipped_graph(text, section.attention)
+    graph = None if inline or section.task == IMAGE_TEXT else shipped_graph(text, section.attention)
     if graph is not None:
         return graph
-    key = cache_key(text, section.attention, inline)
+    # One of the models that both tasks know is another graph under each.
+    key = cache_key(text if section.task == "auto" else f"{section.task} {text}", section.attention, inline)
     graph = cached_graph(key)
     if graph is None:
         graph = _trace(section, config, inline)
@@ -47,4 +50,4 @@ def _trace(section: ModelSection, config: JsonObject, inline: bool) -> ModelGrap
     from shardwright.model.graph import trace_model_graph
     from shardwright.model.own_code import settle
 
-    return trace_model_graph(config if inline else settle(section, config), section.attention, inline)
+    return trace_model_graph(config if inline else settle(section, config), section.attention, inline, section.task)

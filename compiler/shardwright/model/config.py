@@ -8,19 +8,20 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from typing import cast
+from typing import Literal, cast
 
 from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from shardwright.diagnostics import KeyPath, Refusal, refusal
 from shardwright.hf.floats import tagged, untagged
-from shardwright.hf.task import task_of_type, trained_types
+from shardwright.hf.task import Task, task_named, task_of_type, trained_types
 from shardwright.ir.json_value import JsonObject, JsonValue
+from shardwright.ir.words import TaskName
 from shardwright.model.config_keys import size_problem
 from shardwright.model.own_code import FINGERPRINT
 from shardwright.model.popular.shipped import published_keys
-from shardwright.model.refusals import encoder_decoder, no_causal_lm, unknown_type, wrong_keys
+from shardwright.model.refusals import encoder_decoder, no_causal_lm, no_pictures, unknown_type, wrong_keys
 from shardwright.model.support import support
 
 # Read by transformers from any configuration although no class lists them.
@@ -29,23 +30,30 @@ COMMON_KEYS = {"model_type", "torch_dtype", "rope_theta", "rope_scaling", "trans
 _VOLATILE_KEYS = ("transformers_version", "_name_or_path", "_attn_implementation", "_attn_implementation_autoset")
 
 
-def check_model_type(config: JsonObject, key: KeyPath, inline: bool) -> str:
-    """The model type. Errors: SW2003 unknown, SW2004 no causal language model, SW2017 an encoder-decoder."""
+def check_model_type(config: JsonObject, key: KeyPath, inline: bool, asked: TaskName | Literal["auto"]) -> Task:
+    """What the type is trained for. Errors: SW2003 unknown, SW2004 no causal language model, SW2017 an encoder-decoder,
+    SW2019 no model that sees."""
     model_type = config.get("model_type")
     where = (*key, "model_type") if inline and model_type is not None else key
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise Refusal(unknown_type(model_type, trained_types(), where))
     if support().others.get(model_type) == "encoder-decoder":
         raise Refusal(encoder_decoder(model_type, where, decoder_alone=False))
-    known = trained_types()
-    if model_type not in known and not (FINGERPRINT in config and task_of_type(model_type)):
-        raise Refusal(no_causal_lm(model_type, known, where))
-    return model_type
+    task = task_of_type(model_type) if asked == "auto" else task_named(asked)
+    if task is None:
+        raise Refusal(no_causal_lm(model_type, trained_types(), where))
+    if model_type not in task.types and not (FINGERPRINT in config and task.trains(model_type)):
+        raise Refusal((no_pictures if task.sees else no_causal_lm)(model_type, tuple(task.types), where))
+    return task
 
 
-def resolve_config(config: JsonObject, key: KeyPath, inline: bool) -> PretrainedConfig:
-    """The transformers configuration, every value checked. Errors: SW2005, SW2006 (all of them), SW2007, SW2017."""
-    model_type = check_model_type(config, key, inline)
+def resolve_config(
+    config: JsonObject, key: KeyPath, inline: bool, asked: TaskName | Literal["auto"] = "auto"
+) -> PretrainedConfig:
+    """The transformers configuration, every value checked. asked: the recipe's task. Errors: SW2005, SW2006 (all of
+    them), SW2007, SW2017, and those of check_model_type."""
+    check_model_type(config, key, inline, asked)
+    model_type = str(config["model_type"])
     config_class = CONFIG_MAPPING[model_type]
     try:
         probe = config_class()

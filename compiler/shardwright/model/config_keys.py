@@ -18,7 +18,7 @@ from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.model.cache import installed_version
 from shardwright.model.popular.shipped import published_keys
 from shardwright.model.refusals import encoder_decoder, no_causal_lm, unknown_type, wrong_keys
-from shardwright.model.support import support
+from shardwright.model.support import seeing_types, support
 
 TABLE = "config_keys.json"
 _SIZES = (
@@ -87,6 +87,8 @@ def config_errors(config: JsonObject, key: KeyPath, inline: bool) -> tuple[Diagn
     if not is_of_installed() or (not inline and "auto_map" in config):  # auto_map: it may bring its own type
         return ()
     model_type = config.get("model_type")
+    if isinstance(model_type, str) and model_type in seeing_types() and model_type not in support().types:
+        return ()  # its class judges it
     if not isinstance(model_type, str) or model_type not in support().types:
         where = (*key, "model_type") if inline and model_type is not None else key
         return (_no_type(model_type, where),)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Literal
 
 import torch
 from torch import nn
@@ -17,11 +18,12 @@ from shardwright.diagnostics import Diagnostic, KeyPath, Refusal
 from shardwright.hf.flash import flash_stand_in
 from shardwright.hf.probe import Probed
 from shardwright.hf.sizes import size_of
-from shardwright.hf.task import task_of
+from shardwright.hf.task import Task
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.model_graph import ModelGraph, Parameter, hash_of_config
 from shardwright.ir.recipe import FLASH
-from shardwright.model.config import config_json, contradiction, resolve_config, text_config
+from shardwright.ir.words import TaskName
+from shardwright.model.config import check_model_type, config_json, contradiction, resolve_config, text_config
 from shardwright.model.layers import Shapes, make_layer
 from shardwright.model.probed import flash_error, probe_config, uncuttable, why_no_context_ranks, why_no_expert_ranks
 from shardwright.model.tensor_styles import tensor_styles
@@ -43,35 +45,40 @@ def _one_thread() -> Iterator[None]:
 
 
 @_one_thread()
-def trace_model_graph(config: JsonObject, attention: str, inline: bool) -> ModelGraph:
-    """`config`: as written, auto_map settled (own_code.py). inline: it stands in the recipe itself.
+def trace_model_graph(
+    config: JsonObject, attention: str, inline: bool, asked: TaskName | Literal["auto"] = "auto"
+) -> ModelGraph:
+    """`config`: as written, auto_map settled (own_code.py). inline: it stands in the recipe itself. asked: the recipe's
+    task.
 
     Raises Refusal with SW2xxx where the model cannot be built or split.
     """
     key: KeyPath = ("model", "config") if inline else ("model", "source")
-    hf_config = resolve_config(config, key, inline)
+    task = check_model_type(config, key, inline, asked)
+    hf_config = resolve_config(config, key, inline, asked)
     _refuse_unsplittable(hf_config, key)
-    model = _on_meta(hf_config, None, key)
+    model = _on_meta(hf_config, task, None, key)
     check_attention(model, hf_config, attention)
     plain = config_json(hf_config, type(model).__name__)
     with flash_stand_in() if attention == FLASH else nullcontext():
-        probed = probe_config(hf_config, attention, key)
-        _check_flash(hf_config, attention)
+        probed = probe_config(hf_config, task, attention, key)
+        if not task.sees:  # a rule refuses it there
+            _check_flash(hf_config, attention)
     with flash_stand_in(shapes_only=True) if attention == FLASH else nullcontext():
         if attention not in ("auto", model.config._attn_implementation):
-            model = _on_meta(hf_config, attention, key)  # some types choose their modules by it
-        graph = _measure(model, hf_config, probed, plain, key)
+            model = _on_meta(hf_config, task, attention, key)  # some types choose their modules by it
+        graph = dataclasses.replace(_measure(model, hf_config, probed, plain, key), task=task.name)
     context, expert = why_no_context_ranks(graph), why_no_expert_ranks(graph)
     graph = dataclasses.replace(graph, context_ranks=context, expert_ranks=expert)
     graph.verify()
     return graph
 
 
-def _on_meta(hf_config: PretrainedConfig, attention: str | None, key: KeyPath) -> PreTrainedModel:
+def _on_meta(hf_config: PretrainedConfig, task: Task, attention: str | None, key: KeyPath) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             # float32: the size of an element is the cost model's business, and half types need no support here.
-            return task_of(hf_config).build(hf_config, attention)
+            return task.build(hf_config, attention)
     except Exception as error:
         raise contradiction(error, key) from None
 

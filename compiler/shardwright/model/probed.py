@@ -20,32 +20,35 @@ from shardwright.hf.context import why_no_context
 from shardwright.hf.experts import why_no_expert_ranks as no_expert_ranks
 from shardwright.hf.floats import untagged
 from shardwright.hf.packing import why_not_packed
+from shardwright.hf.pictures import NoPictures
 from shardwright.hf.probe import NotCuttable, Probed, find_cut, find_together, probe
 from shardwright.hf.shrink import VOCABULARY, shrink
-from shardwright.hf.task import task_of
+from shardwright.hf.task import CAUSAL_LM, Task, task_named
 from shardwright.ir.apart import share_apart
 from shardwright.ir.cut import Cut, Range
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.names import pattern
 from shardwright.ir.recipe import FLASH
+from shardwright.ir.words import TaskName
 from shardwright.layout.experts import expert_modules
 
+WITH_PICTURES = "its rows hold pictures, which is not proved"
 MOST_PARAMETERS = 250_000_000
 """Of a copy with the model's own widths: 1 GB in fp32, and as much again for each isolated piece in its turn."""
 
 
-def probe_config(config: PretrainedConfig, attention: str, key: KeyPath) -> Probed:
+def probe_config(config: PretrainedConfig, task: Task, attention: str, key: KeyPath) -> Probed:
     """Error: SW2016, this structure cannot be proved to come apart."""
     document, pinned = config.to_dict(), None if attention == "auto" else attention
-    found = _probe(config.model_type, _text(shrink(document)), pinned, most_parameters=None)
+    found = _probe(config.model_type, task.name, _text(task.small(document)), pinned, most_parameters=None)
     if isinstance(found, _DoesNotRun):
         # Maybe only because the sizes of the copy do not fit each other: the real ones do.
-        as_it_is = _text(shrink(document, widths=False))
-        again = _probe(config.model_type, as_it_is, pinned, most_parameters=MOST_PARAMETERS)
+        as_it_is = _text(task.small(document, widths=False))
+        again = _probe(config.model_type, task.name, as_it_is, pinned, most_parameters=MOST_PARAMETERS)
         found = again if isinstance(again, Probed) else found
     if isinstance(found, Probed) and found.cut.together:
         # Which layers share is a matter of which layers there are: the copy has fewer.
-        deep = _together(config.model_type, _text(shrink(document, depth=False)), pinned)
+        deep = _together(config.model_type, task.name, _text(task.small(document, depth=False)), pinned)
         if isinstance(deep, str):
             raise uncuttable(config, deep, key)
         found = dataclasses.replace(found, cut=dataclasses.replace(found.cut, together=deep))
@@ -79,20 +82,23 @@ class _DoesNotRun(str):
 
 
 @functools.lru_cache(maxsize=256)
-def _probe(model_type: str, text: str, attention: str | None, *, most_parameters: int | None) -> Probed | str:
+def _probe(
+    model_type: str, task: TaskName, text: str, attention: str | None, *, most_parameters: int | None
+) -> Probed | str:
     """The reason as text where there is no cut, so that it is cached too."""
     with _aside():
         try:
             if most_parameters is not None:
                 with torch.device("meta"):
-                    count = sum(p.numel() for p in _build(model_type, text, attention).parameters())
+                    count = sum(p.numel() for p in _build(model_type, task, text, attention).parameters())
                 if count > most_parameters:
                     return _DoesNotRun("it is too large to run as it is")
-            model = _random_model(model_type, text, attention)
-            tokens = task_of(model_type).example(VOCABULARY)
-            probed = probe(model, tokens)
-            return dataclasses.replace(probed, packing=_why_not_packed(model, probed.cut, tokens))
-        except NotCuttable as reason:
+            model = _random_model(model_type, task, text, attention)
+            tokens, beside = task_named(task).shown(model)
+            probed = probe(model, tokens, beside)
+            packing = WITH_PICTURES if beside else _why_not_packed(model, probed.cut, tokens)
+            return dataclasses.replace(probed, packing=packing)
+        except (NotCuttable, NoPictures) as reason:
             return str(reason)
         except Exception as error:  # whatever a type's own code raises at this size
             lines = str(error).strip().splitlines() or [""]
@@ -110,10 +116,10 @@ def _why_not_packed(model: PreTrainedModel, cut: Cut, tokens: torch.Tensor) -> s
 def flash_error(config: PretrainedConfig) -> float:
     """How far a tiny copy's logits are from those with eager attention, as a share of the largest. The kernels leave
     out what they do not have, without a word: attention sinks, biases."""
-    text = _text(shrink(config.to_dict()))
+    text, task = _text(CAUSAL_LM.small(config.to_dict())), CAUSAL_LM
     with _aside():
-        tokens, model = task_of(config).example(VOCABULARY), _random_model(config.model_type, text, FLASH)
-        plain = _build(config.model_type, text, "eager")
+        tokens, model = task.example(VOCABULARY), _random_model(config.model_type, task.name, text, FLASH)
+        plain = _build(config.model_type, task.name, text, "eager")
         plain.load_state_dict(model.state_dict())
         adapt(plain.train())
         given, wanted = (m(input_ids=tokens, use_cache=False).logits for m in (model, plain))
@@ -129,6 +135,8 @@ def _narrow(graph: ModelGraph) -> tuple[str, str, str]:
 
 def why_no_context_ranks(graph: ModelGraph) -> str:
     """ "" where rows of this configuration can be cut over ranks."""
+    if graph.sees:
+        return WITH_PICTURES
     return _why_no_context(*_narrow(graph))
 
 
@@ -136,14 +144,16 @@ def why_no_context_ranks(graph: ModelGraph) -> str:
 def _why_no_context(model_type: str, text: str, attention: str) -> str:
     with _aside():
         try:
-            model = _random_model(model_type, text, attention)
-            return why_no_context(model, task_of(model_type).example(VOCABULARY))
+            model = _random_model(model_type, CAUSAL_LM.name, text, attention)
+            return why_no_context(model, CAUSAL_LM.example(VOCABULARY))
         except Exception as error:  # whatever a type's own code raises on a piece of a row
             return f"a tiny copy does not run on a piece of a row ({_first_line(error)})"
 
 
 def why_no_expert_ranks(graph: ModelGraph) -> str:
     """ "" where the experts of this configuration can be shared out over ranks."""
+    if graph.sees:
+        return WITH_PICTURES
     planned = sorted({pattern(path) for path in expert_modules(graph)})
     if not planned:
         return "no parameter of it is a stack of experts"
@@ -154,14 +164,16 @@ def why_no_expert_ranks(graph: ModelGraph) -> str:
 def _why_no_experts(model_type: str, text: str, attention: str, planned: tuple[str, ...]) -> str:
     with _aside():
         try:
-            model = _random_model(model_type, text, attention)
-            return no_expert_ranks(model, task_of(model_type).example(VOCABULARY), frozenset(planned))
+            model = _random_model(model_type, CAUSAL_LM.name, text, attention)
+            return no_expert_ranks(model, CAUSAL_LM.example(VOCABULARY), frozenset(planned))
         except Exception as error:  # whatever a type's own code raises with some of its experts
             return f"a tiny copy does not run with some of its experts ({_first_line(error)})"
 
 
 def router_affinity(graph: ModelGraph) -> str | NoBalance:
     """What makes the routers' logits affinities, a key of hf.balance.AFFINITIES, or why they get no balance loss."""
+    if graph.sees:
+        return NoBalance(WITH_PICTURES)
     return _router_affinity(*_narrow(graph))
 
 
@@ -169,32 +181,31 @@ def router_affinity(graph: ModelGraph) -> str | NoBalance:
 def _router_affinity(model_type: str, text: str, attention: str) -> str | NoBalance:
     with _aside():
         try:
-            model = _random_model(model_type, text, attention)
-            return affinity_of(model, task_of(model_type).example(VOCABULARY))
+            model = _random_model(model_type, CAUSAL_LM.name, text, attention)
+            return affinity_of(model, CAUSAL_LM.example(VOCABULARY))
         except Exception as error:  # whatever a type's own code raises at this size
             return NoBalance(f"a tiny copy does not run ({_first_line(error)})")
 
 
 @functools.lru_cache(maxsize=256)
-def _together(model_type: str, text: str, attention: str | None) -> tuple[Range, ...] | str:
+def _together(model_type: str, task: TaskName, text: str, attention: str | None) -> tuple[Range, ...] | str:
     """`Cut.together` of a narrow copy as deep as the model, or the reason why there is none."""
     with _aside():
         try:
-            model = _random_model(model_type, text, attention)
-            tokens = task_of(model_type).example(VOCABULARY)
-            return find_together(model, find_cut(model, tokens), tokens)
+            model = _random_model(model_type, task, text, attention)
+            tokens, beside = task_named(task).shown(model)
+            return find_together(model, find_cut(model, tokens, beside), tokens, beside)
         except Exception as error:
             return f"its layers share state, and a narrow copy does not run at its depth ({type(error).__name__})"
 
 
-def _build(model_type: str, text: str, attention: str | None) -> PreTrainedModel:
-    config = CONFIG_MAPPING[model_type].from_dict(untagged(json.loads(text)))
-    return task_of(config).build(config, attention)
+def _build(model_type: str, task: TaskName, text: str, attention: str | None) -> PreTrainedModel:
+    return task_named(task).build(CONFIG_MAPPING[model_type].from_dict(untagged(json.loads(text))), attention)
 
 
-def _random_model(model_type: str, text: str, attention: str | None) -> PreTrainedModel:
+def _random_model(model_type: str, task: TaskName, text: str, attention: str | None) -> PreTrainedModel:
     """In training mode, as a run has it; the shrunk configuration has no dropout."""
-    model = _build(model_type, text, attention)
+    model = _build(model_type, task, text, attention)
     model.train()
     adapt(model)
     with torch.no_grad():

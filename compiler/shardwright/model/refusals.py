@@ -25,8 +25,18 @@ def unknown_type(model_type: object, known: Iterable[str], key: KeyPath | None) 
 def no_causal_lm(model_type: str, known: Iterable[str], key: KeyPath | None) -> Diagnostic:
     """SW2004: transformers has the type, without a causal language model."""
     message = f"model_type {model_type!r} is no causal language model in transformers"
-    help = "This compiler trains causal language models; AutoModelForCausalLM must know the type."
+    help = (
+        "This compiler trains causal language models (AutoModelForCausalLM must know the type) and models that see "
+        "(AutoModelForImageTextToText must)."
+    )
     return found("SW2004", key, message, help, nearest_types(model_type, known, cutoff=0.75))
+
+
+def no_pictures(model_type: str, known: Iterable[str], key: KeyPath | None) -> Diagnostic:
+    """SW2019: transformers has the type, without a model of it that sees."""
+    message = f"model_type {model_type!r} takes no pictures in transformers"
+    help = "`task: image-text-to-text` trains what AutoModelForImageTextToText knows; leave `task` out for text alone."
+    return found("SW2019", key, message, help, nearest_types(model_type, known, cutoff=0.75))
 
 
 def encoder_decoder(model_type: str, key: KeyPath | None, *, decoder_alone: bool) -> Diagnostic:

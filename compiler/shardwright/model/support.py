@@ -92,6 +92,12 @@ def proved_chunked(model_type: str) -> bool:
 
 
 @functools.cache
+def seeing_types() -> frozenset[str]:
+    """Those that transformers maps to image-text-to-text. Whether one comes apart is tried when it is compiled."""
+    return frozenset(json.loads(_text("sight.json")))
+
+
+@functools.cache
 def compiled_types() -> frozenset[str]:
     """Types whose decoder layers train under torch.compile as without: tests/parity/test_compiled.py."""
     return frozenset(json.loads(_text("compile_proved.json")))

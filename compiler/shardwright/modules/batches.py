@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 
 from shardwright.data.dataset import Dataset, validation_batches
 from shardwright.data.rows import Rows, TokenBlock
-from shardwright.data.sources import packs
+from shardwright.data.sight import Sight
+from shardwright.data.sources import every_part, packs
 from shardwright.hf.objective import IGNORED
+from shardwright.hf.skeleton import Batch
 from shardwright.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     """input_ids, labels: (B, S) int64; labels are the inputs (the loss shifts them). position_ids: (B, S) where
-    documents are packed, else None. shifted: labels stand where they are predicted, as in a piece of a row."""
+    documents are packed, else None. shifted: labels stand where they are predicted, as in a piece of a row.
+
+    beside: what the forward of a model that sees takes beside the ids; None for other models. blank: where no row of it
+    has a picture, what the tower is shown.
+    """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     position_ids: torch.Tensor | None
     shifted: bool = False
+    beside: Batch | None = None
+    blank: Batch | None = None
 
     @property
     def predicted(self) -> int:
@@ -34,8 +45,8 @@ class MicroBatch:
 class Batches:
     """The rows of the dataset's order, shared out over the data ranks."""
 
-    def __init__(self, plan: Plan, data: Dataset) -> None:
-        self.data = data
+    def __init__(self, plan: Plan, data: Dataset, sight: Sight | None = None) -> None:
+        self.data, self.sight = data, sight
         s = plan.strategy
         self.shape = (s.gradient_accumulation_steps, s.data, s.micro_batch_size)
         self.packed = packs(plan)
@@ -44,7 +55,7 @@ class Batches:
         """The share of `data_rank` in `step` (from 1): micro-batch m takes rows [(m * data + rank) * B, ... + B) of the
         global batch."""
         indices = self.data.order.indices(step).reshape(self.shape)[:, data_rank]
-        return [_micro_batch(self.data.train.read(i), self.packed) for i in indices]
+        return [_micro_batch(self.data.train.read(i), self.packed, self.sight) for i in indices]
 
 
 class HeldOut:
@@ -53,34 +64,49 @@ class HeldOut:
 
     at_once: micro-batches that go through the pipeline together; their number is a multiple of it."""
 
-    def __init__(self, plan: Plan, rows: Rows, data_rank: int) -> None:
+    def __init__(self, plan: Plan, rows: Rows, data_rank: int, sight: Sight | None = None) -> None:
         s = plan.strategy
         # DeepSpeed numbers DualPipeV's buffers by the training's micro-batches: as many at once, or its engine fails.
-        at_once = s.gradient_accumulation_steps if s.schedule == "dualpipev" else None
+        # Pictures of all held-out rows may be more than memory holds.
+        at_once = s.gradient_accumulation_steps if s.schedule == "dualpipev" or sight is not None else None
         # An interleaved schedule takes as many as there are pipeline ranks, or a multiple.
         multiple = at_once or (s.pipeline if s.virtual_stages > 1 else 1)
         numbers = validation_batches(len(rows), s.data * s.micro_batch_size, multiple)
         self._rows, self._numbers = rows, numbers.reshape(-1, s.data, s.micro_batch_size)[:, data_rank]
         self.at_once = at_once or len(self._numbers)
-        self._packed = packs(plan)
-        self.predicted = sum(m.predicted for m in self)
+        self._packed, self._sight = packs(plan), None
+        self.predicted = sum(m.predicted for m in self)  # without a look at the pictures
+        self._sight = sight
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         for numbers in self._numbers:
-            batch = _micro_batch(self._rows.read(np.maximum(numbers, 0)), self._packed)
+            batch = _micro_batch(self._rows.read(np.maximum(numbers, 0)), self._packed, self._sight)
             batch.labels[torch.from_numpy(numbers < 0)] = IGNORED
             yield batch
 
 
-def _micro_batch(block: TokenBlock, packed: bool) -> MicroBatch:
+def sight_of(plan: Plan, folder: Path) -> Sight | None:
+    """The processor of a model that sees. folder: the compiled one, or a checkpoint."""
+    part = next((part for part in every_part(plan) if part.images is not None), None)
+    if not plan.model.sees or part is None or part.images is None:
+        return None
+    takes = inspect.signature(getattr(transformers, plan.model.architecture).forward).parameters
+    return Sight(folder / str(part.tokenizer), part.images, frozenset(takes))
+
+
+def _micro_batch(block: TokenBlock, packed: bool, sight: Sight | None = None) -> MicroBatch:
     """packed: with position ids, whether this block needs them or not: what crosses stages must not change its form."""
     input_ids = torch.from_numpy(block.tokens.astype(np.int64))
     labels = input_ids.clone()
     if block.trained is not None:
         labels[torch.from_numpy(~block.trained)] = IGNORED
+    if sight is not None:
+        beside = sight.inputs(block.tokens.astype(np.int64), block.trained, block.pictures)
+        blank = None if any(block.pictures) else sight.blank
+        return MicroBatch(input_ids=input_ids, labels=labels, position_ids=None, beside=beside, blank=blank)
     if not packed:
         return MicroBatch(input_ids=input_ids, labels=labels, position_ids=None)
     starts = torch.from_numpy(np.zeros(block.tokens.shape, dtype=np.bool_) if block.starts is None else block.starts)

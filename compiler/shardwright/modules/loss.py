@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from shardwright.hf.objective import IGNORED
 from shardwright.hf.tail import Tail
 from shardwright.layout.loss_chunk import chunk_length
 from shardwright.modules.batches import MicroBatch
+from shardwright.modules.blank import BlankPicture, on_device
 from shardwright.modules.context.ranks import CONTEXT
 from shardwright.modules.tensor.cross_entropy import vocabulary_parallel_cross_entropy
 
@@ -87,14 +89,22 @@ def compute_loss_inside(model: nn.Module, loss: ChunkedLoss) -> None:
 
 
 def micro_batch_loss(
-    model: nn.Module, loss: CausalLoss, batch: MicroBatch, attention: str, device: torch.device
+    model: nn.Module,
+    loss: CausalLoss,
+    batch: MicroBatch,
+    attention: str,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    blank: BlankPicture | None = None,
 ) -> torch.Tensor:
     """model: the whole one, also inside an engine; attention: what its layers run, which decides how packed documents
-    are kept apart."""
+    are kept apart; dtype: that they compute in; blank: of a model that sees, where ranks must do the same."""
     ids, positions = batch.input_ids.to(device), batch.position_ids
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     inputs |= CONTEXT.keywords(attention, ids, None if positions is None else positions.to(device))
+    inputs |= on_device(batch.beside, device, dtype) or {}
     labels = batch.labels.to(device)
     if isinstance(loss, ChunkedLoss):
         return model(labels=labels, **inputs)  # type: ignore[no-any-return]
-    return loss(model(**inputs).logits, labels)
+    with nullcontext() if blank is None else blank.shown(on_device(batch.blank, device, dtype)):
+        return loss(model(**inputs).logits, labels)

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from shardwright.hf.task import task_of
+from shardwright.hf.task import task_named
 from shardwright.ir.partition import ParameterSplit
+from shardwright.ir.words import TaskName
 from shardwright.modules.weight_files import Range, Weights
 
 _register = nn.Module.register_parameter
@@ -33,13 +34,13 @@ def _register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | No
     _register(module, name, parameter)
 
 
-def empty_model(config: PretrainedConfig, attention: str | None) -> PreTrainedModel:
+def empty_model(config: PretrainedConfig, attention: str | None, task: TaskName = "causal-lm") -> PreTrainedModel:
     """The whole model in fp32: buffers as Hugging Face makes them, parameters that are one zero each, expanded.
 
     attention: None takes what transformers picks for the type.
     """
     with patch.object(nn.Module, "register_parameter", _register_on_meta):
-        model = task_of(config).build(config, attention)
+        model = task_named(task).build(config, attention)
     stubs: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.pytorch_utils import Conv1D
 
-from shardwright.hf.task import task_of
+from shardwright.hf.task import task_named
 from shardwright.ir.names import pattern
 from shardwright.modules.materialize import DrawnByLayer, NoWeights, empty_model
 from shardwright.modules.model_config import load_config
@@ -31,7 +31,7 @@ def open_model(plan: Plan, folder: Path, *, resumes: bool) -> tuple[nn.Module, W
     EXACT_PARAMETERS. Raises Refusal: SW6211.
     """
     config = load_config(plan, folder)
-    model = empty_model(config, plan.model.attention)
+    model = empty_model(config, plan.model.attention, plan.model.task)
     # ZeRO's flat optimizer takes a missing gradient for zero, and would let weight decay shrink these.
     for name, parameter in model.named_parameters():
         if name in plan.model.cut.untrained or pattern(name) in plan.model.cut.untrained:
@@ -74,7 +74,7 @@ def _random(plan: Plan, folder: Path, config: PretrainedConfig, model: PreTraine
         shutil.rmtree(drawn, ignore_errors=True)
         drawn.mkdir(parents=True)
         torch.manual_seed(plan.training.seed)
-        whole = task_of(config).build(config, plan.model.attention)
+        whole = task_named(plan.model.task).build(config, plan.model.attention)
         kept = remove_tied_weights_from_state_dict(dict(whole.state_dict()), whole)
         save_file({name: tensor.contiguous() for name, tensor in kept.items()}, drawn / "model.safetensors")
         del whole, kept

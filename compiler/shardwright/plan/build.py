@@ -28,6 +28,7 @@ from shardwright.ir.weights import LocatedWeights
 from shardwright.layout.estimate import Estimate
 from shardwright.layout.experts import expert_modules
 from shardwright.layout.strategy import Strategy
+from shardwright.plan.pictures import picture_errors
 from shardwright.plan.plan import (
     PLAN_VERSION,
     Plan,
@@ -101,13 +102,13 @@ def build_plan(
         training=plan_training(training),
         optimizer=training.optimizer,
         scheduler=resolve_scheduler(training, training.known_steps),
-        data=plan_data(recipe.data),
+        data=plan_data(recipe.data, sees=graph.sees),
         checkpoint=carried(PlanCheckpoint, recipe.checkpoint),
         launch=launch,
         predicted=Predicted(memory=estimate.memory, time=estimate.time, training=estimate.training),
         extra=recipe.extra,
         tracking=recipe.tracking,
-        validation=_validation(recipe),
+        validation=_validation(recipe, sees=graph.sees),
         lora=plan_lora(recipe, graph),
         experts=tuple(expert_modules(graph)) if strategy.spreads_experts else (),
     )
@@ -172,6 +173,7 @@ def _model(
         dropout=max(graph.max_dropout, 0.0 if recipe.lora is None else recipe.lora.dropout),
         own_code=own_code,
         router_aux_loss=balance,
+        task=graph.task,
     )
 
 
@@ -210,16 +212,17 @@ def _stages(graph: ModelGraph, partition: StagePartition, strategy: Strategy) ->
     )
 
 
-def plan_data(data: DataSection) -> DataSection:
+def plan_data(data: DataSection, *, sees: bool = False) -> DataSection:
+    """sees: of a model with a processor, whose files hold the tokenizer, a byte's too."""
     path = None if data.kind == "synthetic" else data.path
-    parts = tuple(plan_data(part) for part in data.mixture)
-    return dataclasses.replace(data, path=path, tokenizer=_tokenizer(data), mixture=parts)
+    parts = tuple(plan_data(part, sees=sees) for part in data.mixture)
+    return dataclasses.replace(data, path=path, tokenizer=_tokenizer(data, sees), mixture=parts)
 
 
-def _tokenizer(data: DataSection) -> str | None:
+def _tokenizer(data: DataSection, sees: bool) -> str | None:
     if data.kind not in TOKENIZED_KINDS or data.tokenizer is None:
         return None
-    return "byte" if data.tokenizer == "byte" else TOKENIZER_DIRECTORY
+    return "byte" if data.tokenizer == "byte" and not sees else TOKENIZER_DIRECTORY
 
 
 def plan_lora(recipe: Recipe, graph: ModelGraph) -> PlanLora | None:
@@ -228,22 +231,25 @@ def plan_lora(recipe: Recipe, graph: ModelGraph) -> PlanLora | None:
     return carried(PlanLora, recipe.lora, target_modules=target_modules(graph, recipe.lora))
 
 
-def _validation(recipe: Recipe) -> ValidationSection | None:
+def _validation(recipe: Recipe, *, sees: bool) -> ValidationSection | None:
     v = recipe.validation
-    return v if v is None or v.data is None else dataclasses.replace(v, data=plan_data(v.data))
+    return v if v is None or v.data is None else dataclasses.replace(v, data=plan_data(v.data, sees=sees))
 
 
 def data_errors(recipe: Recipe, graph: ModelGraph) -> tuple[Diagnostic, ...]:
     data = recipe.data
     if data is None:
         return (Diagnostic(code="SW1910", message="the recipe has no `data` section", key=("data",)),)
-    return tuple(
-        found(
-            "SW1912",
-            (*key, "tokenizer"),
-            f"the byte tokenizer has 256 symbols, the model's vocabulary {graph.vocabulary_size}",
-            "Give the model a vocab_size of at least 256.",
-        )
-        for key, part in recipe.tokenized()
-        if part.tokenizer == "byte" and graph.vocabulary_size < 256
+    return (
+        *picture_errors(recipe, graph),
+        *tuple(
+            found(
+                "SW1912",
+                (*key, "tokenizer"),
+                f"the byte tokenizer has 256 symbols, the model's vocabulary {graph.vocabulary_size}",
+                "Give the model a vocab_size of at least 256.",
+            )
+            for key, part in recipe.tokenized()
+            if part.tokenizer == "byte" and graph.vocabulary_size < 256
+        ),
     )

@@ -24,7 +24,7 @@ from shardwright.ir.recipe import (
     TrainingRecord,
     ValidationSection,
 )
-from shardwright.ir.words import Kernels, Loss
+from shardwright.ir.words import Kernels, Loss, TaskName
 from shardwright.layout.axes import coordinates
 from shardwright.layout.estimate import Memory, Time, Training
 from shardwright.layout.strategy import Strategy
@@ -76,6 +76,12 @@ class PlanModel:
     own_code: OwnCode | None = None
     kernels: Kernels = "hf"
     router_aux_loss: PlanBalance | None = None
+    task: TaskName = "causal-lm"
+
+    @property
+    def sees(self) -> bool:
+        """Whether its rows hold pictures."""
+        return self.task == "image-text-to-text"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 from shardwright.diagnostics import refusal
 from shardwright.plan.plan import Plan
@@ -15,7 +16,7 @@ from shardwright.safe_read import parse_json
 def plan_to_json(plan: Plan) -> str:
     """The text of plan.json: field order, one-space indent, a final newline. A rank's place among context ranks stands
     where there are several, the modules of experts where ranks share them out, `kernels` where they are not Hugging
-    Face's, and a balance loss where there is one."""
+    Face's, and a balance loss, a task beside causal-lm and what is said of pictures where there is one."""
     document = dataclasses.asdict(plan)
     if plan.strategy.context == 1:
         for rank in document["ranks"]:
@@ -26,7 +27,19 @@ def plan_to_json(plan: Plan) -> str:
         del document["model"]["kernels"]
     if plan.model.router_aux_loss is None:
         del document["model"]["router_aux_loss"]
+    if not plan.model.sees:
+        del document["model"]["task"]
+    _leave_out_pictures(document["data"])
+    if plan.validation is not None and plan.validation.data is not None:
+        _leave_out_pictures(document["validation"]["data"])
     return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+
+
+def _leave_out_pictures(data: dict[str, Any]) -> None:
+    if data["images"] is None:
+        del data["images"], data["skip_damaged"]
+    for part in data["mixture"]:
+        _leave_out_pictures(part)
 
 
 def plan_from_json(text: str) -> Plan:

@@ -37,6 +37,8 @@ def decide(document: JsonObject) -> JsonObject:
         model["weights"] = "random" if model["source"] is None else "pretrained"
     if model.get("kernels") == "hf":  # said or left out, it is the same recipe
         del model["kernels"]
+    if model.get("task") == "auto":
+        del model["task"]
     decided["model"] = model
     for section in ("data", "validation"):
         if decided.get(section) is not None:

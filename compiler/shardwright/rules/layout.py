@@ -142,7 +142,7 @@ def tensor_styles(x: Candidate) -> Diagnostic | None:
 
 def chunked_loss(x: Candidate) -> Diagnostic | None:
     """Whether a type's head can be run for some tokens alone is proved per type (model/chunked_proved.json)."""
-    if x.recipe.model.loss != "chunked" or proved_chunked(x.graph.model_type):
+    if x.graph.sees or x.recipe.model.loss != "chunked" or proved_chunked(x.graph.model_type):
         return None
     return found(
         "SW1431",

@@ -10,7 +10,7 @@ from shardwright.layout.axes import AXES, rank_axes
 from shardwright.layout.problem import Problem
 from shardwright.layout.rule import Candidate, Rule, rule
 from shardwright.layout.strategy import Strategy
-from shardwright.rules import attention, balance, context, expert, kernels, layout, lora, offload
+from shardwright.rules import attention, balance, context, expert, kernels, layout, lora, offload, sight
 
 _DEGREES = [axis.name for axis in rank_axes()]
 
@@ -72,6 +72,8 @@ RUNTIME_RULES: dict[str, Rule] = {
         "offload",
     ),
     "SW3163": rule(kernels.liger),
+    "SW3171": rule(sight.unproved, "tensor", "schedule", "offload"),
+    "SW3172": rule(sight.tower_uncounted),
     "SW3119": rule(layout.fp16_on_cpu),
     "SW3120": rule(layout.zero_3_slow_links, "zero_stage"),
 }

@@ -89,7 +89,7 @@ def _may_chunk(recipe: Recipe, graph: ModelGraph, strategy: Strategy, memory: Me
     own = ENGINES[recipe.target].traits.chunked_loss and recipe.prices_own_run
     unsettled = recipe.model.loss == "auto" and strategy.loss == "full"
     wanted = recipe.objective == "memory" or not memory.fits
-    return own and unsettled and wanted and proved_chunked(graph.model_type)
+    return own and unsettled and wanted and proved_chunked(graph.model_type) and not graph.sees
 
 
 def _settle_hpz(layout: Layout, memory: Memory) -> tuple[Layout, Memory]:

@@ -23,7 +23,7 @@ from shardwright.data.prepare import LARGEST_UNPREPARED_BYTES, prepare
 from shardwright.engines.protocol import HeldParameter, StepResult, runtime_of
 from shardwright.ir.json_value import JsonValue
 from shardwright.lease import Lease
-from shardwright.modules.batches import Batches, HeldOut, MicroBatch
+from shardwright.modules.batches import Batches, HeldOut, MicroBatch, sight_of
 from shardwright.modules.dropout import seed_dropout
 from shardwright.modules.learning_rate import learning_rate
 from shardwright.plan.plan import Plan
@@ -55,7 +55,8 @@ class Session:
         digests = check_same_data(self.plan, folder)
         self.folder, self.rank, self.attempt = folder, rank, attempt.number
         self._lease, resume = lease, attempt.resume
-        self._batches = Batches(self.plan, data)
+        sight = sight_of(self.plan, folder)
+        self._batches = Batches(self.plan, data, sight)
         self._trainer = runtime_of(self.plan).build_trainer(self.plan, folder, resumes=bool(resume))
         self.engine, self.device = self._trainer.engine, self._trainer.device
         write_json(folder / "run" / "ranks" / f"rank-{rank:05d}.json", live_record(self._trainer.held(), rank))
@@ -68,7 +69,7 @@ class Session:
             for warning in (*notes, *other_schedule(self.plan, Path(resume), self.done)):
                 print(warning, flush=True)
         self._saved = self.done
-        self._held_out = HeldOut(self.plan, data.validation, self.data_rank) if data.validation else None
+        self._held_out = HeldOut(self.plan, data.validation, self.data_rank, sight) if data.validation else None
         self._measured = AttemptSummary(self.plan, self.device)
         self._divergence = Divergence(self.plan)
         first = rank == 0

@@ -108,6 +108,8 @@ def _prepare(
     from shardwright.hf.reference import train
     from shardwright.hf.task import task_of
 
+    if graph.sees:
+        raise _no_copy(graph, "its rows hold pictures, and a tiny copy has none yet")
     vocabulary = _tiny_model(graph, strategy, folder)
     batch = tiny.batch_of(small)
     sizes = (tiny.LENGTH, vocabulary)

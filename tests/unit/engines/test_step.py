@@ -96,10 +96,13 @@ def of_all_ranks(kind: type[Any], run: Callable[[Any, int], Any], monkeypatch: p
 
     def one(rank: int) -> Any:
         trainer = object.__new__(kind)
-        model = SimpleNamespace(attention="sdpa")
+        model = SimpleNamespace(attention="sdpa", sees=False)
         trainer.plan = SimpleNamespace(
-            strategy=SimpleNamespace(data=RANKS, context=1, shards=RANKS, zero_stage=1), model=model
+            strategy=SimpleNamespace(data=RANKS, context=1, shards=RANKS, zero_stage=1),
+            training=SimpleNamespace(precision="fp32"),
+            model=model,
         )
+        trainer._blank = None
         monkeypatch.setattr(trainer, "piece", lambda batch: batch, raising=False)
         trainer.device = torch.device("cpu")
         trainer.grid = SimpleNamespace(get_data_parallel_group=lambda: "data")

@@ -19,6 +19,8 @@ MODEL_CODES: dict[str, str] = {
     "SW2016": "the model cannot be proved to come apart into layers",
     "SW2017": "the model is an encoder-decoder",
     "SW2018": "the model's own code does not load",
+    "SW2019": "the model takes no pictures",
+    "SW2020": "the model's processor cannot be made",
     "SW2051": "Megatron-Core has no such model",
     "SW2052": "the model computes something else under Megatron-Core",
     "SW2053": "Megatron-Core does not build the ranks that are planned",

@@ -15,6 +15,7 @@ from shardwright.engines.deepspeed.base import DeepSpeedTrainer, causal_loss
 from shardwright.engines.deepspeed.secondary import secondary_group
 from shardwright.engines.protocol import StepResult
 from shardwright.modules.batches import HeldOut, MicroBatch
+from shardwright.modules.blank import BlankPicture
 from shardwright.modules.compiled import compile_as_planned
 from shardwright.modules.expert.spread import ExpertSpreader, own_splits
 from shardwright.modules.loss import ChunkedLoss, compute_loss_inside, micro_batch_loss
@@ -43,6 +44,9 @@ class DataTrainer(DeepSpeedTrainer):
         if isinstance(self.loss_fn, ChunkedLoss):
             compute_loss_inside(model, self.loss_fn)
         self._initialize(model, config, self.grid)
+        # Behind ZeRO-3's own hooks: else the embedding would be gathered before the tower in the backward pass of a
+        # rank with a blank picture, and behind it on its neighbours.
+        self._blank = BlankPicture(model) if plan.model.sees else None
 
     def _cut_and_fill(self, model: nn.Module, config: dict[str, Any], filler: Filler, experts: ExpertSpreader) -> None:
         """A decoder layer at a time, and then the rest. At ZeRO-3 each is partitioned before the next is read."""
@@ -110,7 +114,8 @@ class DataTrainer(DeepSpeedTrainer):
         return total.item(), predicted
 
     def _loss(self, m: MicroBatch) -> torch.Tensor:
-        return micro_batch_loss(self.engine, self.loss_fn, self.piece(m), self.plan.model.attention, self.device)
+        attention, dtype = self.plan.model.attention, DTYPES[self.plan.training.precision]
+        return micro_batch_loss(self.engine, self.loss_fn, self.piece(m), attention, self.device, dtype, self._blank)
 
     def _zero0_grad_norm(self) -> float:
         """DeepSpeed keeps no norm at ZeRO-0 in fp32, and none at all without clipping."""

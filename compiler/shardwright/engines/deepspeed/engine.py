@@ -34,4 +34,5 @@ DEEPSPEED = Engine(
     check_extra=check_extra,
     axes=frozenset({"context", "expert"}),
     compiles_layers=True,
+    sees=True,
 )

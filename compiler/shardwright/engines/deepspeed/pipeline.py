@@ -5,7 +5,8 @@ Between the pieces of one stage goes a State; engines/deepspeed/wire.py turns it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,11 +16,13 @@ from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
+from shardwright.engines.deepspeed.seen import SeenBatches
 from shardwright.engines.deepspeed.wire import Packing, Wire
 from shardwright.hf.adapters import adapt
 from shardwright.hf.skeleton import Skeleton, State
 from shardwright.hf.tail import Tail
 from shardwright.ir.partition import ModuleSplit
+from shardwright.modules.batches import MicroBatch
 from shardwright.modules.compiled import compile_as_planned
 from shardwright.modules.context.ranks import CONTEXT
 from shardwright.modules.expert.spread import ExpertSpreader, own_splits
@@ -37,6 +40,7 @@ class StageModel:
         tokens = (plan.strategy.micro_batch_size, plan.training.sequence_length // plan.strategy.context)
         self.skeleton = Skeleton(model, plan.model.cut, tokens)
         self.skeleton.keywords = CONTEXT.keywords
+        self.seen = SeenBatches(model, plan) if plan.model.sees else None
         self.tail = Tail(model) if plan.model.loss == "chunked" else None
         self.group: dist.ProcessGroup | None = None
         self.names: dict[int, str] = {}  # id of a parameter -> its Hugging Face name
@@ -89,7 +93,9 @@ class Piece(nn.Module):
     def forward(self, state: State) -> State | torch.Tensor:
         """The embedding takes token ids as the hidden states; the head gives logits, or the base model's hidden states
         where the loss makes logits of them chunk by chunk."""
-        skeleton, tail = self._stage[0].skeleton, self._stage[0].tail
+        skeleton, tail, seen = self._stage[0].skeleton, self._stage[0].tail, self._stage[0].seen
+        if self.layer == "embedding" and seen is not None:
+            return seen.embed(skeleton, state)
         if self.layer == "embedding":
             return skeleton.embed(state.hidden, state.position_ids)
         if self.layer == "head":
@@ -138,12 +144,23 @@ class Stages(PipelineModule):
         else:
             hidden, positions = forward_input if isinstance(forward_input, tuple) else (forward_input, None)
             state = State(hidden=hidden, position_ids=positions)
+        number = None if stage.seen is None else state.position_ids
+        if stage.seen is not None and number is not None:
+            state = replace(state, position_ids=None, batch=stage.seen.batch(number))
         out = super().forward(state)
         if last == self._last_spec:
             return out  # type: ignore[no-any-return]
+        if number is not None:
+            out = replace(out, position_ids=number)
         if crossing:
             return self._packing("out").pack(out)
         return out.hidden if out.position_ids is None else (out.hidden, out.position_ids)
+
+    def see(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Of a model that sees: the micro-batches whose numbers cross stages from now on, as DeepSpeed takes them."""
+        seen: SeenBatches = self.__dict__["stage_model"].seen
+        seen.batches = list(micro_batches)
+        return [(m.input_ids, torch.tensor([number])) for number, m in enumerate(micro_batches)]
 
     @property
     def tail(self) -> Tail | None:

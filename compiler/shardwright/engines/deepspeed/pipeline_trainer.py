@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -37,19 +38,23 @@ class PipelineTrainer(DeepSpeedTrainer):
 
     def step(self, micro_batches: list[MicroBatch], learning_rate: float) -> StepResult:
         self._begin_step(micro_batches, learning_rate)
-        loss = self.engine.train_batch(data_iter=iter([self._wire(m) for m in micro_batches]))
+        loss = self.engine.train_batch(data_iter=iter(self._wired(micro_batches)))
         return StepResult(loss=float(loss), grad_norm=float(self.engine.get_global_grad_norm()))
 
     def evaluate(self, held_out: HeldOut) -> tuple[float, int]:
         predicted = self._sum(held_out.predicted)
         self.loss_fn.scale = held_out.at_once * self.plan.strategy.shards / max(1, predicted)
-        wired, loss = map(self._wire, held_out), 0.0
+        batches, loss = iter(held_out), 0.0
         for _ in range(0, len(held_out), held_out.at_once):
-            loss += float(self.engine.eval_batch(data_iter=wired, num_micro_batches=held_out.at_once))
+            wired = self._wired(list(itertools.islice(batches, held_out.at_once)))
+            loss += float(self.engine.eval_batch(data_iter=iter(wired), num_micro_batches=held_out.at_once))
         self.engine.module.train()
         return loss, predicted
 
-    def _wire(self, whole: MicroBatch) -> tuple[Any, torch.Tensor]:
-        m = self.piece(whole)
-        inputs = m.input_ids if m.position_ids is None else (m.input_ids, m.position_ids)
-        return inputs, m.labels
+    def _wired(self, whole: list[MicroBatch]) -> list[tuple[Any, torch.Tensor]]:
+        """(what the first stage takes, labels) of each."""
+        pieces = [self.piece(m) for m in whole]
+        if self.plan.model.sees:
+            return list(zip(self.engine.module.see(pieces), [m.labels for m in pieces], strict=True))
+        plain = [m.input_ids if m.position_ids is None else (m.input_ids, m.position_ids) for m in pieces]
+        return list(zip(plain, [m.labels for m in pieces], strict=True))

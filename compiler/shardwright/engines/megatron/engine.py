@@ -11,6 +11,8 @@ from shardwright.ir.model_graph import ModelGraph
 
 
 def _lacks(graph: ModelGraph) -> str:
+    if graph.sees:
+        return "it runs no model that sees"
     if graph.model_type not in FAMILIES:
         return f"it has no {graph.model_type}"
     return "it runs no dropout" if graph.max_dropout > 0 else ""

@@ -27,5 +27,6 @@ REFERENCE = Engine(
         hpz=False,
     ),
     rules=RULES,  # SW1921 refuses `extra`
+    sees=True,
     automatic=False,
 )

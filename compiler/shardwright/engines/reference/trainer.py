@@ -43,6 +43,7 @@ class ReferenceTrainer:
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.contiguous()  # a checkpoint has flat views of them
+        self._dtype = DTYPES[plan.training.precision]
         chunked = plan.model.loss == "chunked"
         self.loss_fn = ChunkedLoss() if chunked else CausalLoss()
         self.balance = router_balance(plan, model)
@@ -80,7 +81,7 @@ class ReferenceTrainer:
         return total, held_out.predicted
 
     def _loss(self, m: MicroBatch) -> torch.Tensor:
-        return micro_batch_loss(self.engine, self.loss_fn, m, self.plan.model.attention, self.device)
+        return micro_batch_loss(self.engine, self.loss_fn, m, self.plan.model.attention, self.device, self._dtype)
 
     def owned(self) -> Iterator[LiveFragment]:
         for name, p in named_parameters(self.plan, self.engine).items():

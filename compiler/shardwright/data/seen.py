@@ -1,0 +1,88 @@
+"""Conversations with pictures -> prepared data: read, looked at by their headers, written out and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from shardwright.data import chat
+from shardwright.data.pictures import Damaged, Picture, PictureWriter, locate_picture, take_pictures
+from shardwright.data.progress import ReadingProgress
+from shardwright.data.records import records
+from shardwright.data.sight import Sight
+from shardwright.data.store import Writer
+from shardwright.data.tokenizers import Tokenizer
+from shardwright.data.turns import Span
+from shardwright.diagnostics import refusal
+from shardwright.ir.recipe import DataSection
+
+
+class SeenReader:
+    """Of one source. writer, pictures: of the same folder. Errors: SW6130 to SW6134, and those of conversations."""
+
+    def __init__(
+        self, part: DataSection, tokenizer: Tokenizer, sight: Sight, writer: Writer, pictures: PictureWriter
+    ) -> None:
+        assert part.images is not None
+        self.part, self.images, self.tokenizer, self.sight = part, part.images, tokenizer, sight
+        self.writer, self.pictures = writer, pictures
+        self._template = chat.template_of(tokenizer, part.template)
+        self._records = 0
+
+    def read(self, files: tuple[str, ...], shown: ReadingProgress) -> Iterator[None]:
+        """Yields after each record."""
+        for name in files:
+            for record in records(name):
+                self._records += 1
+                self._take(chat.conversation(record, self.part.messages), record[0].get("images"), Path(name).parent)
+                shown.add(record[2])
+                yield
+        self._check_damage()
+
+    def _take(self, talk: chat.Conversation, images: object, folder: Path) -> None:
+        messages, sources = take_pictures(images, talk.messages, talk.where)
+        if len(sources) > self.images.per_row:
+            self.pictures.counts.crowded += 1
+            return
+        try:
+            found = [locate_picture(source, folder) for source in sources]
+        except Damaged as why:
+            self.pictures.damaged(f"{talk.where}: {why}")
+            if not self.part.skip_damaged:
+                self._check_damage()
+            return
+
+        def expand(text: str, spans: list[Span]) -> tuple[str, list[Span]]:
+            return self._written_out(talk.where, text, spans, found)
+
+        ids, trained = chat.encode(
+            replace(talk, messages=messages), self.tokenizer, self._template, self.part.train_on, expand
+        )
+        number = self.writer.documents
+        self.writer.add(ids, trained)
+        if self.writer.documents > number:
+            self.pictures.add(number, found)
+
+    def _written_out(self, where: str, text: str, spans: list[Span], found: list[Picture]) -> tuple[str, list[Span]]:
+        written = self.sight.expand(text, spans, found)
+        if written is None:
+            raise refusal(
+                "SW6131",
+                f"{where}: the chat template writes {self.sight.token!r} {text.count(self.sight.token)} times for "
+                f"{len(found)} pictures",
+                f"For each part of the type `image` a template writes {self.sight.token!r} once, and no text holds it. "
+                "Correct data.template, or the record.",
+            )
+        return written
+
+    def _check_damage(self) -> None:
+        counts = self.pictures.counts
+        if counts.damaged <= self.part.skip_damaged * self._records:
+            return
+        raise refusal(
+            "SW6134",
+            f"{counts.damaged} of {self._records} conversations have a damaged picture: {'; '.join(counts.told)}",
+            "Mend or delete them, or let some go: `skip_damaged: 0.01` leaves out up to that share of the "
+            "conversations, and `prepare` counts them.",
+        )

@@ -1,0 +1,113 @@
+"""The model's own processor at work: which text stands for a picture in a row, and the tensors of a micro-batch's
+pictures. torch and transformers are imported where it is made.
+
+B rows of a micro-batch, S tokens of each.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwright.data.pictures import Picture, decode, size_within
+from shardwright.data.turns import Span
+from shardwright.diagnostics import refusal
+from shardwright.ir.recipe import ImagesSection
+
+if TYPE_CHECKING:
+    import torch
+
+BLANK_SIDE = 32
+"""Pixels of the blank picture's side, which a micro-batch without pictures shows the tower."""
+
+
+class Sight:
+    """The processor in `folder`. takes: names that the model's forward has; None where only texts are asked for.
+
+    Raises Refusal: SW6133.
+    """
+
+    def __init__(self, folder: Path, images: ImagesSection, takes: frozenset[str] | None = None) -> None:
+        from shardwright.hf.processor import NoProcessor, load_processor
+
+        try:
+            self._processor = load_processor(folder)
+        except NoProcessor as error:
+            raise refusal(
+                "SW6133",
+                f"the processor in {str(folder)!r} cannot be used: {error}",
+                "Install what it names, or compile again with a model whose processor transformers has.",
+            ) from None
+        self.images, self._takes = images, takes
+        self.token: str = self._processor.image_token
+        self._stands = functools.lru_cache(maxsize=4096)(self._text_of_size)
+
+    def expand(self, text: str, spans: list[Span], pictures: Sequence[Picture]) -> tuple[str, list[Span]] | None:
+        """The text with each placeholder written out for its picture, and where the spans stand then; None where there
+        are more or fewer placeholders than pictures."""
+        pieces = text.split(self.token)
+        if len(pieces) != len(pictures) + 1:
+            return None
+        out, moves, at = [pieces[0]], [], len(pieces[0])
+        for piece, picture in zip(pieces[1:], pictures, strict=True):
+            written = self._stands(*size_within(picture.width, picture.height, self.images.max_pixels))
+            out += [written, piece]
+            moves.append((at + len(self.token), len(written) - len(self.token)))
+            at += len(self.token) + len(piece)
+        return "".join(out), [(_moved(first, moves), _moved(last, moves)) for first, last in spans]
+
+    def inputs(
+        self, tokens: npt.NDArray[np.int64], trained: npt.NDArray[np.bool_] | None, rows: Sequence[Sequence[Picture]]
+    ) -> dict[str, torch.Tensor]:
+        """What the forward takes beside the ids (B, S). Errors: SW6132."""
+        import torch
+
+        found = {}
+        flat = [picture for row in rows for picture in row]
+        if flat:
+            found = self._of_images([decode(picture, self.images.max_pixels) for picture in flat])
+        places = torch.from_numpy(np.isin(tokens, self._processor.image_token_ids).astype(np.int64))
+        for name in ("mm_token_type_ids", "token_type_ids"):
+            if self._takes is not None and name in self._takes:
+                # Of a type whose processor marks no pictures: its prefix is 0, and what it learns to write 1.
+                marks = name == "mm_token_type_ids" or getattr(self._processor, "return_mm_token_type_ids", False)
+                written = np.zeros(tokens.shape, dtype=np.bool_) if trained is None else trained
+                found[name] = places if marks else torch.from_numpy(written.astype(np.int64))
+        return found
+
+    @functools.cached_property
+    def blank(self) -> dict[str, torch.Tensor]:
+        """The tensors of a small picture of one colour."""
+        from PIL import Image
+
+        return self._of_images([Image.new("RGB", (BLANK_SIDE, BLANK_SIDE))])
+
+    def _text_of_size(self, width: int, height: int) -> str:
+        from PIL import Image
+
+        _, written = self._process([Image.new("RGB", (width, height))])
+        return str(written[0])
+
+    def _of_images(self, images: list[Any]) -> dict[str, torch.Tensor]:
+        import torch
+
+        made, _ = self._process(images)
+        unused = self._processor.unused_input_names
+        taken = {n: v for n, v in made.items() if n not in unused and isinstance(v, torch.Tensor)}
+        return {n: v for n, v in taken.items() if self._takes is None or n in self._takes}
+
+    def _process(self, images: list[Any]) -> tuple[Any, list[str]]:
+        kept = self._processor.tokenizer.init_kwargs
+        options = self._processor._merge_kwargs(tokenizer_init_kwargs=kept, return_tensors="pt")["images_kwargs"]
+        found: tuple[Any, list[str]] = self._processor._process_images(images, **options)
+        return found
+
+
+def _moved(place: int, moves: list[tuple[int, int]]) -> int:
+    """moves: (end of a placeholder in the text, characters that it grows by)."""
+    return place + sum(more for end, more in moves if place >= end)

@@ -1,0 +1,48 @@
+"""Models that see: where they run, and what an estimate does not know of them yet."""
+
+from __future__ import annotations
+
+from shardwright.diagnostics import Diagnostic, found
+from shardwright.engines.table import ENGINES
+from shardwright.ir.recipe import FLASH
+from shardwright.layout.rule import Candidate
+
+
+def unproved(x: Candidate) -> Diagnostic | None:
+    """The first key that is not."""
+    if not x.graph.sees:
+        return None
+    recipe, seeing = x.recipe, [name for name, engine in ENGINES.items() if engine.sees]
+    asked = (
+        ("target", f"target: {recipe.target}", seeing[0], recipe.target not in seeing),
+        ("parallelism.tensor", f"tensor {x.strategy.tensor}", "1", x.strategy.tensor > 1),
+        ("parallelism.schedule", "dualpipev", "1f1b", x.strategy.schedule == "dualpipev"),
+        ("parallelism.offload", f"offload {x.strategy.offload}", "none", x.strategy.offload != "none"),
+        ("model.attention", FLASH, "auto", x.graph.attention == FLASH),
+        ("model.loss", "the chunked loss", "full", recipe.model.loss == "chunked"),
+        ("model.kernels", "compile", "hf", recipe.model.kernels == "compile"),
+        ("lora", "LoRA", "", recipe.lora is not None),
+        ("training.precision", "fp16", "bf16", recipe.training.precision == "fp16"),
+    )
+    for key, what, instead, is_asked in asked:
+        if is_asked:
+            return found(
+                "SW3171",
+                key,
+                f"{what} is not proved for a model that sees",
+                f"Write `{key.rpartition('.')[2]}: {instead}`." if instead else "Remove the section.",
+                (instead,) if instead else (),
+            )
+    return None
+
+
+def tower_uncounted(x: Candidate) -> Diagnostic | None:
+    if not x.graph.sees:
+        return None
+    return found(
+        "SW3172",
+        "model",
+        "time and memory are counted without the tower's work on pictures; its parameters are counted",
+        "Leave room on the first stage, and measure a step.",
+        severity="warning",
+    )

@@ -1,0 +1,232 @@
+"""What bad pictures get: a code with the record's line, or a count; and what a row holds of good ones."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from shardwright.data.pictures import (
+    Damaged,
+    Picture,
+    PictureWriter,
+    decode,
+    locate_picture,
+    open_pictures,
+    size_within,
+    take_pictures,
+)
+from shardwright.diagnostics import Refusal
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def bomb() -> bytes:
+    """A PNG of 10,000 x 10,000 pixels in a hundred bytes."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = struct.pack(">IIBBBBB", 10_000, 10_000, 8, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+def animated() -> bytes:
+    frames = [Image.new("RGB", (8, 8), color) for color in ("red", "blue")]
+    return encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
+
+
+PLAIN = Image.effect_noise((40, 30), 80).convert("RGB")
+BAD: dict[str, tuple[bytes | None, str]] = {
+    "missing": (None, "cannot be read"),
+    "empty": (b"", "no picture"),
+    "text": (b"not a picture", "no picture"),
+    "cut png": (encoded(PLAIN)[:-40], "cut off"),
+    "cut jpeg": (encoded(PLAIN, "JPEG")[:-40], "cut off"),
+    "cut webp": (encoded(PLAIN, "WEBP", lossless=True)[:-200], "it"),
+    "bomb": (bomb(), "10000 x 10000 pixels"),
+    "animated": (animated(), "animated"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_picture_is_named_with_its_reason(name: str, tmp_path: Path) -> None:
+    content, why = BAD[name]
+    if content is not None:
+        (tmp_path / "it").write_bytes(content)
+    with pytest.raises(Damaged, match=why) as caught:
+        locate_picture("it", tmp_path)
+    assert "it'" in str(caught.value)
+
+
+def test_a_web_address_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(Damaged, match="pictures lie in files"):
+        locate_picture("https://example.org/a.png", tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["CMYK", "L", "RGBA", "P", "1", "I;16"])
+def test_other_colours_become_rgb(mode: str, tmp_path: Path) -> None:
+    kind = "TIFF" if mode == "CMYK" else "PNG"
+    image = PLAIN.convert("L").convert("I;16") if mode == "I;16" else PLAIN.convert(mode)
+    (tmp_path / "it").write_bytes(encoded(image, kind))
+    picture = locate_picture("it", tmp_path)
+    assert decode(picture, 10**6).mode == "RGB" and (picture.width, picture.height) == (40, 30)
+
+
+def test_a_turned_picture_is_counted_as_it_is_seen(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    (tmp_path / "it.jpg").write_bytes(encoded(PLAIN, "JPEG", exif=exif))
+    picture = locate_picture("it.jpg", tmp_path)
+    assert (picture.width, picture.height) == (30, 40) == decode(picture, 10**6).size
+
+
+@pytest.mark.parametrize("size", [(1, 1), (60, 44), (10_000, 3), (3, 10_000), (4096, 4096)])
+@pytest.mark.parametrize("most", [64, 1600, 10**6])
+def test_a_picture_is_made_smaller_in_its_proportions(size: tuple[int, int], most: int) -> None:
+    width, height = size_within(*size, most)
+    assert 1 <= width * height <= max(most, min(size[0] * size[1], most))
+    assert (width, height) == size or size[0] * size[1] > most
+
+
+def test_a_picture_that_changed_since_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "it.png").write_bytes(encoded(PLAIN))
+    picture = locate_picture("it.png", tmp_path)
+    (tmp_path / "it.png").write_bytes(encoded(PLAIN.resize((20, 20))))
+    with pytest.raises(Refusal, match="SW6132"):
+        decode(picture, 10**6)
+
+
+def test_pictures_come_back_by_their_document(tmp_path: Path) -> None:
+    inside = encoded(PLAIN)
+    (tmp_path / "b.png").write_bytes(inside)
+    pictures = [locate_picture({"bytes": inside}, tmp_path), locate_picture("b.png", tmp_path)]
+    writer = PictureWriter(tmp_path)
+    writer.add(2, pictures)
+    writer.add(5, pictures[:1])
+    writer.finish()
+    table = open_pictures(tmp_path)
+    assert table is not None and table.of(0) == () == table.of(3)
+    assert table.of(2) == (pictures[0], Picture(path=str(tmp_path / "b.png"), data=None, width=40, height=30))
+    assert table.of(5)[0].data == inside
+
+
+def user(*content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content[0] if isinstance(content[0], str) else list(content)}]
+
+
+def test_both_ways_of_writing_a_picture_are_taken() -> None:
+    own = user({"type": "image", "image": "a.png"}, {"type": "text", "text": "and"}, {"type": "image", "path": "b.png"})
+    listed = user("<image>and<image>")
+    wanted = [{"type": "image"}, {"type": "text", "text": "and"}, {"type": "image"}]
+    for given, images in ((own, None), (listed, ["a.png", "b.png"])):
+        messages, found = take_pictures(images, given, "data.jsonl:1")
+        assert messages[0]["content"] == wanted and found == ["a.png", "b.png"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "images", "code"),
+    [
+        (user("no placeholder"), ["a.png"], "SW6131"),
+        (user("<image><image>"), ["a.png"], "SW6131"),
+        (user({"type": "image"}), None, "SW6131"),
+        (user({"type": "video", "video": "a.mp4"}), None, "SW6130"),
+        (user({"type": "audio", "audio": "a.wav"}), None, "SW6130"),
+    ],
+)
+def test_pictures_and_placeholders_match(messages: Any, images: Any, code: str) -> None:
+    with pytest.raises(Refusal) as caught:
+        take_pictures(images, messages, "data.jsonl:7")
+    assert caught.value.diagnostics[0].code == code and "data.jsonl:7" in caught.value.diagnostics[0].message
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Callable[..., Any]:
+    """Prepares records as a chat source of a tiny LLaVA; its counts, and the tokens of each document."""
+    from transformers import AutoConfig
+
+    from shardwright.data.progress import ReadingProgress
+    from shardwright.data.seen import SeenReader
+    from shardwright.data.sight import Sight
+    from shardwright.data.store import Writer, open_documents
+    from shardwright.data.tokenizers import HubTokenizer
+    from shardwright.hf.processor import inline_processor, processor_files
+    from shardwright.ir.recipe import DataSection, ImagesSection
+    from tests.parity.sight import SightCase, config, template
+
+    document = config(SightCase("llava"))
+    made = AutoConfig.for_model(document.pop("model_type"), **document)
+    (tmp_path / "tokenizer").mkdir()
+    for name, content in processor_files(inline_processor(made), made).items():
+        (tmp_path / "tokenizer" / name).write_bytes(content)
+
+    def read(records: list[dict[str, Any]], skip: float = 0.0, per_row: int = 2) -> Any:
+        source = tmp_path / "data.jsonl"
+        source.write_text("".join(json.dumps(record) + "\n" for record in records))
+        part = DataSection(
+            kind="chat",
+            path=str(source),
+            tokenizer="tokenizer",
+            packing=False,
+            shuffle=False,
+            template=template("llava"),
+            images=ImagesSection(per_row=per_row, max_pixels=1600),
+            skip_damaged=skip,
+        )
+        assert part.images is not None
+        folder = tmp_path / "prepared"
+        writer, sight = Writer(folder, "uint16", masked=True), Sight(tmp_path / "tokenizer", part.images)
+        pictures = PictureWriter(folder)
+        seen = SeenReader(part, HubTokenizer(tmp_path / "tokenizer"), sight, writer, pictures)
+        for _ in seen.read((str(source),), ReadingProgress("reading", 1)):
+            pass
+        pictures.finish()
+        writer.finish(settings="", kind="chat", source_bytes=1)
+        documents, table = open_documents(folder), open_pictures(folder)
+        assert table is not None
+        return pictures.counts, documents, table
+
+    return read
+
+
+def talk(*images: str) -> dict[str, Any]:
+    content = [*[{"type": "image", "image": name} for name in images], {"type": "text", "text": "?"}]
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "yes"}]}
+    return {"messages": [{"role": "user", "content": content}, answer]}
+
+
+def test_damage_is_counted_up_to_its_share_and_named_beyond(reader: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "good.png").write_bytes(encoded(PLAIN))
+    records = [talk("good.png"), talk("gone.png"), talk("good.png", "good.png"), talk(*["good.png"] * 3)]
+    counts, documents, table = reader(records, skip=0.25)
+    assert (counts.damaged, counts.crowded) == (1, 1) and len(documents.ends) == 2
+    assert [len(table.of(n)) for n in range(2)] == [1, 2]
+    # 16 patches each; of the text every byte, and what the assistant says is trained.
+    tokens = documents.tokens.tolist()
+    assert tokens.count(256) == 3 * 16 and int(documents.trained.sum()) == 2 * len("yes")
+
+
+def test_damage_beyond_its_share_is_refused(reader: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "good.png").write_bytes(encoded(PLAIN))
+    with pytest.raises(Refusal, match="SW6134") as caught:
+        reader([talk("good.png"), talk("gone.png")])
+    assert "data.jsonl:2" in caught.value.diagnostics[0].message
+    assert "gone.png" in caught.value.diagnostics[0].message
+
+
+def test_a_text_that_holds_the_placeholder_is_refused(reader: Callable[..., Any], tmp_path: Path) -> None:
+    record = talk()
+    record["messages"][0]["content"] = [{"type": "text", "text": "what does <image> mean?"}]
+    with pytest.raises(Refusal, match="SW6131"):
+        reader([record])

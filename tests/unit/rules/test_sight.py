@@ -1,0 +1,43 @@
+"""Models that see: SW3171 for each key that is not proved for them, SW3172 for what an estimate leaves out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from shardwright.cluster.resolve import resolve_cluster
+from shardwright.layout.problem import Problem
+from shardwright.rules.registry import check_layout
+from tests.unit.model.factory import SMALL_LLAMA, graph_of, recipe_of
+from tests.unit.rules.test_layout import GOOD, change
+
+PLAIN = change(tensor=1, pipeline=2, data=4, gradient_accumulation_steps=4)
+SEEING = dataclasses.replace(graph_of(SMALL_LLAMA), task="image-text-to-text")
+
+
+def keys(recipe: object, strategy: object) -> dict[str, str]:
+    """Code -> the key that it names."""
+    assert dataclasses.is_dataclass(recipe)
+    problem = Problem(recipe=recipe, graph=SEEING, cluster=resolve_cluster(recipe.cluster))  # type: ignore[arg-type, attr-defined]
+    return {d.code: ".".join(map(str, d.key or ())) for d in check_layout(problem, strategy)}  # type: ignore[arg-type]
+
+
+def test_what_is_proved_is_let_through_with_what_the_estimate_lacks() -> None:
+    assert keys(recipe_of(), PLAIN) == {"SW3172": "model"}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "key"),
+    [(GOOD, "parallelism.tensor"), (dataclasses.replace(PLAIN, schedule="dualpipev"), "parallelism.schedule")],
+)
+def test_a_layout_that_is_not_proved_is_refused(strategy: object, key: str) -> None:
+    assert keys(recipe_of(), strategy)["SW3171"] == key
+
+
+def test_a_key_that_is_not_proved_is_refused() -> None:
+    assert keys(recipe_of(training={"precision": "fp16"}), PLAIN)["SW3171"] == "training.precision"
+    recipe = recipe_of()
+    chunked = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, loss="chunked"))
+    assert keys(chunked, PLAIN)["SW3171"] == "model.loss"
+    assert keys(dataclasses.replace(recipe, target="megatron"), PLAIN)["SW3171"] == "target"
