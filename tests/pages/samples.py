@@ -82,6 +82,7 @@ SAMPLES: dict[tuple[str, str], Callable[[Path], str]] = {
 
 ELSEWHERE: dict[tuple[str, str], str] = {
     ("README.md", "recipe.yaml"): "a picture; its stages are those of compiler/README.md",
+    ("docs/data.md", '{"messages"'): "tests/unit/data/test_pictures.py takes its conversations",
     **{("docs/rules.md", word): "tests/pages/test_pages.py compares the whole page" for word in ("error", "warning")},
 }
 """(page, first word up to a bracket) -> what tries the block besides."""

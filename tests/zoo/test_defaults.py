@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig
 
 from shardwright.diagnostics import Refusal
+from shardwright.hf.task import CAUSAL_LM
 from shardwright.model.probed import probe_config
 from tests.zoo.configs import RUNNABLE
 
@@ -41,7 +42,7 @@ def check(model_type: str) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        probe_config(AutoConfig.for_model(model_type), "auto", ("model", "config"))
+        probe_config(AutoConfig.for_model(model_type), CAUSAL_LM, "auto", ("model", "config"))
     finally:
         torch.set_num_threads(threads)
 

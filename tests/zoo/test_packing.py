@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwright.diagnostics import Refusal
 from shardwright.hf.flash import flash_stand_in
+from shardwright.hf.task import CAUSAL_LM
 from shardwright.ir.recipe import FLASH
 from shardwright.model.graph import check_attention
 from shardwright.model.probed import probe_config
@@ -42,7 +43,7 @@ def outcome(model_type: str, attention: str) -> str:
             config = AutoConfig.for_model(**tiny_config(model_type))
             with torch.device("meta"):
                 check_attention(AutoModelForCausalLM.from_config(config), config, attention)
-            return probe_config(config, attention, ()).packing
+            return probe_config(config, CAUSAL_LM, attention, ()).packing
         except Refusal as refusal:
             return refusal.diagnostics[0].message
         except Exception as error:  # whatever a type's own code raises

@@ -135,6 +135,18 @@ def test_both_ways_of_writing_a_picture_are_taken() -> None:
         assert messages[0]["content"] == wanted and found == ["a.png", "b.png"]
 
 
+def test_conversations_of_the_page_show_the_same_picture() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "data.md").read_text("utf-8")
+    (block,) = (text for text in page.split("```") if text.startswith('text\n{"messages"'))
+    rest, found = block.removeprefix("text").strip(), []
+    while rest:
+        record, end = json.JSONDecoder().raw_decode(rest)
+        messages, pictures = take_pictures(record.get("images"), record["messages"], "data.md")
+        found.append((pictures, [part["type"] for part in messages[0]["content"]]))  # type: ignore[index, union-attr]
+        rest = rest[end:].strip()
+    assert found == [(["cats/1.jpg"], ["image", "text"])] * 2
+
+
 @pytest.mark.parametrize(
     ("messages", "images", "code"),
     [

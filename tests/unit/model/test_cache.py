@@ -35,9 +35,9 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     types: list[str] = []
     real = graph.trace_model_graph
 
-    def trace(config: dict[str, JsonValue], attention: str, inline: bool) -> ModelGraph:
+    def trace(config: dict[str, JsonValue], *rest: Any) -> ModelGraph:
         types.append(str(config["model_type"]))
-        return real(config, attention, inline)
+        return real(config, *rest)
 
     monkeypatch.setattr(graph, "trace_model_graph", trace)
     return types
