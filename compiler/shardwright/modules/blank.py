@@ -38,11 +38,21 @@ class BlankPicture:
             return output
         given, self._inputs = self._inputs, None
         features = self._model.get_image_features(**given)
-        return output + 0 * _sum(getattr(features, "pooler_output", features)).to(output)
+        return output + 0 * _sum(features).to(output)
+
+
+OF_THE_TOWER_ALONE = frozenset({"last_hidden_state", "hidden_states", "attentions"})
+"""Fields of what a model says of a picture that its decoder does not take."""
 
 
 def _sum(features: Any) -> torch.Tensor:
-    return features.sum() if isinstance(features, torch.Tensor) else torch.stack([_sum(f) for f in features]).sum()
+    """Of all that goes to the decoder, what is added behind its first layers (deepstack) included: what makes it has
+    gradients on every rank."""
+    if isinstance(features, torch.Tensor):
+        return features.sum()
+    if isinstance(features, dict):
+        features = [value for name, value in features.items() if name not in OF_THE_TOWER_ALONE]
+    return torch.stack([_sum(f) for f in features]).sum()
 
 
 def on_device(inputs: Batch | None, device: torch.device, dtype: torch.dtype) -> Batch | None:
