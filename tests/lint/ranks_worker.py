@@ -52,15 +52,20 @@ def plain(x: torch.Tensor, y: torch.Tensor) -> list[float]:
     return losses
 
 
-def probe(case: dict[str, Any], facts: dict[str, Any]) -> None:
+def with_sgd(case: dict[str, Any], clipping: float) -> dict[str, Any]:
+    """The case's configuration with the optimizer that plain() has."""
     config = copy.deepcopy(case["config"])
     del config["train_batch_size"]
-    config |= {
+    return config | {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
         "zero_allow_untested_optimizer": True,
-        "gradient_clipping": CLIPPING,
+        "gradient_clipping": clipping,
     }
+
+
+def probe(case: dict[str, Any], facts: dict[str, Any]) -> None:
+    config = with_sgd(case, CLIPPING)
     module = PipelineModule(layers(), num_stages=case["stages"], loss_fn=loss_of, partition_method="uniform")
     parameters = list(module.parameters())
     engine, _, _, _ = deepspeed.initialize(model=module, model_parameters=parameters, config=config)
@@ -85,14 +90,7 @@ def gather(case: dict[str, Any], facts: dict[str, Any]) -> None:
 
 def sequence(case: dict[str, Any], facts: dict[str, Any]) -> None:
     """How far a step moves the weights, over two ranks that share each sequence, and both ranks' gradients' sum."""
-    config = copy.deepcopy(case["config"])
-    del config["train_batch_size"]
-    config |= {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
-        "zero_allow_untested_optimizer": True,
-        "gradient_clipping": 0.0,
-    }
+    config = with_sgd(case, 0.0)
     parts = []
     for rank in range(2):
         torch.manual_seed(1 + rank)

@@ -65,6 +65,9 @@ def why_no_context(model: nn.Module, input_ids: torch.Tensor) -> str:
         own = places[:, first : first + ids.shape[1]]
         return model(input_ids=ids, position_ids=own, use_cache=False).logits  # type: ignore[no-any-return]
 
+    def in_halves() -> torch.Tensor:
+        return torch.cat([logits(piece, at) for piece, at in _halves(input_ids)], dim=1)
+
     with _no_attention() as asked:
         plain = model(input_ids=input_ids, use_cache=False).logits
         if not asked:
@@ -80,14 +83,14 @@ def why_no_context(model: nn.Module, input_ids: torch.Tensor) -> str:
         if not tensor_apart(other[:, others], plain[:, others]) <= scale:
             return "its tokens see each other outside of attention"
         try:
-            pieces = torch.cat([logits(piece, at) for piece, at in _halves(input_ids)], dim=1)
+            pieces = in_halves()
         except TypeError:
             return "its forward takes no positions"
         if not tensor_apart(pieces, plain) <= scale:
             return "it counts its positions itself"
         try:
             with _masks_of_whole_rows():
-                masked = torch.cat([logits(piece, at) for piece, at in _halves(input_ids)], dim=1)
+                masked = in_halves()
         except RuntimeError:  # its shapes are those of the half
             masked = torch.full_like(plain, math.nan)
         if not tensor_apart(masked, plain) <= scale:

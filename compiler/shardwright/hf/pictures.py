@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwright.hf.raised import first_line
 from shardwright.hf.skeleton import Batch
 
 IMAGE_TOKENS = ("image_token_id", "image_token_index", "im_start_id", "media_placeholder_token_id", "image_token")
@@ -58,7 +59,7 @@ def picture_example(model: nn.Module, vocabulary: int) -> tuple[torch.Tensor, Ba
         try:
             rows = _rows(features(**taken))
         except Exception as error:  # whatever a type's own code raises on another type's shape
-            why = _first_line(error)
+            why = first_line(error, 120)
             continue
         if rows % _ROWS:
             why = f"{rows} rows of features for {_ROWS} pictures of one size"
@@ -68,14 +69,10 @@ def picture_example(model: nn.Module, vocabulary: int) -> tuple[torch.Tensor, Ba
         try:
             model(input_ids=ids, use_cache=False, **beside)
         except Exception as error:
-            why = _first_line(error)
+            why = first_line(error, 120)
             continue
         return ids, beside
     raise NoPictures(f"its tower takes none of the known shapes of a picture ({why})")
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"
 
 
 def _ids(token: int, count: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:

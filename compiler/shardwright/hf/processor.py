@@ -21,6 +21,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from shardwright.hf.byte_tokenizer import byte_tokenizer
 from shardwright.hf.pictures import image_token, tower_config
+from shardwright.hf.raised import first_line
 
 _FILE = "processor_config.json"
 BYTES = 256
@@ -56,7 +57,7 @@ def load_processor(folder: Path) -> Any:
     except NoProcessor:
         raise
     except Exception as error:  # whatever the files make a stranger's class raise
-        raise NoProcessor(_first_line(error)) from None
+        raise NoProcessor(first_line(error, 160)) from None
 
 
 def inline_processor(config: PretrainedConfig) -> Any:
@@ -73,7 +74,7 @@ def inline_processor(config: PretrainedConfig) -> Any:
     except NoProcessor:
         raise
     except Exception as error:
-        raise NoProcessor(_first_line(error)) from None
+        raise NoProcessor(first_line(error, 160)) from None
 
 
 def _assembled(kind: Any, images: Any, tokenizer: Any, own: dict[str, Any]) -> Any:
@@ -116,7 +117,7 @@ def _check(processor: Any) -> None:
         _, written = processor._process_images([Image.new("RGB", (40, 30))], **options)
         ids = processor.tokenizer(written[0], add_special_tokens=False)["input_ids"]
     except Exception as error:  # whatever its class raises with these sizes
-        raise NoProcessor(_first_line(error)) from None
+        raise NoProcessor(first_line(error, 160)) from None
     if not set(ids) & set(processor.image_token_ids):
         raise NoProcessor("its tokenizer does not know the text that stands for a picture")
 
@@ -196,7 +197,3 @@ def _byte_tokenizer(config: PretrainedConfig, kind: Any) -> PreTrainedTokenizerF
         clean_up_tokenization_spaces=False,
         extra_special_tokens={attribute: text for attribute, (text, _) in names.items()},
     )
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"

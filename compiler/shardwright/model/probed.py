@@ -22,6 +22,7 @@ from shardwright.hf.floats import untagged
 from shardwright.hf.packing import why_not_packed
 from shardwright.hf.pictures import NoPictures
 from shardwright.hf.probe import NotCuttable, Probed, find_cut, find_together, probe
+from shardwright.hf.raised import first_line
 from shardwright.hf.shrink import VOCABULARY, shrink
 from shardwright.hf.task import CAUSAL_LM, Task, task_named
 from shardwright.ir.apart import share_apart
@@ -71,12 +72,6 @@ def uncuttable(config: PretrainedConfig, why: str, key: KeyPath) -> Refusal:
     )
 
 
-def _first_line(error: Exception) -> str:
-    """Of what a type's own code raised, behind the exception's name."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:120]}"
-
-
 class _DoesNotRun(str):
     """A reason that may be the tiny copy's own."""
 
@@ -109,7 +104,7 @@ def _why_not_packed(model: PreTrainedModel, cut: Cut, tokens: torch.Tensor) -> s
     try:
         return why_not_packed(model, cut, tokens)
     except Exception as error:  # a type whose forward takes no positions, for one
-        return f"a tiny copy does not take packed documents ({_first_line(error)})"
+        return f"a tiny copy does not take packed documents ({first_line(error, 120)})"
 
 
 @torch.no_grad()
@@ -147,7 +142,7 @@ def _why_no_context(model_type: str, text: str, attention: str) -> str:
             model = _random_model(model_type, CAUSAL_LM.name, text, attention)
             return why_no_context(model, CAUSAL_LM.example(VOCABULARY))
         except Exception as error:  # whatever a type's own code raises on a piece of a row
-            return f"a tiny copy does not run on a piece of a row ({_first_line(error)})"
+            return f"a tiny copy does not run on a piece of a row ({first_line(error, 120)})"
 
 
 def why_no_expert_ranks(graph: ModelGraph) -> str:
@@ -167,7 +162,7 @@ def _why_no_experts(model_type: str, text: str, attention: str, planned: tuple[s
             model = _random_model(model_type, CAUSAL_LM.name, text, attention)
             return no_expert_ranks(model, CAUSAL_LM.example(VOCABULARY), frozenset(planned))
         except Exception as error:  # whatever a type's own code raises with some of its experts
-            return f"a tiny copy does not run with some of its experts ({_first_line(error)})"
+            return f"a tiny copy does not run with some of its experts ({first_line(error, 120)})"
 
 
 def router_affinity(graph: ModelGraph) -> str | NoBalance:
@@ -184,7 +179,7 @@ def _router_affinity(model_type: str, text: str, attention: str) -> str | NoBala
             model = _random_model(model_type, CAUSAL_LM.name, text, attention)
             return affinity_of(model, CAUSAL_LM.example(VOCABULARY))
         except Exception as error:  # whatever a type's own code raises at this size
-            return NoBalance(f"a tiny copy does not run ({_first_line(error)})")
+            return NoBalance(f"a tiny copy does not run ({first_line(error, 120)})")
 
 
 @functools.lru_cache(maxsize=256)
