@@ -16,6 +16,10 @@ from shardwright.cost.constants import Constants
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.words import Fabric
 
+# Gloo has no reduce-scatter of its own: it takes a whole all-reduce's time and more. Its all-gather takes this many
+# halves of an all-reduce (17 MB over 2 and 4 ranks of one machine: 1.1 to 1.8; benchmarks/gloo.json).
+GLOO_ALL_GATHER = 1.25
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
@@ -76,7 +80,17 @@ def gather_seconds(
     if n == 1:
         return 0.0
     rate = bytes_per_second(cluster, c, group, total_bytes, collective)
+    if cluster.gpu.is_cpu and collective == "all_gather":
+        rate /= GLOO_ALL_GATHER
     return calls * ring_start_seconds(c, group) + (n - 1) / n * total_bytes / rate
+
+
+def reduce_scatter_seconds(
+    cluster: Cluster, c: Constants, group: Group, total_bytes: float, calls: float = 1.0
+) -> float:
+    if cluster.gpu.is_cpu:
+        return all_reduce_seconds(cluster, c, group, total_bytes, calls)
+    return gather_seconds(cluster, c, group, total_bytes, calls)
 
 
 def all_reduce_seconds(cluster: Cluster, c: Constants, group: Group, total_bytes: float, calls: float = 1.0) -> float:

@@ -5,7 +5,14 @@ How much hides, and what buckets reach of the links, are traits of whose engine 
 
 from __future__ import annotations
 
-from shardwright.cost.collectives import Group, all_reduce_seconds, gather_seconds, ring_start_seconds, send_seconds
+from shardwright.cost.collectives import (
+    Group,
+    all_reduce_seconds,
+    gather_seconds,
+    reduce_scatter_seconds,
+    ring_start_seconds,
+    send_seconds,
+)
 from shardwright.cost.layout import Layout
 from shardwright.cost.passes import FORWARD_SHARE
 from shardwright.cost.traffic import reduced_gradients
@@ -30,8 +37,8 @@ def data_comm_seconds(layout: Layout, rank: int, compute_seconds: float) -> floa
         reduce = sum(all_reduce_seconds(cluster, c, group, n * gradient, _buckets(n)) for n, group in parts)
         return tied + _exposed(layout, reduce, behind * compute_seconds)
     reduce, gather = (
-        sum(gather_seconds(cluster, c, group, n * size, _buckets(n)) for n, group in parts) / zero_efficiency(layout)
-        for size in (gradient, layout.element_bytes)
+        sum(seconds(cluster, c, group, n * size, _buckets(n)) for n, group in parts) / zero_efficiency(layout)
+        for seconds, size in ((reduce_scatter_seconds, gradient), (gather_seconds, layout.element_bytes))
     )
     if s.zero_stage == 1 and not layout.traits.zero_1_overlaps:
         behind = 0.0
@@ -76,7 +83,7 @@ def _zero_3_seconds(layout: Layout, rank: int, compute_seconds: float) -> float:
     hooks = _hook_seconds(layout, rank) if own else 0.0
     again = gathered_again(layout, layout.ranks[rank])
     kinds = _by_group(layout, rank, numel)
-    reduce = sum(gather_seconds(cluster, c, over, n * element, 0) for n, over in kinds) / efficiency
+    reduce = sum(reduce_scatter_seconds(cluster, c, over, n * element, 0) for n, over in kinds) / efficiency
     if len(kinds) > 1:  # the gathers are of the same bytes, experts' in calls of their own
         starts = (2 + again) * layers * ring_start_seconds(c, kinds[1][1])
         dense = ((1 + again) * gathers_a_pass + reductions) * ring_start_seconds(c, group)
