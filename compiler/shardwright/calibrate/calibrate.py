@@ -23,7 +23,6 @@ from shardwright.compile import size_recipe
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.ir.measured import Machine, Measurements
 from shardwright.ir.recipe import Recipe
-from shardwright.launch.run import free_port
 from shardwright.layout.problem import Problem
 from shardwright.search.search import baselines, search
 
@@ -170,8 +169,6 @@ def _measured(job: Job, folder: Path) -> list[Told]:
         **os.environ,
         "WORLD_SIZE": str(job.ranks),
         "LOCAL_SIZE": str(job.ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": str(job.threads),
         "TRANSFORMERS_VERBOSITY": "error",
         "PYTHONWARNINGS": "ignore",

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from torch import distributed as dist
@@ -34,13 +35,18 @@ def group_sizes(ranks: int, ranks_per_node: int) -> tuple[int, ...]:
     return tuple(sorted({*powers, *(n for n in (ranks_per_node, ranks) if n > 1)}))
 
 
-def measure_collectives(bench: Stopwatch, seconds: float) -> None:
-    """Every rank makes the same calls; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say where. The rank with most
-    seconds decides when a size is done, so that nobody is left alone in a collective."""
-    job, kind = bench.job, bench.device.type
+def measure_collectives(bench: Stopwatch, meeting: Path, seconds: float) -> None:
+    """Every rank makes the same calls. The rank with most seconds decides when a size is done, so that nobody is left
+    alone in a collective.
+
+    meeting: a file, made here, through which the ranks of this machine find one another. A port that was free when the
+    ranks started may since be one of the engine's hundred.
+    """
+    job, kind, rank = bench.job, bench.device.type, int(os.environ["RANK"])
     patience = timedelta(seconds=120 + 4 * seconds)
-    dist.init_process_group("gloo" if kind == "cpu" else "nccl", timeout=patience)
-    rank, sizes = int(os.environ["RANK"]), group_sizes(job.ranks, job.ranks_per_node)
+    backend = "gloo" if kind == "cpu" else "nccl"
+    dist.init_process_group(backend, f"file://{meeting}", timeout=patience, rank=rank, world_size=job.ranks)
+    sizes = group_sizes(job.ranks, job.ranks_per_node)
     deadline, left = Deadline(seconds), len(sizes) * len(SIZES[kind]) + 1
     for ranks in sizes:
         group = dist.new_group(list(range(ranks)))

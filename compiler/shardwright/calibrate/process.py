@@ -38,12 +38,13 @@ def main(folder: Path) -> int:
     from shardwright.calibrate.clock import Stopwatch
 
     bench = Stopwatch(job)
-    measure(bench)
+    measure(bench, folder / "meeting")
     Told(device=device_name(job), timed=tuple(bench.timed), left_out=tuple(bench.left_out)).write(folder, rank)
     return 0
 
 
-def measure(bench: Stopwatch) -> None:
+def measure(bench: Stopwatch, meeting: Path) -> None:
+    """meeting: see measure_collectives."""
     from shardwright.calibrate.collectives import measure_collectives
     from shardwright.calibrate.kernels import measure_kernels
     from shardwright.calibrate.layers import measure_layers
@@ -57,7 +58,7 @@ def measure(bench: Stopwatch) -> None:
         bench.tried("engine", lambda: _engine(bench, SHARES["engine"] * bench.deadline.left / (len(job.engine) + 1)))
     measure_kernels(bench, SHARES["kernels"] * bench.deadline.left)
     if job.ranks > 1:
-        bench.tried("collectives", lambda: measure_collectives(bench, bench.deadline.left))
+        bench.tried("collectives", lambda: measure_collectives(bench, meeting, bench.deadline.left))
 
 
 def _engine(bench: Stopwatch, budget: float) -> None:
