@@ -19,7 +19,8 @@ from shardwright.engines.deepspeed.autotp import AUTOTP_FILE, PROVED_TYPES
 from shardwright.ir.apart import series_apart, worst
 from shardwright.launch.run import free_port
 from shardwright.recipe.load import load_recipe
-from tests.parity.harness import GPT2, LLAMA, LOSS_ABSOLUTE
+from tests.parity.harness import LOSS_ABSOLUTE
+from tests.parity.models import GPT2, LLAMA
 from tests.zoo.configs import TEXT_VOCABULARY, tiny_config
 
 pytestmark = pytest.mark.launch

@@ -20,7 +20,6 @@ from shardwright.plan.serialize import read_plan
 from tests.launch.resume import same_numbers
 from tests.parity.harness import (
     LENGTH,
-    MODELS,
     SEED,
     STEPS,
     Case,
@@ -33,6 +32,7 @@ from tests.parity.harness import (
     shardwright,
     write_inputs,
 )
+from tests.parity.models import MODELS
 from tests.parity.reference import initial_model
 
 pytestmark = pytest.mark.launch

@@ -15,7 +15,8 @@ from shardwright.data.dataset import resolve
 from shardwright.data.prepare import prepare
 from shardwright.modules.batches import Batches
 from shardwright.plan.serialize import read_plan
-from tests.parity.harness import LLAMA, Case, metrics, must, recipe, shardwright
+from tests.parity.harness import Case, metrics, must, recipe, shardwright
+from tests.parity.models import LLAMA
 
 pytestmark = [pytest.mark.launch, pytest.mark.prove]
 TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}</>{% endfor %}"

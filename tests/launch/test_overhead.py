@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.parity.harness import LLAMA, Case, must, recipe, shardwright
+from tests.parity.harness import Case, must, recipe, shardwright
+from tests.parity.models import LLAMA
 
 pytestmark = [pytest.mark.launch, pytest.mark.prove]
 ROOT = Path(__file__).resolve().parents[2]

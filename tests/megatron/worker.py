@@ -19,7 +19,8 @@ from shardwright.compile import compile_recipe
 from shardwright.engines.megatron import proof
 from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
-from tests.parity.harness import LENGTH, MODELS, SEED, STEPS, Case, reference, write_inputs
+from tests.parity.harness import LENGTH, SEED, STEPS, Case, reference, write_inputs
+from tests.parity.models import MODELS
 from tests.parity.reference import initial_model
 
 SECONDS = 60

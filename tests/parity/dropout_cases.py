@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.parity.harness import GPT2
+from tests.parity.models import GPT2
 
 OPT: dict[str, Any] = {
     "model_type": "opt",

@@ -28,7 +28,8 @@ from shardwright.train.attempt import Attempt
 from shardwright.train.session import Session
 from shardwright.train.worker import train_steps
 from tests.parity.cases_worker import compiled, main, train
-from tests.parity.harness import LENGTH, MODELS, SEED, STEPS, Case, reference
+from tests.parity.harness import LENGTH, SEED, STEPS, Case, reference
+from tests.parity.models import MODELS
 from tests.parity.reference import initial_model
 from tests.parity.test_evaluation import FAILING
 

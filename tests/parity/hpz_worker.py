@@ -30,7 +30,8 @@ from shardwright.layout.hpz import HPZ
 from shardwright.modules.batches import HeldOut
 from shardwright.plan.plan import Plan
 from tests.parity.cases_worker import begin, compiled, difference, train
-from tests.parity.harness import LLAMA, MODELS, STEPS, Case, reference
+from tests.parity.harness import STEPS, Case, reference
+from tests.parity.models import LLAMA, MODELS
 
 SAVED, LAST = 2, 4
 GATHERED: Counter[int] = Counter()

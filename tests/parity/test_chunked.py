@@ -17,8 +17,9 @@ import pytest
 
 from shardwright.launch.run import free_port
 from shardwright.layout.loss_chunk import chunk_length
-from tests.parity.harness import BF16_RELATIVE, LENGTH, LLAMA, LOSS_ABSOLUTE, NORM_RELATIVE, Case, recipe
+from tests.parity.harness import BF16_RELATIVE, LENGTH, LOSS_ABSOLUTE, NORM_RELATIVE, Case, recipe
 from tests.parity.launched import launched
+from tests.parity.models import LLAMA
 
 pytestmark = pytest.mark.launch
 

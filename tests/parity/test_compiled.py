@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from shardwright.model.support import compiled_types
-from tests.parity.harness import BF16_RELATIVE, LOSS_ABSOLUTE, MODELS, NORM_RELATIVE, Case
+from tests.parity.harness import BF16_RELATIVE, LOSS_ABSOLUTE, NORM_RELATIVE, Case
 from tests.parity.launched import launched
+from tests.parity.models import MODELS
 
 pytestmark = pytest.mark.launch
 

@@ -18,7 +18,6 @@ from tests.parity.harness import (
     EPS,
     LENGTH,
     LR,
-    MODELS,
     SEED,
     STEPS,
     WARMUP,
@@ -28,6 +27,7 @@ from tests.parity.harness import (
     recipe,
     shardwright,
 )
+from tests.parity.models import MODELS
 from tests.parity.reference import initial_model, train
 
 

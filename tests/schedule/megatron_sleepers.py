@@ -30,20 +30,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from torch import distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
+from tests.schedule.sleep import Sleep  # noqa: E402
+
 WIDTH, TIMES = 8, 2
-
-
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, chunk: SleepingChunk) -> torch.Tensor:
-        ctx.chunk = chunk
-        time.sleep(chunk.forward_seconds)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        time.sleep(ctx.chunk.backward_seconds)
-        return grad.clone(), None
 
 
 class SleepingChunk(nn.Module):
@@ -62,7 +51,7 @@ class SleepingChunk(nn.Module):
 
     def forward(self) -> torch.Tensor:
         x = torch.zeros(1, 1, WIDTH) if self.arrived is None else self.arrived
-        return _Sleep.apply(x * self.scale, self)
+        return Sleep.apply(x * self.scale, self)
 
 
 def _loss(out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:

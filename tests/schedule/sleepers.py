@@ -23,6 +23,8 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from torch import nn
 
+from tests.schedule.sleep import Sleep
+
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 2,
@@ -33,19 +35,6 @@ CONFIG = {
 }
 
 
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, stage: SleepingStage) -> torch.Tensor:
-        ctx.stage = stage
-        time.sleep(stage.forward_seconds)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        time.sleep(ctx.stage.backward_seconds)
-        return grad.clone(), None
-
-
 class SleepingStage(nn.Module):
     def __init__(self, stage: int) -> None:
         super().__init__()
@@ -53,7 +42,7 @@ class SleepingStage(nn.Module):
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Sleep.apply(x * self.scale, self)
+        return Sleep.apply(x * self.scale, self)
 
 
 def build(schedule: str, ranks: int, micro_batches: int) -> Any:

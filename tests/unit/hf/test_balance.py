@@ -8,7 +8,7 @@ import torch
 from shardwright.hf.balance import NoBalance, RouterBalance, affinity_of, routers_of
 from shardwright.ir.apart import tensor_apart
 from tests.parity.balance import row_loss
-from tests.parity.harness import MODELS
+from tests.parity.models import MODELS
 from tests.parity.reference import initial_model
 
 IDS = torch.randint(3, 250, (2, 24), generator=torch.Generator().manual_seed(0))

@@ -18,7 +18,8 @@ from shardwright.modules.recompute import apply_recompute, checkpointed_layers, 
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import plan_from_json, plan_to_json
 from shardwright.recipe.load import load_recipe
-from tests.parity.harness import LLAMA, Case, initial_model, write_inputs
+from tests.parity.harness import Case, initial_model, write_inputs
+from tests.parity.models import LLAMA
 from tests.unit.model.factory import model_section
 from tests.unit.model.test_trace import FAMILIES, LENGTH, plain_model
 

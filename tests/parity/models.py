@@ -1,0 +1,110 @@
+"""Tiny configurations of the types that parity is proved for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 257,  # odd: the vocabulary is cut unevenly under tensor parallelism
+    "max_position_embeddings": 64,
+    "rope_theta": 5000.0,
+    "tie_word_embeddings": False,
+}
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "n_embd": 64,
+    "n_layer": 4,
+    "n_head": 4,
+    "vocab_size": 257,
+    "n_positions": 64,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "scale_attn_by_inverse_layer_idx": True,
+}
+MODELS = {
+    "llama": LLAMA,
+    "gpt2": GPT2,
+    "gpt2-plain": {**GPT2, "scale_attn_by_inverse_layer_idx": False},
+    "llama-deep": {**LLAMA, "num_hidden_layers": 8},
+    "gpt2-deep": {**GPT2, "n_layer": 8},
+    "gpt2-plain-deep": {**GPT2, "n_layer": 8, "scale_attn_by_inverse_layer_idx": False},
+    "llama-tied": {**LLAMA, "tie_word_embeddings": True},
+    "llama-rope": {
+        **LLAMA,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 5000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 2.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "qwen2": {**LLAMA, "model_type": "qwen2"},
+    "qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 16},
+    "gpt2-untied": {**GPT2, "tie_word_embeddings": False},
+    # More experts than a rank's tokens choose in a step: each rank misses some, and others than its neighbour.
+    "mixtral": {**LLAMA, "model_type": "mixtral", "num_local_experts": 32, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        **LLAMA,
+        "model_type": "qwen3_moe",
+        "num_experts": 32,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+    },
+    "mixtral-deep": {**LLAMA, "model_type": "mixtral", "num_hidden_layers": 8, "num_local_experts": 4},
+    # The first layers are dense: a stage has no experts.
+    "dense-first": {
+        **LLAMA,
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "mlp_only_layers": [0, 1],
+    },
+    "deepseek_v3": {
+        **LLAMA,
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 48,
+        "first_k_dense_replace": 1,
+    },
+    "gpt_oss": {
+        **LLAMA,
+        "model_type": "gpt_oss",
+        "head_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 5000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    # A soft cap on the logits, a divisor, a factor.
+    "gemma2": {**LLAMA, "model_type": "gemma2", "head_dim": 16, "final_logit_softcapping": 0.5},
+    "granite": {**LLAMA, "model_type": "granite", "logits_scaling": 4.0},
+    "cohere": {**LLAMA, "model_type": "cohere", "logit_scale": 0.25},
+    "gpt2-dropout": {**GPT2, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
+}
