@@ -353,6 +353,25 @@ PROBES: dict[str, list[Probe]] = {
             options={"sequence": True},
         ),
     ],
+    "SW4613": [
+        Probe(
+            at="ranks",
+            # The rows of a model without windows come out right, those of one with windows do not.
+            fact=lambda bad, good: bad["whole"] < 1e-5 and bad["window"] > 1e-2,
+            options={"ulysses": 2},
+            example=_config(sequence_parallel_size=2),
+            instead_at="",
+        ),
+    ],
+    "SW4614": [
+        Probe(
+            at="ranks",
+            refuses="is not divisible by SP size 2",
+            options={"ulysses": 3},
+            example=_config(sequence_parallel_size=2),
+            instead_at="",
+        ),
+    ],
     "SW4701": [Probe(at="step", fact=lambda bad, good: not bad["swaps"], instead_at="config")],
     "SW4702": [Probe(refuses="curriculum_metrics must be specified")],
     "SW4703": [Probe(refuses="max_tokens must be specified")],

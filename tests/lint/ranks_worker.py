@@ -2,7 +2,8 @@
 
 stdin: as probe_worker.py, `at` is ranks; "stages" says into how many the four layers are cut. stdout of rank 0: the
 outcomes, whose facts are the losses and those of a plain torch loop; with "gather" what Accelerate saves of a model
-that AutoTP has cut; with "sequence" how far a step of sequence-parallel ranks goes.
+that AutoTP has cut; with "sequence" how far a step of sequence-parallel ranks goes; with "ulysses" how far off the
+logits of DeepSpeed's wrapper for Hugging Face models are, where ranks share a row out.
 """
 
 from __future__ import annotations
@@ -22,11 +23,24 @@ os.environ |= {"RANK": sys.argv[2], "LOCAL_RANK": sys.argv[2], "OMP_NUM_THREADS"
 import deepspeed
 import torch
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from deepspeed.utils import groups, logger, safe_get_full_fp32_param
 from torch import nn
+from transformers import MistralConfig, MistralForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
 STEPS, CLIPPING = 4, 0.01
+TINY: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 16,
+}
 
 
 def layers() -> list[nn.Module]:
@@ -109,11 +123,33 @@ def sequence(case: dict[str, Any], facts: dict[str, Any]) -> None:
     groups.mesh_device = None  # the next engine has no sequence ranks
 
 
+def ulysses(case: dict[str, Any], facts: dict[str, Any]) -> None:
+    """The largest difference of a logit from one process's, by how many tokens a layer sees."""
+    ids = torch.arange(16).reshape(1, 16) * 5 % 32
+    for name, window in (("whole", None), ("window", 4)):
+        torch.manual_seed(0)
+        config = MistralConfig(**TINY, num_attention_heads=case["ulysses"], sliding_window=window)
+        model = MistralForCausalLM._from_config(config, attn_implementation="sdpa")
+        wanted = model(input_ids=ids).logits
+        own = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        try:
+            UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", 2, micro_batch_size=1)
+            places = torch.arange(16).reshape(1, 16).chunk(2, dim=1)[int(sys.argv[2])]
+            logits = model(input_ids=ids[:, places[0]], position_ids=places).logits
+        finally:
+            ALL_ATTENTION_FUNCTIONS["sdpa"] = own
+            parallel_state_sp._release_sequence_parallel_groups()
+        apart = (logits - wanted[:, places[0]]).abs().max().detach()
+        torch.distributed.all_reduce(apart, torch.distributed.ReduceOp.MAX)
+        facts[name] = apart.item()
+
+
 def outcome(case: dict[str, Any]) -> dict[str, Any]:
     facts: dict[str, Any] = {}
+    kinds = {"sequence": sequence, "gather": gather, "ulysses": ulysses}
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            (sequence if case.get("sequence") else gather if case.get("gather") else probe)(case, facts)
+            next((run for kind, run in kinds.items() if case.get(kind)), probe)(case, facts)
         return {"error": "", "logs": [], "facts": facts}
     except Exception as raised:
         return {"error": f"{type(raised).__name__}: {raised}", "logs": [], "facts": facts}

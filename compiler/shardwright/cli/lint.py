@@ -59,8 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format", choices=("text", "json", "github"), default="text", help="json: one object per file, one per line"
     )
-    model = parser.add_argument_group("memory")
-    model.add_argument("--model", metavar="M", help="a hub id or model folder: also check that it fits in memory")
+    model = parser.add_argument_group("the model")
+    model.add_argument(
+        "--model",
+        metavar="M",
+        help="a hub id or model folder: also check that it fits in memory, and takes the expert and sequence ranks",
+    )
     model.add_argument("--gpu", metavar="NAME", help="a GPU from the catalogue, such as h100-sxm-80gb")
     model.add_argument("--sequence-length", type=positive, metavar="S", help="tokens per sample (default: 4096)")
 
@@ -103,9 +107,11 @@ def _lint(path: str, args: argparse.Namespace) -> _Result:
         findings = lint(document, subject)
         if args.model is not None:
             from shardwright.lint.memory import memory
+            from shardwright.lint.named_model import named_model
 
+            asked = named_model(subject, args.model, args.sequence_length)
             risks, notes = memory(subject, args.model, args.gpu, args.sequence_length)
-            findings = (*findings, *risks)
+            findings = (*findings, *asked, *risks)
     except Refusal as refusal:
         return _Result(
             name=name,
