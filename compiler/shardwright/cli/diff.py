@@ -202,13 +202,13 @@ def effects(a: Estimate, b: Estimate) -> tuple[Effect, ...]:
     )
 
 
-# Words, what a figure is divided by, and its format.
+# Words, what a figure is divided by, and its format; {} is inside_words() of both layouts.
 _SHOWN = {
     "peak_bytes": ("peak memory, GiB", GIB, ".2f"),
     "capacity_bytes": ("memory of a GPU, GiB", GIB, ".1f"),
     "step_seconds": ("step, s", 1, ".4g"),
     "compute_seconds": ("  computation, s", 1, ".4g"),
-    "tensor_comm_seconds": ("  tensor-parallel collectives, s", 1, ".4g"),
+    "tensor_comm_seconds": ("  {} collectives, s", 1, ".4g"),
     "pipeline_comm_seconds": ("  sends between stages, s", 1, ".4g"),
     "data_comm_seconds": ("  data-parallel collectives, s", 1, ".4g"),
     "optimizer_seconds": ("  the optimizer, s", 1, ".4g"),
@@ -224,6 +224,8 @@ LONGEST = 60  # characters of a value in the page; --json has all
 
 
 def page(a: PricedRecipe, b: PricedRecipe, found: Difference) -> str:
+    from shardwright.layout.strategy import inside_words
+
     lines = [f"A  {_who(a)}", f"B  {_who(b)}", ""]
     if found.is_none:
         lines += ["nothing differs", ""]
@@ -233,7 +235,8 @@ def page(a: PricedRecipe, b: PricedRecipe, found: Difference) -> str:
             lines += [title(words), *table_lines(("key", "A", "B"), cells, text=(0, 1, 2), indent="  "), ""]
     on_cpu = a.cluster.gpu.is_cpu and b.cluster.gpu.is_cpu
     shown = [e for e in effects(a.estimate, b.estimate) if e.name in _SHOWN and (e.a or e.b)]
-    figures = [_effect_row(effect, is_cpu=on_cpu) for effect in shown]
+    inside = inside_words(a.estimate.strategy, b.estimate.strategy)
+    figures = [_effect_row(effect, inside, is_cpu=on_cpu) for effect in shown]
     lines += [title("Effect"), *table_lines(("", "A", "B", "change"), figures, text=(0,), indent="  ")]
     for name, subject in (("A", a), ("B", b)):
         broken = [d for d in subject.estimate.diagnostics if d.severity == "error"]
@@ -257,9 +260,9 @@ def _say(value: JsonValue) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
-def _effect_row(effect: Effect, *, is_cpu: bool) -> tuple[str, ...]:
+def _effect_row(effect: Effect, inside: str, *, is_cpu: bool) -> tuple[str, ...]:
     words, unit, form = _SHOWN[effect.name]
-    words = words.replace("GPU", "rank") if is_cpu else words
+    words = words.format(inside).replace("GPU", "rank" if is_cpu else "GPU")
     values = ("-" if value is None else format(value / unit, form) for value in (effect.a, effect.b))
     change = effect.change
     return words, *values, "" if change is None else "same" if change == 0 else f"{change:+.1%}"

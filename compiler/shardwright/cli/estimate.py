@@ -112,12 +112,13 @@ def training_words(recipe: Recipe, training: Training) -> str:
 
 def _lines(estimate: Estimate, recipe: Recipe, expected: Goodput | None) -> list[str]:
     from shardwright.cost.measured import error_words, flops_words
+    from shardwright.layout.strategy import inside_axes
     from shardwright.search.compare import hpz_words
 
     s, time, memory, assume = estimate.strategy, estimate.time, estimate.memory, recipe.assume
     is_cpu = recipe.cluster.gpu == "cpu"
     gib = 2**30
-    hpz, flops = hpz_words(s), flops_words(estimate.flops_source)
+    hpz, flops, inside = hpz_words(s), flops_words(estimate.flops_source), "+".join(inside_axes(s))
     micro_batch = f"micro_batch_size={s.micro_batch_size}"
     layout = s.describe().replace(micro_batch, f"{micro_batch} accumulation={s.gradient_accumulation_steps}")
     lines = [
@@ -127,7 +128,7 @@ def _lines(estimate: Estimate, recipe: Recipe, expected: Goodput | None) -> list
         f"{'fits' if memory.fits else 'does not fit'}",
         f"  step     {time.step_seconds:.4g} s, {rate(time.tokens_per_second_per_gpu, is_cpu=is_cpu)}, "
         f"{time.model_tflops_per_gpu:.4g} TFLOP/s per {device(is_cpu=is_cpu)}, MFU {time.mfu:.1%}",
-        f"  of it    compute {time.compute_seconds:.4g} s, tensor {time.tensor_comm_seconds:.4g} s, "
+        f"  of it    compute {time.compute_seconds:.4g} s, {inside} {time.tensor_comm_seconds:.4g} s, "
         f"pipeline {time.pipeline_comm_seconds:.4g} s, data {time.data_comm_seconds:.4g} s, "
         f"optimizer {time.optimizer_seconds:.4g} s, bubble {time.bubble_seconds:.4g} s "
         f"({time.bubble_fraction:.1%} idle)",

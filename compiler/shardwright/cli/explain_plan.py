@@ -15,6 +15,7 @@ from shardwright.cost.measured import error_words
 from shardwright.figures import file_size, rate
 from shardwright.ir.weights import weights_words
 from shardwright.layout.problem import Problem
+from shardwright.layout.strategy import inside_axes, inside_words
 from shardwright.records import carried
 from shardwright.search.compare import hpz_words
 from shardwright.search.explain import Alternative, KeyReason, PlanExplanation, SecondCopy, explain
@@ -27,15 +28,15 @@ if TYPE_CHECKING:
     from shardwright.ir.recipe import Recipe, TrainingSection
     from shardwright.layout.estimate import Estimate, Time
 
-# `StepParts`' fields in words.
+# `StepParts`' fields in words; {} is inside_words() of the layout.
 STEP_WORDS = {
     "forward_seconds": "forward passes",
     "backward_seconds": "backward passes",
     "recompute_seconds": "recomputation (activation_checkpointing)",
     "accumulate_seconds": "adding up gradients",
     "host_seconds": "overhead of each micro-batch",
-    "tensor_forward_seconds": "tensor-parallel collectives, forward",
-    "tensor_backward_seconds": "tensor-parallel collectives, backward",
+    "tensor_forward_seconds": "{} collectives, forward",
+    "tensor_backward_seconds": "{} collectives, backward",
     "pipeline_comm_seconds": "sends between stages",
     "data_comm_seconds": "data-parallel collectives",
     "optimizer_seconds": "the optimizer",
@@ -52,12 +53,12 @@ MOVED_WORDS = {
     "reduced": "gradients over data ranks, reduced",
     "gathered": "parameters over data ranks, gathered",
 }
-# (words, the parts of `StepParts`) of the table by pipeline rank
+# (words, the parts of `StepParts`) of the table by pipeline rank; {} is inside_axes() of the layout
 RANK_COLUMNS = (
     ("forward", ("forward_seconds",)),
     ("backward", ("backward_seconds", "accumulate_seconds", "host_seconds")),
     ("recompute", ("recompute_seconds",)),
-    ("tensor", ("tensor_forward_seconds", "tensor_backward_seconds")),
+    ("{}", ("tensor_forward_seconds", "tensor_backward_seconds")),
     ("pipeline", ("pipeline_comm_seconds",)),
     ("data", ("data_comm_seconds",)),
     ("optimizer", ("optimizer_seconds",)),
@@ -214,7 +215,8 @@ def _left_out(found: PlanExplanation) -> list[str]:
 
 def _step(found: PlanExplanation) -> list[str]:
     step, total = found.breakdown.step, found.chosen.time.step_seconds
-    parts = [(words, getattr(step, name)) for name, words in STEP_WORDS.items()]
+    s = found.chosen.strategy
+    parts = [(words.format(inside_words(s)), getattr(step, name)) for name, words in STEP_WORDS.items()]
     rows = [(words, _ms(seconds), f"{seconds / total:.1%}") for words, seconds in parts if seconds]
     rows.append(("the step", _ms(total), "100.0%"))
     several = len(found.breakdown.ranks) > 1
@@ -224,7 +226,7 @@ def _step(found: PlanExplanation) -> list[str]:
         *table_lines(("part", "ms", "share"), rows, text=(0,), indent="  "),
     ]
     if several:
-        header = ("pipeline rank", *(name for name, _ in RANK_COLUMNS))
+        header = ("pipeline rank", *(name.format("+".join(inside_axes(s))) for name, _ in RANK_COLUMNS))
         ranks = _shown(found)
         each = [(str(r.pipeline_rank), *(_ms(_sum(r.time, fields)) for _, fields in RANK_COLUMNS)) for r in ranks]
         bold = [i for i, r in enumerate(ranks) if r.pipeline_rank == found.breakdown.slowest]

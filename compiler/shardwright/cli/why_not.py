@@ -13,7 +13,7 @@ from shardwright.cli.tables import table_lines
 from shardwright.diagnostics import Diagnostic, Refusal, found
 from shardwright.layout.problem import Problem
 from shardwright.records import carried
-from shardwright.search.compare import PARTS
+from shardwright.search.compare import PARTS, part_words
 from shardwright.search.why_not import CHOSEN, LOSES, TOO_LARGE, WINS, WhyNotAnswer
 from shardwright.strict_json import strict_json
 
@@ -143,9 +143,10 @@ def _change(share: float) -> str:
 def _figures(plan: Estimate, other: Estimate) -> list[str]:
     """Part by part, the plan's and the other's."""
     rows: list[tuple[str, ...]] = []
-    for name, words in PARTS.items():
+    for name in PARTS:
         ours, theirs = getattr(plan.time, name), getattr(other.time, name)
         if ours or theirs:
+            words = part_words(name, plan.strategy, other.strategy)
             rows.append(_row(f"{words}, ms", ours * 1e3, theirs * 1e3))
     rows.append(_row("the step, ms", plan.time.step_seconds * 1e3, other.time.step_seconds * 1e3))
     peak = f"peak memory, GiB of {plan.memory.capacity_bytes / GIB:.1f}"

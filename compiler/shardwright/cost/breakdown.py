@@ -22,8 +22,9 @@ class StepParts:
     """Seconds of one optimizer step, exposed time only; the sum is the step.
 
     recompute: what activation checkpointing and a chunked loss run again. accumulate: adding each micro-batch's
-    gradients up. host: what a micro-batch costs beyond its layers. tensor_forward, tensor_backward: collectives of
-    tensor parallelism. idle: the pipeline's bubble, and on a rank that is not the slowest one its waiting.
+    gradients up. host: what a micro-batch costs beyond its layers. tensor_forward, tensor_backward: collectives that
+    layers wait for, of tensor, context and expert ranks. idle: the pipeline's bubble, and on a rank that is not the
+    slowest one its waiting.
     """
 
     forward_seconds: float

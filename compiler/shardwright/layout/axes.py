@@ -38,7 +38,7 @@ class Axis:
     ranks: the world is the product of these degrees. holds: decides which rank holds what of model and optimizer.
     order: of those that tell ranks apart, the place from the slowest (1), as in DeepSpeed's
         PipeModelDataParallelTopology, whose data ranks are data x context ranks here.
-    cuts: beyond plain no rank has the whole model.
+    cuts: beyond plain no rank has the whole model. inside: beyond plain a layer waits for its collectives.
     values: what a search tries for a problem where the recipe says auto and the engine has the axis, the degrees
         being settled (none of them where a degree itself is asked for: then all that any cluster could have). None:
         nothing but plain.
@@ -60,6 +60,7 @@ class Axis:
     order: int = 0
     holds: bool = False
     cuts: bool = False
+    inside: bool = False
     values: Callable[[Problem, Degrees], Iterable[Value]] | None = None
     admits: Callable[[Problem, Degrees, Value], bool] | None = None
     yields: bool = False
@@ -89,6 +90,7 @@ AXES: tuple[Axis, ...] = (
         order=4,
         holds=True,
         cuts=True,
+        inside=True,
         values=lambda problem, degrees: divisors(problem.cluster.gpus_per_node),  # a group stands inside a node
         region=True,
         short="TP",
@@ -112,6 +114,7 @@ AXES: tuple[Axis, ...] = (
         ranks=True,
         order=3,
         holds=True,
+        inside=True,
         values=lambda problem, degrees: context_degrees(
             problem.recipe.training.sequence_length, problem.cluster.gpus_per_node
         ),
@@ -134,6 +137,7 @@ AXES: tuple[Axis, ...] = (
         name="expert",
         holds=True,
         cuts=True,
+        inside=True,
         values=lambda problem, degrees: expert_degrees(problem.graph, degrees["data"] * degrees["context"]),
         yields=True,
         runs=False,

@@ -31,7 +31,10 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Time:
-    """compute + tensor_comm + pipeline_comm + data_comm + optimizer + bubble = step, within 1e-6 relative."""
+    """compute + tensor_comm + pipeline_comm + data_comm + optimizer + bubble = step, within 1e-6 relative.
+
+    tensor_comm: collectives that layers wait for, of tensor, context and expert ranks.
+    """
 
     step_seconds: float
     compute_seconds: float

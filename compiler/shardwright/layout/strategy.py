@@ -136,6 +136,19 @@ def searched_axes(recipe: Recipe) -> tuple[Axis, ...]:
     )
 
 
+def inside_axes(*strategies: Strategy) -> tuple[str, ...]:
+    """Names of those whose collectives a layer of any of these layouts waits for; tensor where there are none."""
+    rows = [axis for axis in printed_axes() if axis.inside]
+    found = [axis.name for axis in rows if any(getattr(s, axis.name) != axis.plain for s in strategies)]
+    return tuple(found) or ("tensor",)
+
+
+def inside_words(*strategies: Strategy) -> str:
+    """Of their collectives: "tensor-parallel", "tensor- and expert-parallel"."""
+    *others, last = inside_axes(*strategies)
+    return f"{', '.join(f'{name}-' for name in others)} and {last}-parallel" if others else f"{last}-parallel"
+
+
 def free_axes() -> tuple[Axis, ...]:
     """Those of them whose default is auto. A search that was not asked to does not offload states to the host."""
     return tuple(axis for axis in layout_axes() if axis.is_free)

@@ -27,7 +27,7 @@ from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.ir.weights import weights_words
 from shardwright.layout.estimate import Training
 from shardwright.layout.problem import Problem
-from shardwright.layout.strategy import Strategy
+from shardwright.layout.strategy import Strategy, inside_words
 from shardwright.plan.plan import Plan
 from shardwright.records import carried
 from shardwright.report import charts
@@ -98,6 +98,7 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
         space=space,
         lost=space.lost[:LOST_SHOWN],
         words=Strategy.describe,
+        inside=inside_words(plan.strategy),
         run=run,
         held=held_layers(plan),
         axes=[_axis(plan, axis) for axis in AXES],

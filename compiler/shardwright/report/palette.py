@@ -17,7 +17,7 @@ MEMORY = {
 }
 STEP = {
     "compute": BLUE,
-    "tensor collectives": SKY,
+    "collectives inside layers": SKY,
     "messages between stages": ORANGE,
     "data-parallel collectives": PURPLE,
     "optimizer": GREEN,

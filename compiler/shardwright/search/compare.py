@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.axes import AXES, Value
 from shardwright.layout.estimate import Estimate
-from shardwright.layout.strategy import Strategy
+from shardwright.layout.strategy import Strategy, inside_words
 from shardwright.search.choice import chance_of_fitting, expected_seconds, moving_parts
 
-# The parts of a step, as `Time` names them, in words.
+# The parts of a step, as `Time` names them, in words; {} is inside_words() of the layouts at hand.
 PARTS = {
     "compute_seconds": "computation",
-    "tensor_comm_seconds": "tensor-parallel collectives",
+    "tensor_comm_seconds": "{} collectives",
     "pipeline_comm_seconds": "sends between stages",
     "data_comm_seconds": "data-parallel collectives",
     "optimizer_seconds": "the optimizer",
@@ -89,7 +89,13 @@ def because(recipe: Recipe, estimate: Estimate, winner: Estimate) -> str:
         return f"within the prediction's error, and needs {' and '.join(sorted(needs))}"
     part = max(PARTS, key=lambda name: getattr(estimate.time, name) - getattr(winner.time, name))
     theirs, ours = getattr(estimate.time, part), getattr(winner.time, part)
-    return f"{PARTS[part]}: {theirs:.3g} s against {ours:.3g} s" if theirs > ours else "equal in step time"
+    words = part_words(part, estimate.strategy, winner.strategy)
+    return f"{words}: {theirs:.3g} s against {ours:.3g} s" if theirs > ours else "equal in step time"
+
+
+def part_words(part: str, *strategies: Strategy) -> str:
+    """A part of a step, as a sentence about these layouts names it."""
+    return PARTS[part].format(inside_words(*strategies))
 
 
 def _is_faster(estimate: Estimate, winner: Estimate) -> bool:
@@ -106,7 +112,8 @@ def binding_constraint(winner: Estimate, beyond_memory: Estimate | None) -> str:
             f"but needs {_gib(beyond_memory)} of {winner.memory.capacity_bytes / 2**30:.0f} GiB"
         )
     part = max(PARTS, key=lambda name: getattr(winner.time, name))
-    return f"{PARTS[part]}: {getattr(winner.time, part) / step:.0%} of the step; more memory would not make it faster"
+    words, share = part_words(part, winner.strategy), getattr(winner.time, part) / step
+    return f"{words}: {share:.0%} of the step; more memory would not make it faster"
 
 
 def hpz_words(s: Strategy) -> str:

@@ -13,11 +13,22 @@ from shardwright.ir.recipe import ParallelismSection
 from shardwright.layout import axes
 from shardwright.layout.axes import AXES, Axis, axis_of, choices, degrees_that_fill, pins_fill_the_world, worlds
 from shardwright.layout.problem import Problem
-from shardwright.layout.strategy import Strategy
+from shardwright.layout.strategy import Strategy, inside_axes, inside_words
 from shardwright.recipe.schema import recipe_schema
 from shardwright.search.choice import moving_parts
 from tests.unit.model.factory import SMALL_LLAMA, graph_of, recipe_of
 from tests.unit.rules.test_layout import GOOD
+
+
+def test_collectives_are_named_by_the_axes_that_make_them() -> None:
+    plain = dataclasses.replace(GOOD, tensor=1)
+    assert inside_words(plain) == "tensor-parallel"
+    assert inside_words(dataclasses.replace(plain, expert=2)) == "expert-parallel"
+    mixed = dataclasses.replace(plain, tensor=2, context=2)
+    assert inside_words(mixed) == "tensor- and context-parallel"
+    assert inside_words(mixed, dataclasses.replace(plain, expert=2)) == "tensor-, expert- and context-parallel"
+    assert inside_axes(mixed) == ("tensor", "context")
+
 
 NOT_OF_A_LAYOUT = {"memory_headroom"}
 
