@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from shardwright.hf.processor import load_processor
 from tests.parity.harness import BETAS, DECAY, EPS, LR, SEED, WARMUP
 from tests.parity.reference import Reference, train
 
-STEPS, LENGTH, BATCH, ROWS = 4, 160, 8, 32
+STEPS, LENGTH, BATCH, ROWS = 8, 160, 8, 64
+FEW_STEPS = 4
+"""Of what each `make test` runs."""
 TEXT: dict[str, Any] = {
     "vocab_size": 264,
     "hidden_size": 48,
@@ -83,6 +86,15 @@ IMAGE = {"gemma3": "<start_of_image>", "qwen2_5_vl": QWEN_IMAGE, "qwen3_vl": QWE
 """What a template writes for a picture, where it is not <image>."""
 
 
+PARTS = {
+    "text": ("language_model", "lm_head", "text_model"),
+    "vision": ("vision_tower", "visual.[!md]", "vision_model"),
+    "projector": ("projector", "merger", "connector"),
+}
+"""By which the plain run freezes a part: of Qwen's `visual` all but merger and deepstack."""
+LORA_RANK, LORA_ALPHA = 4, 12
+
+
 @dataclass(frozen=True)
 class SightCase:
     model: str
@@ -92,10 +104,14 @@ class SightCase:
     micro: int = 1
     checkpointing: str = "none"
     tied: bool = False
+    tensor: int = 1
+    freeze: tuple[str, ...] = ()
+    lora: bool = False
+    steps: int = STEPS
 
     @property
     def world(self) -> int:
-        return self.pipeline * self.data
+        return self.pipeline * self.data * self.tensor
 
 
 def template(model: str) -> str:
@@ -142,12 +158,17 @@ def recipe(case: SightCase) -> dict[str, Any]:
     return {
         "version": 1,
         "name": "sight",
-        "model": {"config": config(case), "weights": "random", "task": "image-text-to-text"},
+        "model": {
+            "config": config(case),
+            "weights": "random",
+            "task": "image-text-to-text",
+            **({"freeze": list(case.freeze)} if case.freeze else {}),
+        },
         "cluster": {"nodes": 1, "gpus_per_node": case.world, "gpu": "cpu"},
         "training": {
             "sequence_length": LENGTH,
             "global_batch_size": BATCH,
-            "steps": STEPS,
+            "steps": case.steps,
             "precision": "fp32",
             "seed": SEED,
             "optimizer": {"name": "adamw", "lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": DECAY},
@@ -163,7 +184,7 @@ def recipe(case: SightCase) -> dict[str, Any]:
             "shuffle": False,
         },
         "parallelism": {
-            "tensor": 1,
+            "tensor": case.tensor,
             "pipeline": case.pipeline,
             "data": case.data,
             "zero_stage": case.zero_stage,
@@ -171,22 +192,35 @@ def recipe(case: SightCase) -> dict[str, Any]:
             "activation_checkpointing": case.checkpointing,
         },
         "checkpoint": {"directory": "checkpoints"},
+        **({"lora": {"rank": LORA_RANK, "alpha": LORA_ALPHA}} if case.lora else {}),
     }
 
 
 @functools.cache
-def reference(model: str, tied: bool, folder: Path, processor: Path) -> Reference:
-    """folder: of write_pictures. processor: of any compiled folder of the model."""
-    case = SightCase(model, tied=tied)
-    document = config(case)
+def reference(
+    model: str,
+    tied: bool,
+    folder: Path,
+    processor: Path,
+    freeze: tuple[str, ...] = (),
+    lora: bool = False,
+    steps: int = STEPS,
+) -> Reference:
+    """folder: of write_pictures. processor: of any compiled folder of the model. What it says of weights goes by
+    Hugging Face's names, adapters by peft's."""
+    document = config(SightCase(model, tied=tied))
     torch.manual_seed(SEED)
     plain = AutoModelForImageTextToText.from_config(
         AutoConfig.for_model(document.pop("model_type"), **document), dtype=torch.float32
     )
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_(not any(fnmatchcase(name, part) for entry in freeze for part in _patterns(entry)))
+    if lora:
+        _adapt(plain)
     records = [json.loads(line) for line in (folder / "data.jsonl").read_text("utf-8").splitlines()]
     kind = load_processor(processor)
     rows = [_row(kind, record, model, folder) for record in records]
-    blocks = [rows[step * BATCH : (step + 1) * BATCH] for step in range(STEPS)]
+    blocks = [rows[step * BATCH : (step + 1) * BATCH] for step in range(steps)]
     return train(
         plain,
         blocks,
@@ -198,6 +232,24 @@ def reference(model: str, tied: bool, folder: Path, processor: Path) -> Referenc
         clipping=0.5,
         own_loss=False,
     )
+
+
+def _patterns(entry: str) -> tuple[str, ...]:
+    return tuple(f"*{part}*" for part in PARTS[entry]) if entry in PARTS else (entry,)
+
+
+def _adapt(plain: Any) -> None:
+    """Every linear of the decoder layers, drawn from the training's seed."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    torch.manual_seed(SEED)
+    paths = [
+        name
+        for name, module in plain.named_modules()
+        if ("language_model.layers." in f"{name}." and isinstance(module, torch.nn.Linear))
+        or ("text_model.layers." in f"{name}." and isinstance(module, torch.nn.Linear))
+    ]
+    inject_adapter_in_model(LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=paths), plain)
 
 
 def _row(processor: Any, record: dict[str, Any], model: str, folder: Path) -> dict[str, torch.Tensor]:

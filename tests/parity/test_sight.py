@@ -3,13 +3,14 @@ pipeline, and over data ranks of which some have no picture in a micro-batch."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
-from tests.parity.harness import LOSS_ABSOLUTE, NORM_RELATIVE
+from tests.parity.harness import LOSS_ABSOLUTE, NORM_RELATIVE, WEIGHT_ABSOLUTE
 from tests.parity.launched import launched
-from tests.parity.sight import MODELS, SightCase
+from tests.parity.sight import FEW_STEPS, MODELS, SightCase
 
 pytestmark = pytest.mark.launch
 
@@ -18,6 +19,11 @@ SAMPLE = {
     "qwen3_vl pp2": SightCase("qwen3_vl", pipeline=2, micro=2, checkpointing="full"),
     "gemma3 pp2 tied": SightCase("gemma3", pipeline=2, tied=True),
     "llava dp2 zero3": SightCase("llava", data=2, zero_stage=3),
+    "qwen3_vl pp2 tower frozen": SightCase("qwen3_vl", pipeline=2, micro=2, freeze=("vision", "projector")),
+    "gemma3 dp2 zero3 projector alone": SightCase("gemma3", data=2, zero_stage=3, freeze=("vision", "text")),
+    "llava pp2 head alone": SightCase(
+        "llava", pipeline=2, micro=2, freeze=("vision", "projector", "model.language_model.*")
+    ),
     "qwen2_5_vl dp2 zero2": SightCase("qwen2_5_vl", data=2, zero_stage=2),
 }
 ALL = {
@@ -29,6 +35,9 @@ ALL = {
         "dp2 zero1": {"data": 2, "zero_stage": 1},
         "dp2 zero2": {"data": 2, "zero_stage": 2},
         "dp2 zero3": {"data": 2, "zero_stage": 3, "checkpointing": "full"},
+        "pp2 tower frozen": {"pipeline": 2, "micro": 2, "freeze": ("vision", "projector")},
+        "pp2 text frozen": {"pipeline": 2, "micro": 2, "freeze": ("text",)},
+        "dp2 zero2 projector alone": {"data": 2, "zero_stage": 2, "freeze": ("vision", "text")},
     }.items()
 }
 
@@ -37,10 +46,11 @@ def check(cases: dict[str, SightCase], out: Path) -> None:
     for name, figures in launched(cases, out, "sight_worker.py").items():
         assert figures["loss"] <= LOSS_ABSOLUTE, (name, figures)
         assert figures["norm"] <= NORM_RELATIVE, (name, figures)
+        assert figures["weights"] <= WEIGHT_ABSOLUTE, (name, figures)
 
 
 def test_two_ranks_train_as_one(tmp_path: Path) -> None:
-    check(SAMPLE, tmp_path)
+    check({name: dataclasses.replace(case, steps=FEW_STEPS) for name, case in SAMPLE.items()}, tmp_path)
 
 
 @pytest.mark.prove

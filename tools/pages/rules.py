@@ -163,6 +163,14 @@ def recipes() -> tuple[Recipe, ...]:
         dataclasses.replace(plain, model=dataclasses.replace(plain.model, kernels="liger")),
         dataclasses.replace(plain, data=TEXT),
         dataclasses.replace(plain, lora=LoraSection(rank=8, alpha=16.0, dropout=0.0, target_modules=("c_attn",))),
+        *(
+            dataclasses.replace(
+                plain,
+                model=dataclasses.replace(plain.model, freeze=(entry,)),
+                lora=LoraSection(rank=8, alpha=16.0, dropout=0.0, target_modules=None) if adapted else None,
+            )
+            for entry, adapted in (("vision", False), ("*", False), ("model.embed_tokens", True))
+        ),
         dataclasses.replace(plain, extra={"wall_clock_breakdown": True}),
         recipe_of(cluster=cluster, training={**training, "sequence_length": 262_144}),
         recipe_of(cluster=cluster, training={**training, "gradient_accumulation_dtype": "bf16"}),

@@ -43,6 +43,7 @@ class CheckpointFacts:
     boundaries: tuple[int, ...]
     precision: Precision
     lora: PlanLora | None
+    frozen: tuple[str, ...]
     tokenizer: TokenizerFiles | None
     samples: tuple[tuple[str, int], ...]
     data: DataSection | None
@@ -62,7 +63,7 @@ class CheckpointFit:
     """refused: what keeps it from being loaded, "" where it can be. layout: what makes ranks hold other parts. samples:
     what makes them come in another order; a step's number stands for the samples before it."""
 
-    refused: Literal["", "model", "adapters", "tokenizer"] = ""
+    refused: Literal["", "model", "adapters", "frozen", "tokenizer"] = ""
     why: str = ""
     layout: tuple[Changed, ...] = ()
     samples: tuple[Changed, ...] = ()
@@ -76,6 +77,7 @@ def facts_of(plan: Plan, folder: Path) -> CheckpointFacts:
         architecture=plan.model.architecture,
         config_hash=plan.model.config_hash,
         precision=plan.training.precision,
+        frozen=plan.model.frozen,
         tokenizer=_tokenizer(plan.data, folder),
         samples=samples_of(plan.training),
         held_out=(plan.validation and plan.validation.fraction) or 0.0,
@@ -94,6 +96,10 @@ def fit(saved: CheckpointFacts, here: CheckpointFacts) -> CheckpointFit:
         return CheckpointFit(refused="model", why=why)
     if (theirs := _trained(saved.lora)) != (ours := _trained(here.lora)):
         return CheckpointFit(refused="adapters", why=f"it {theirs}, this one {ours}")
+    if saved.frozen != here.frozen:
+        names = {n for n in (*saved.frozen, *here.frozen) if (n in saved.frozen) != (n in here.frozen)}
+        why = f"{min(names)} is frozen {'there' if min(names) in saved.frozen else 'here'} alone"
+        return CheckpointFit(refused="frozen", why=why)
     if why := _other_tokenizer(saved.tokenizer, here.tokenizer):
         return CheckpointFit(refused="tokenizer", why=why)
     return CheckpointFit(layout=tuple(_other_layout(saved, here)), samples=tuple(_other_samples(saved, here)))
@@ -140,6 +146,9 @@ def _refusal(answer: CheckpointFit, saved: CheckpointFacts, here: CheckpointFact
     if answer.refused == "adapters":
         help = "Compile with the `lora` section that it was trained with, or export it and start from there."
         return refusal("SW6254", f"{name} is of another run: {answer.why}", help)
+    if answer.refused == "frozen":
+        help = "Compile with the `model.freeze` that it was trained with, or export it and start from its weights."
+        return refusal("SW6255", f"{name} is of another run: {answer.why}", help)
     help = "Compile with the tokenizer that it was trained with, or start again with --resume never."
     return refusal("SW6204", f"{name} was trained with another tokenizer: {answer.why}", help)
 

@@ -102,6 +102,7 @@ def resumable(subject: PricedRecipe) -> Resumable:
 def _facts(subject: PricedRecipe) -> CheckpointFacts:
     """Of a compiled folder those that `run` takes, but for the tokenizer's name: a recipe has it from elsewhere."""
     from shardwright.checkpoint.fits import CheckpointFacts, facts_of, samples_of
+    from shardwright.ir.freeze import frozen_patterns
     from shardwright.plan.build import plan_data, plan_lora
 
     recipe, graph, name = subject.recipe, subject.graph, _tokenizer_name(subject.recipe)
@@ -118,6 +119,7 @@ def _facts(subject: PricedRecipe) -> CheckpointFacts:
         boundaries=() if too_few_layers else subject.estimate.boundaries,
         precision=recipe.training.precision,
         lora=plan_lora(recipe, graph),
+        frozen=frozen_patterns(graph, recipe.model.freeze),
         tokenizer=None if name is None else _tokenizer_files(name),
         samples=samples_of(recipe.training),
         data=None if recipe.data is None else plan_data(recipe.data),

@@ -19,13 +19,16 @@ from shardwright.cost.kernels import (
 )
 from shardwright.cost.replaced import first_of_kind, measured_seconds
 from shardwright.cost.shapes import LayerShape, dropped_products, model_shapes
+from shardwright.cost.vision import tower_seconds
 from shardwright.engines.kernels import KERNELS
 from shardwright.engines.table import traits_of
 from shardwright.ir.cluster import Gpu
+from shardwright.ir.freeze import decoder_is_frozen
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import ELEMENT_BYTES, Recipe
 from shardwright.ir.words import Precision
 from shardwright.layout.strategy import Strategy
+from shardwright.layout.tower import largest_row
 from shardwright.remembered import remembered
 
 # A product has two in its backward pass, each of its own size: the inputs' gradient and the weights'.
@@ -67,6 +70,8 @@ def _depends_on(recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Strategy, c: Con
             recipe.assume.mfu,
             traits_of(recipe.target, recipe.assume.kernels, s),
             recipe.lora is not None,
+            recipe.model.freeze,
+            largest_row(recipe, graph),
         ),
         (s.tensor, s.context, s.expert, s.micro_batch_size, s.sequence_parallel, s.checkpointing, s.loss),
         (recipe.cluster.measured and recipe.cluster.measured.sha256, recipe.target),
@@ -99,10 +104,11 @@ class _Micro:
 
     def __init__(self, recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Strategy, c: Constants) -> None:
         precision = recipe.training.precision
-        self.graph, self.s, self.c = graph, s, c
+        self.recipe, self.graph, self.s, self.c = recipe, graph, s, c
         self.kernels, self.mfu = recipe.assume.kernels, recipe.assume.mfu
         self.traits = traits_of(recipe.target, self.kernels, s)
-        self.frozen = recipe.lora is not None  # no gradient of a weight; the adapters' own products are a few percent
+        # No gradient of a weight; the adapters' own products are a few percent.
+        self.frozen = recipe.lora is not None or decoder_is_frozen(graph, recipe.model.freeze)
         self.length = recipe.training.sequence_length
         self.tokens = s.micro_batch_size * self.length // s.context
         self.is_cpu = gpu.is_cpu
@@ -138,11 +144,14 @@ class _Micro:
         return forward, backward, {"none": 0.0, "selective": selective, "full": max(floor, forward - unread)}[mode]
 
     def embedding(self) -> tuple[float, float, float]:
-        """A lookup: rows read and written; in backward their gradients are added up."""
+        """A lookup: rows read and written; in backward their gradients are added up. And the tower of a model that
+        sees."""
+        rows = self.s.micro_batch_size
+        tower = tower_seconds(self.recipe, self.graph, self.s.checkpointing, rows, self.device, self.c)
         if self.mfu is not None:
-            return 0.0, 0.0, 0.0
+            return *tower, 0.0
         forward = traffic_seconds(self.device, self.c, 2 * self.tokens * self.graph.hidden_size * self._element)
-        return forward, BACKWARD_OVER_FORWARD * forward, 0.0
+        return forward + tower[0], BACKWARD_OVER_FORWARD * forward + tower[1], 0.0
 
     def head(self, width: int) -> tuple[float, float, float]:
         """The last norm, the product with the vocabulary, and the loss (a third of its traffic in forward); a chunked

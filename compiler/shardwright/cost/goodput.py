@@ -19,6 +19,7 @@ from shardwright.cost.constants import default_constants
 from shardwright.cost.estimate import SECONDS_PER_DAY
 from shardwright.cost.layout import Layout, lay_out, placed
 from shardwright.figures import duration, number
+from shardwright.ir.freeze import frozen_names
 from shardwright.layout.estimate import Estimate
 from shardwright.layout.problem import Problem
 
@@ -218,20 +219,22 @@ def node_checkpoint_bytes(layout: Layout) -> list[float]:
     parts are scaled to the whole.
     """
     s, graph = layout.strategy, layout.graph
-    adapters = layout.adapters[-1] if layout.adapters else 0
-    trained = STATE_BYTES * (adapters if layout.adapters else graph.total_parameters)
-    frozen = layout.element_bytes * graph.total_parameters if layout.adapters else 0
+    names = frozen_names(graph, layout.recipe.model.freeze)
+    whole = {p.name: p.numel for layer in graph.layers for p in layer.parameters}
+    left = 0 if layout.adapters else graph.total_parameters - sum(whole[name] for name in names)
+    trained = STATE_BYTES * (layout.adapters[-1] if layout.adapters else left)
+    frozen = layout.element_bytes * (graph.total_parameters - left)
     parts = [(trained, s.zero_stage >= 1, layout.trained_of)]
     if frozen:
-        parts.append((frozen, s.zero_stage == 3, layout.numel_of))
+        parts.append((frozen, s.zero_stage == 3, layout.numel_of if layout.adapters else layout.frozen_of))
     nodes = [0.0] * layout.cluster.nodes
-    for whole, shared, elements in parts:
+    for size, shared, elements in parts:
         of_stage = [elements(blocks) for blocks in layout.ranks]
         writers = s.tensor * (s.shards if shared else 1)
         for rank, stage in _ranks(layout):
             if shared or rank // s.tensor % s.shards == 0:
                 share = of_stage[stage] / (sum(of_stage) * writers)
-                nodes[rank // layout.cluster.gpus_per_node] += whole * share
+                nodes[rank // layout.cluster.gpus_per_node] += size * share
     return nodes
 
 

@@ -15,6 +15,7 @@ from shardwright.cost.shapes import ModelShapes, model_shapes
 from shardwright.engines.engine import Traits
 from shardwright.engines.table import traits_of
 from shardwright.ir.cluster import Cluster
+from shardwright.ir.freeze import decoder_is_frozen, frozen_names
 from shardwright.ir.lora import adapters, target_modules
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import ELEMENT_BYTES, Recipe
@@ -22,7 +23,10 @@ from shardwright.ir.words import Checkpointing, PartialCheckpointing
 from shardwright.layout.loss_chunk import chunk_length
 from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
+from shardwright.layout.tower import tower_kept_bytes
+from shardwright.partition.tensor import split_parameter
 from shardwright.plan.build import accumulation_dtype
+from shardwright.remembered import remembered
 from shardwright.schedule.interleaved import kept_at_once
 
 
@@ -46,7 +50,8 @@ class Layout:
     checkpointed: Activations | None = None  # of the first layers of each stage, where those are checkpointed alone
     boundaries: tuple[int, ...] = ()  # of the stages, over graph.layers; () until the layers are placed
     ranks: tuple[tuple[Block, ...], ...] = ()  # per pipeline rank
-    adapters: tuple[int, ...] = ()  # LoRA's elements, prefix sums over graph.layers; () where all is trained
+    adapters: tuple[int, ...] = ()  # LoRA's elements, prefix sums over graph.layers; () without it
+    frozen: tuple[int, ...] = ()  # local parameters of `model.freeze`, prefix sums; () where there are none
 
     @property
     def recipe(self) -> Recipe:
@@ -117,10 +122,24 @@ class Layout:
         return self.numel_of(self.ranks[rank])
 
     def trained_of(self, blocks: tuple[Block, ...]) -> int:
-        """Those of them that have a gradient; LoRA's adapters are not among numel_of."""
-        if not self.adapters:
-            return self.numel_of(blocks)
-        return sum(self.adapters[b.stop] - self.adapters[b.start] for b in blocks)
+        """Those that have a gradient; LoRA's adapters are not among numel_of."""
+        if self.adapters:
+            return sum(self.adapters[b.stop] - self.adapters[b.start] for b in blocks)
+        return self.numel_of(blocks) - self.frozen_of(blocks)
+
+    def frozen_of(self, blocks: tuple[Block, ...]) -> int:
+        """Those of `model.freeze`."""
+        return sum(self.frozen[b.stop] - self.frozen[b.start] for b in blocks) if self.frozen else 0
+
+    @property
+    def has_frozen(self) -> bool:
+        """Whether some of the model's own parameters are not trained."""
+        return bool(self.adapters or self.frozen)
+
+    @property
+    def text_is_frozen(self) -> bool:
+        """Whether no weight of a decoder layer has a gradient."""
+        return bool(self.adapters) or decoder_is_frozen(self.graph, self.recipe.model.freeze)
 
     def experts_of(self, blocks: tuple[Block, ...]) -> int:
         """Those of them that are spread over ranks otherwise than the rest; 0 where none are."""
@@ -146,7 +165,7 @@ def lay_out(problem: Problem, strategy: Strategy, constants: Constants) -> Layou
     def kept(checkpointing: Checkpointing) -> Activations:
         length = recipe.training.sequence_length
         traced = activations(graph, length, element_bytes, checkpointing, recipe.assume.kernels)
-        return _as_measured(problem, strategy, checkpointing, traced)
+        return _with_tower(problem, checkpointing, _as_measured(problem, strategy, checkpointing, traced))
 
     return Layout(
         problem=problem,
@@ -158,6 +177,7 @@ def lay_out(problem: Problem, strategy: Strategy, constants: Constants) -> Layou
         element_bytes=element_bytes,
         accumulation_dtype=accumulation_dtype(recipe.training),
         adapters=_adapters(recipe, graph),
+        frozen=() if recipe.lora is not None else _frozen(graph, recipe.model.freeze, strategy.tensor),
     )
 
 
@@ -181,6 +201,15 @@ def _as_measured(problem: Problem, s: Strategy, checkpointing: Checkpointing, tr
         )
 
     return dataclasses.replace(traced, whole=prefix(traced.whole), divided=prefix(traced.divided))
+
+
+def _with_tower(problem: Problem, checkpointing: Checkpointing, found: Activations) -> Activations:
+    """With what the tower keeps of a row, beside what the embedding does."""
+    recipe, graph = problem.recipe, problem.graph
+    kept = tower_kept_bytes(recipe, graph, checkpointing, ELEMENT_BYTES[recipe.training.precision])
+    if not kept:
+        return found
+    return dataclasses.replace(found, whole=(0, *(bytes_before + kept for bytes_before in found.whole[1:])))
 
 
 def placed(layout: Layout, boundaries: tuple[int, ...]) -> Layout:
@@ -218,3 +247,19 @@ def _adapters(recipe: Recipe, graph: ModelGraph) -> tuple[int, ...]:
         return ()
     names = target_modules(graph, lora)
     return (0, *itertools.accumulate(sum(adapters(layer, names, lora.rank)) for layer in graph.layers))
+
+
+@remembered(lambda graph, freeze, tensor: (graph.identity, freeze, tensor))
+def _frozen(graph: ModelGraph, freeze: tuple[str, ...], tensor: int) -> tuple[int, ...]:
+    """Elements on one tensor rank, prefix sums over graph.layers; () where none are. A tied tensor counts where it is
+    first."""
+    names = frozen_names(graph, freeze)
+    if not names:
+        return ()
+    counted: set[str] = set()
+    numel = []
+    for layer in graph.layers:
+        own = [p for p in layer.parameters if p.name in names and p.name not in counted]
+        counted.update(p.name for p in own)
+        numel.append(sum(split_parameter(graph, p, tensor).shard_numel(0) for p in own))
+    return (0, *itertools.accumulate(numel))

@@ -43,12 +43,12 @@ def cautious_bytes(capacity_bytes: int) -> int:
 def states_bytes(
     layout: Layout, held: float, trained: float | None = None, experts: float = 0.0
 ) -> tuple[float, float, float]:
-    """Parameters, gradients and optimizer states of a rank that holds so many parameters. trained: adapters beside
-    parameters that are frozen; None: all are trained. experts: those of them that expert ranks share out before ZeRO
-    does: what it shares out over all ranks is as much with them."""
+    """Parameters, gradients and optimizer states of a rank that holds so many parameters. trained: of them, or of
+    LoRA's adapters, which stand beside them; None: all are trained. experts: those of them that expert ranks share out
+    before ZeRO does: what it shares out over all ranks is as much with them."""
     s, element = layout.strategy, layout.element_bytes
     numel = held if trained is None else trained
-    if trained is not None:
+    if trained is not None and layout.adapters:
         held += trained
     elsewhere = experts * (1 - 1 / s.expert_parts)
     parameters = held * element / s.shards if s.zero_stage >= 3 else (held - elsewhere) * element
@@ -112,8 +112,8 @@ class RankBytes:
         """Parameters, gradients, optimizer states, activations, workspace."""
         layout = self._layout
         held = layout.numel_of(blocks)
-        numel = layout.trained_of(blocks) if layout.adapters else held
-        states = states_bytes(layout, held, numel if layout.adapters else None, layout.experts_of(blocks))
+        numel = layout.trained_of(blocks)
+        states = states_bytes(layout, held, numel if layout.has_frozen else None, layout.experts_of(blocks))
         activations = sum(_kept_bytes(layout, block) * block.in_flight for block in blocks)
         bucket = _bucket_bytes(layout, numel)
         # Two phases that never meet: the last backward pass, and the optimizer's step, when no activation is left.
@@ -213,7 +213,7 @@ def _working_bytes(layout: Layout, with_head: bool, again: bool) -> float:
         kept = _kept_output_bytes(layout)
         layer += kept
         loss = layout.logit_tokens * logits + held(found.head) + max(0.0, kept - _output_bytes(layout))
-        if s.loss == "chunked" and not layout.adapters:
+        if s.loss == "chunked" and not layout.text_is_frozen:
             # The chunks' gradients of the head's weight are summed before they reach the parameter.
             loss += layout.shapes.head_width * layout.graph.hidden_size * layout.element_bytes
     return max(layer, loss) + made(found.context)  # masks are of the whole row on each rank

@@ -51,7 +51,7 @@ def _depends_on(layout: Layout) -> Hashable:
         (cluster.nodes > 1, cluster.gpus_per_node, cluster.fabric, cluster.fabric_is_given),
         (cluster.intra_node_bytes_per_second, cluster.inter_node_bytes_per_second),
         (cluster.gpu.hbm_bytes_per_second, cluster.gpu.is_cpu, layout.graph.identity, r.training.sequence_length),
-        (layout.element_bytes, layout.accumulation_dtype, layout.adapters),
+        (layout.element_bytes, layout.accumulation_dtype, layout.adapters, layout.frozen),
         (layout.traits, r.assume.kernels, r.assume.mfu is None),
         (s.schedule, s.pipeline > 1, s.context, s.expert, s.tensor, s.micro_batch_size, s.shards * (s.expert > 1)),
         s.expert_tensor,
@@ -122,6 +122,8 @@ def _accumulation_seconds(layout: Layout) -> list[float]:
     """Each micro-batch's gradient is read and added to the accumulated one, in its own type."""
     s = layout.strategy
     numel = _each(layout.adapters or layout.shapes.numel)
+    if layout.frozen:
+        numel = [n - frozen for n, frozen in zip(numel, _each(layout.frozen), strict=True)]
     if s.spreads_experts:
         numel = [
             n - x * (1 - 1 / s.expert_parts) for n, x in zip(numel, _each(layout.shapes.expert_numel), strict=True)

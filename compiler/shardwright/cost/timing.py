@@ -23,6 +23,7 @@ from shardwright.cost.traffic import messages
 from shardwright.ir.recipe import ELEMENT_BYTES
 from shardwright.layout.estimate import Time
 from shardwright.layout.strategy import Strategy
+from shardwright.layout.tower import tower_flops
 from shardwright.schedule import interleaved
 from shardwright.schedule.step import MOST_SIMULATED_RANKS, step_seconds
 
@@ -125,7 +126,9 @@ def estimate_time(layout: Layout) -> Time:
     length = layout.recipe.training.sequence_length
     tokens = layout.recipe.training.global_batch_size * length
     # No gradient of a frozen weight is computed.
-    model_flops = (FORWARDS_PER_STEP - bool(layout.adapters)) * forward_flops_per_token(layout.shapes, length) * tokens
+    forwards = FORWARDS_PER_STEP - layout.text_is_frozen
+    model_flops = forwards * forward_flops_per_token(layout.shapes, length) * tokens
+    model_flops += sum(tower_flops(layout.recipe, layout.graph)) * layout.recipe.training.global_batch_size
     hardware_flops = model_flops + recomputed_flops_per_token(layout) * tokens
     peak = peak_flops(layout.cluster.gpu, layout.recipe.training.precision)
     return Time(

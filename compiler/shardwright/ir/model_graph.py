@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from shardwright.ir.cut import Cut
 from shardwright.ir.json_value import JsonObject
+from shardwright.ir.vision import Vision
 from shardwright.ir.words import Checkpointing, TaskName
 
 
@@ -124,6 +125,7 @@ class ModelGraph:
     attention: the attention implementation that will run (sdpa, eager...).
     packing: why documents that share a row would see each other with this attention; "" where they are proved apart.
     context: bytes of what the model hands to its decoder layers (masks, rotary tables), once per sequence and stage.
+    vision: of a model that sees its tower, which the embedding's layer holds with its projector.
     context_ranks, expert_ranks: why context ranks cannot share its rows, or expert ranks its experts; "" where a tiny
         copy of it shows that they can.
     """
@@ -154,6 +156,7 @@ class ModelGraph:
     context_ranks: str = NOT_TRIED
     expert_ranks: str = NOT_TRIED
     task: TaskName = "causal-lm"
+    vision: Vision | None = None
 
     @property
     def identity(self) -> tuple[str, str, str, str]:

@@ -29,7 +29,9 @@ ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection:
-    """`source` (hub id or local folder, already made absolute if a folder) or `config`, exactly one."""
+    """`source` (hub id or local folder, already made absolute if a folder) or `config`, exactly one.
+
+    freeze: parts of a model that sees (ir/freeze.py) and patterns of parameters' names, which are not trained."""
 
     source: str | None
     config: JsonObject | None
@@ -41,6 +43,7 @@ class ModelSection:
     trust_remote_code: str | None = None  # the same as source, or None: code of the model's own never runs
     router_aux_loss: float | None = None
     task: TaskName | Literal["auto"] = "auto"
+    freeze: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ from shardwright.model.layers import Shapes, make_layer
 from shardwright.model.probed import flash_error, probe_config, uncuttable, why_no_context_ranks, why_no_expert_ranks
 from shardwright.model.tensor_styles import tensor_styles
 from shardwright.model.trace import trace_model
+from shardwright.model.vision import trace_vision
 
 FLASH_TOLERANCE = 1e-4
 """Of the largest logit: a kernel sums in another order."""
@@ -68,6 +69,8 @@ def trace_model_graph(
         if attention not in ("auto", model.config._attn_implementation):
             model = _on_meta(hf_config, task, attention, key)  # some types choose their modules by it
         graph = dataclasses.replace(_measure(model, hf_config, probed, plain, key), task=task.name)
+        if task.sees:
+            graph = dataclasses.replace(graph, vision=trace_vision(model, probed.cut))
     context, expert = why_no_context_ranks(graph), why_no_expert_ranks(graph)
     graph = dataclasses.replace(graph, context_ranks=context, expert_ranks=expert)
     graph.verify()

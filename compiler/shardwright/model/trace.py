@@ -41,7 +41,7 @@ MOST_CHARACTERS = 200
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 _CHUNKS = ("chunk_size", "mamba_chunk_size")
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions")
-_DTYPES = {4: torch.float32, 2: torch.bfloat16}  # FLOPs are counted in the first: some types cannot run in half
+TRACED_DTYPES = {4: torch.float32, 2: torch.bfloat16}  # FLOPs are counted in the first: some types cannot run in half
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,14 +79,14 @@ def trace_model(model: PreTrainedModel, cut: Cut, attention_module: str) -> Trac
                 return _trace(model, cut, attention_module, 2)
     except Exception as error:  # whatever a type's own code raises
         count = len(list(model.get_submodule(cut.stack).children())) + 2
-        return Traced(layers=(_reason(error),) * count, context=())
+        return Traced(layers=(reason_of(error),) * count, context=())
 
 
 def _trace(model: PreTrainedModel, cut: Cut, attention_module: str, shorter: int) -> Traced:
     """shorter: what the lengths are divided by."""
     model.train()
     text = model.config.get_text_config()
-    _own_nothing(model, torch.float32)
+    own_nothing(model, torch.float32)
     base = (LOOP_LENGTH if _loops(model, cut) else _base_length(text)) // shorter
     window = min((size for name in _WINDOWS if (size := _size(text, name))), default=0)
     # A window bends the mask: it is not there up to that length (sdpa builds none), and beyond it is.
@@ -94,8 +94,8 @@ def _trace(model: PreTrainedModel, cut: Cut, attention_module: str, shorter: int
     first: list[tuple[PieceMeasure | str, PieceMeasure | str]] = []
     kept: list[list[Kept]] = [[] for _ in range(len(list(model.get_submodule(cut.stack).children())) + 2)]
     context: list[Kept] = []
-    for element_bytes, dtype in _DTYPES.items():
-        _own_nothing(model, dtype)
+    for element_bytes, dtype in TRACED_DTYPES.items():
+        own_nothing(model, dtype)
         for from_length, window_here in regimes:
             with _window(text, window_here):
                 short, long = (
@@ -161,7 +161,7 @@ class _Run:
         pieces: list[PieceMeasure | str] = [self._piece(self.outside, self._embed, None, layer=None)]
         known: dict[str, PieceMeasure | str] = {}
         for index, layer in enumerate(layers):
-            key = _identity(layer, self.contexts.get(index))
+            key = identity(layer, self.contexts.get(index))
             if key not in known:
                 known[key] = self._piece(list(layer.modules()), partial(self._decode, index), self.hidden, layer=layer)
             pieces.append(known[key])
@@ -173,13 +173,13 @@ class _Run:
     ) -> PieceMeasure | str:
         """The reason where it cannot be measured."""
         attention = "" if layer is None else self.attention_module
-        with _fake_parameters(modules, self.fake) as parameters:
+        with fake_parameters(modules, self.fake) as parameters:
             known, width = [*parameters, *self.shared, self.ids], self.hidden.numel()
             options |= {"layer": layer, "attention_module": attention, "known": known, "width": width}
             try:
                 return measure(run, given, count_flops=self.flops, **options)
             except Exception as error:  # whatever a type's own code raises where a fake tensor has no value
-                return _reason(error)
+                return reason_of(error)
 
     def _embed(self, given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         state = self.skeleton.embed(self.ids, None)
@@ -202,7 +202,7 @@ class _Run:
         return self.skeleton.head(State(hidden=given))
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """In one short line that is the same each time: no address."""
     lines = str(error).splitlines() or [""]
     return re.sub(r"0x[0-9a-f]+", "0x...", f"{type(error).__name__}: {lines[0]}")[:MOST_CHARACTERS]
@@ -213,7 +213,7 @@ def _apart(made: torch.Tensor | None) -> torch.Tensor | None:
     return made if made is None or made.grad_fn is None else made.detach().requires_grad_()
 
 
-def _identity(layer: nn.Module, arguments: Arguments | None) -> str:
+def identity(layer: nn.Module, arguments: Arguments | None) -> str:
     """Equal for layers that compute the same shapes: classes, switches, parameters and what they are handed."""
     parts = [
         (
@@ -231,7 +231,7 @@ def _identity(layer: nn.Module, arguments: Arguments | None) -> str:
     return repr((parts, leaves))
 
 
-def _own_nothing(model: nn.Module, dtype: torch.dtype) -> None:
+def own_nothing(model: nn.Module, dtype: torch.dtype) -> None:
     """Parameters become stubs of one element each on the CPU; buffers that were never filled (meta) become zeros."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -244,7 +244,7 @@ def _own_nothing(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 @contextmanager
-def _fake_parameters(modules: list[nn.Module], fake: FakeTensorMode) -> Iterator[list[torch.Tensor]]:
+def fake_parameters(modules: list[nn.Module], fake: FakeTensorMode) -> Iterator[list[torch.Tensor]]:
     """Parameters of full size that own no memory, for as long as the block runs; yields them."""
     before = [(m, n, p) for m in modules for n, p in m.named_parameters(recurse=False)]
     made: list[torch.Tensor] = []

@@ -14,7 +14,6 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.pytorch_utils import Conv1D
 
 from shardwright.hf.task import task_named
-from shardwright.ir.names import pattern
 from shardwright.modules.materialize import DrawnByLayer, NoWeights, empty_model
 from shardwright.modules.model_config import load_config
 from shardwright.modules.weight_files import WeightFiles, Weights
@@ -34,7 +33,7 @@ def open_model(plan: Plan, folder: Path, *, resumes: bool) -> tuple[nn.Module, W
     model = empty_model(config, plan.model.attention, plan.model.task)
     # ZeRO's flat optimizer takes a missing gradient for zero, and would let weight decay shrink these.
     for name, parameter in model.named_parameters():
-        if name in plan.model.cut.untrained or pattern(name) in plan.model.cut.untrained:
+        if plan.model.is_frozen(name):
             parameter.requires_grad_(False)
     if resumes:
         return model, NoWeights(model)

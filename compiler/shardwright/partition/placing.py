@@ -18,6 +18,7 @@ from shardwright.ir.cut import boundaries_of_blocks
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.strategy import Strategy
+from shardwright.layout.tower import tower_flops
 from shardwright.partition.cuts import Row, fastest_cut, fastest_cut_that
 from shardwright.partition.stages import interleaved_cut, least_slowest_cut, most_stages
 from shardwright.schedule.step import MOST_SIMULATED_RANKS
@@ -70,7 +71,10 @@ def place_layers(recipe: Recipe, graph: ModelGraph, strategy: Strategy, prices: 
     if traits_of(recipe.target, recipe.assume.kernels, s).places_by_products:
         return _by_products(graph, s.stages)
     blocks = graph.cut.blocks(graph.decoder_layers)
-    plain = least_slowest_cut(graph, recipe.training.sequence_length, s.stages, s.schedule)
+    length = recipe.training.sequence_length
+    # A backward pass is two forward passes to a decoder layer; of a tower it may be less.
+    tower = sum(tower_flops(recipe, graph)) // 3 // length
+    plain = least_slowest_cut(graph, length, s.stages, s.schedule, tower)
     best = plain if s.pipeline == 1 else _best_cut(recipe, s, prices, blocks, plain)
     return boundaries_of_blocks(best, blocks)
 

@@ -19,27 +19,32 @@ from shardwright.layout.strategy import Strategy
 from shardwright.remembered import remembered
 
 
-def layer_costs(graph: ModelGraph, sequence_length: int) -> tuple[int, ...]:
-    """Forward FLOPs per token of each layer at this sequence length; at least 1, so that no cut is free."""
-    return tuple(
+def layer_costs(graph: ModelGraph, sequence_length: int, tower: int = 0) -> tuple[int, ...]:
+    """Forward FLOPs per token of each layer at this sequence length; at least 1, so that no cut is free. tower: what
+    the first layer does beside the lookup."""
+    first, *others = (
         max(1, layer.matmul_flops_per_token + layer.attention_flops_per_token_per_position * sequence_length)
         for layer in graph.layers
     )
+    return first + tower, *others
 
 
 def most_stages(graph: ModelGraph) -> int:
     return len(graph.cut.blocks(graph.decoder_layers))
 
 
-@remembered(lambda graph, sequence_length: (graph.identity, graph.cut, sequence_length))
-def _block_costs(graph: ModelGraph, sequence_length: int) -> tuple[int, ...]:
-    costs = iter(layer_costs(graph, sequence_length))
+@remembered(lambda graph, sequence_length, tower: (graph.identity, graph.cut, sequence_length, tower))
+def _block_costs(graph: ModelGraph, sequence_length: int, tower: int) -> tuple[int, ...]:
+    costs = iter(layer_costs(graph, sequence_length, tower))
     return tuple(sum(itertools.islice(costs, size)) for size in graph.cut.blocks(graph.decoder_layers))
 
 
-def least_slowest_cut(graph: ModelGraph, sequence_length: int, stages: int, schedule: Schedule) -> tuple[int, ...]:
-    """Boundaries, counted in the blocks that have to stay together; there are enough of them."""
-    costs = _block_costs(graph, sequence_length)
+def least_slowest_cut(
+    graph: ModelGraph, sequence_length: int, stages: int, schedule: Schedule, tower: int = 0
+) -> tuple[int, ...]:
+    """Boundaries, counted in the blocks that have to stay together; there are enough of them. tower: as layer_costs
+    takes it."""
+    costs = _block_costs(graph, sequence_length, tower)
     return (cut_mirrored if schedule == "dualpipev" else cut_evenly)(costs, stages)
 
 

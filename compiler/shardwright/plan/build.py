@@ -12,6 +12,7 @@ from contextlib import suppress
 import shardwright
 from shardwright.diagnostics import Diagnostic, found
 from shardwright.ir.cluster import Cluster
+from shardwright.ir.freeze import frozen_patterns
 from shardwright.ir.lora import target_modules
 from shardwright.ir.model_graph import Layer, ModelGraph
 from shardwright.ir.own_code import OwnCode
@@ -174,6 +175,8 @@ def _model(
         own_code=own_code,
         router_aux_loss=balance,
         task=graph.task,
+        frozen=frozen_patterns(graph, recipe.model.freeze),
+        tower_blocks=tuple(layer.name for layer in graph.vision.layers if layer.name) if graph.vision else (),
     )
 
 

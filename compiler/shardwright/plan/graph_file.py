@@ -22,7 +22,7 @@ def graph_to_json(graph: ModelGraph) -> str:
     """The same graph is the same text."""
     document = dataclasses.asdict(dataclasses.replace(graph, layers=()))
     if not graph.sees:
-        del document["task"]  # as it was before there was another one
+        del document["task"], document["vision"]  # as it was before there was another one
     kinds: list[dict[str, Any]] = []
     places: list[tuple[str, int]] = []
     for layer in graph.layers:

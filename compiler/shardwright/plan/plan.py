@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from shardwright.ir.cut import Cut
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.lora import LoraSection
+from shardwright.ir.names import pattern
 from shardwright.ir.own_code import OwnCode
 from shardwright.ir.partition import TensorParallelMap
 from shardwright.ir.recipe import (
@@ -53,6 +54,8 @@ class PlanModel:
     dropout: the largest probability in the model; 0 where nothing is random.
     own_code: of a type that transformers lacks; its files lie beside config_file.
     router_aux_loss: None where routers get no balance loss.
+    frozen: parameters that are not trained, by name, or by pattern with * for numbers where all of them are.
+    tower_blocks: paths of the blocks of a tower, which full checkpointing recomputes as it does decoder layers.
     """
 
     model_type: str
@@ -77,6 +80,12 @@ class PlanModel:
     kernels: Kernels = "hf"
     router_aux_loss: PlanBalance | None = None
     task: TaskName = "causal-lm"
+    frozen: tuple[str, ...] = ()
+    tower_blocks: tuple[str, ...] = ()
+
+    def is_frozen(self, parameter: str) -> bool:
+        """By `model.freeze`, or because nothing ever reaches it."""
+        return any(name in (*self.frozen, *self.cut.untrained) for name in (parameter, pattern(parameter)))
 
     @property
     def sees(self) -> bool:

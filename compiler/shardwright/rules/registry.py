@@ -10,7 +10,7 @@ from shardwright.layout.axes import AXES, rank_axes
 from shardwright.layout.problem import Problem
 from shardwright.layout.rule import Candidate, Rule, rule
 from shardwright.layout.strategy import Strategy
-from shardwright.rules import attention, balance, context, expert, kernels, layout, lora, offload, sight
+from shardwright.rules import attention, balance, context, expert, freeze, kernels, layout, lora, offload, sight
 
 _DEGREES = [axis.name for axis in rank_axes()]
 
@@ -48,6 +48,9 @@ RUNTIME_RULES: dict[str, Rule] = {
     "SW1432": rule(lora.no_pipeline, "pipeline"),
     "SW1433": rule(lora.no_tensor, "tensor"),
     "SW1434": rule(lora.modules),
+    "SW1435": rule(freeze.names),
+    "SW1436": rule(freeze.something_trained),
+    "SW1437": rule(freeze.without_lora),
     "SW3141": rule(context.row, "context"),
     "SW3142": rule(context.heads, "context", "tensor"),
     "SW3143": rule(context.model_type, "context"),

@@ -37,12 +37,14 @@ def unproved(x: Candidate) -> Diagnostic | None:
 
 
 def tower_uncounted(x: Candidate) -> Diagnostic | None:
-    if not x.graph.sees:
+    """Where the tower could not be run on fake tensors."""
+    if not x.graph.sees or (x.graph.vision is not None and x.graph.vision.layers):
         return None
+    why = "" if x.graph.vision is None else f" ({x.graph.vision.untraced})"
     return found(
         "SW3172",
         "model",
-        "time and memory are counted without the tower's work on pictures; its parameters are counted",
+        f"time and memory are counted without the tower's work on pictures{why}; its parameters are counted",
         "Leave room on the first stage, and measure a step.",
         severity="warning",
     )

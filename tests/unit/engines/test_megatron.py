@@ -47,6 +47,7 @@ BEYOND: dict[str, dict[str, Any]] = {
     "model.loss": {"model.loss": "chunked"},
     "model.kernels": {"model.kernels": "compile"},
     "model.router_aux_loss": {"model.router_aux_loss": 0.001},
+    "model.freeze": {"model.freeze": ["model.layers.0.*"]},
     "model.task": {"model.task": "image-text-to-text"},
     "model.attention": {"model.attention": "flash_attention_2", "training.precision": "bf16"},
     "lora": {"lora": {"rank": 4}},

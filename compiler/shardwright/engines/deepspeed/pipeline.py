@@ -63,6 +63,7 @@ class StageModel:
         self.filler.fill(modules)
         # The embedding before a head that is tied to it: the head takes the slice that the embedding made.
         self._cut([m for m in self._splits if m.module in modules or m.style == f"vocabulary_{layer}"])
+        recompute_as_planned(model, plan, [layer])
         return list(modules)
 
     def _cut(self, splits: list[ModuleSplit]) -> None:
@@ -150,6 +151,9 @@ class Stages(PipelineModule):
         out = super().forward(state)
         if last == self._last_spec:
             return out  # type: ignore[no-any-return]
+        if not out.hidden.requires_grad and torch.is_grad_enabled():
+            # Nothing before here is trained: DeepSpeed asks a gradient of what crosses all the same.
+            out = replace(out, hidden=out.hidden.detach().requires_grad_())
         if number is not None:
             out = replace(out, position_ids=number)
         if crossing:

@@ -40,6 +40,7 @@ REFUSED: Mapping[str, Key] = {
         value=lambda r: r.model.kernels, allowed=("hf", "auto"), why="its layers are Megatron-Core's own modules"
     ),
     "model.task": Key(value=lambda r: r.model.task, allowed=("auto", "causal-lm"), why="it runs no model that sees"),
+    "model.freeze": Key(value=lambda r: _given(r.model.freeze), allowed=(None,), why="it trains every parameter"),
     "model.router_aux_loss": Key(
         value=lambda r: r.model.router_aux_loss,
         allowed=(None,),
