@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from shardwright.cli.plan_table import GIB
 from shardwright.cli.tables import table_lines
 from shardwright.diagnostics import Diagnostic, Refusal, found
+from shardwright.engines.table import ENGINES
 from shardwright.layout.problem import Problem
 from shardwright.records import carried
 from shardwright.search.compare import PARTS, part_words
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from shardwright.ir.recipe import Recipe
     from shardwright.layout.estimate import Estimate
 
+TARGET = "target"
 CROSS_CHECKS = "SW12"
 """What stage 1 says of values that are each legal and do not go together: an answer, not a mistyped question."""
 
@@ -45,7 +47,7 @@ def asked_keys(words: str) -> dict[str, str]:
     """`tensor=8,pipeline=2` -> key -> value, as written. Raises Refusal: SW3303."""
     from shardwright.ir.recipe import ParallelismSection
 
-    known = [field.name for field in dataclasses.fields(ParallelismSection)]
+    known = [*(field.name for field in dataclasses.fields(ParallelismSection)), TARGET]
     wrong: list[Diagnostic] = []
     asked: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in words.split(","))):
@@ -55,6 +57,8 @@ def asked_keys(words: str) -> dict[str, str]:
             wrong.append(_mistake(f"`{part}` is not key=value", ()))
         elif key not in known:
             wrong.append(_mistake(f"`{key}` is no key of `parallelism`", _nearest(key, known)))
+        elif key == TARGET and value not in ENGINES:
+            wrong.append(_mistake(f"target: {value} is no engine", tuple(ENGINES)))
         elif key in asked:
             wrong.append(_mistake(f"`{key}` is given twice", ()))
         asked[key] = value
@@ -66,7 +70,7 @@ def asked_keys(words: str) -> dict[str, str]:
 
 
 def _mistake(message: str, valid: tuple[str, ...]) -> Diagnostic:
-    help = "Write keys of the recipe's `parallelism` section, such as --why-not tensor=8,pipeline=2."
+    help = "Write keys of the recipe's `parallelism` section, or target, such as --why-not tensor=8,pipeline=2."
     return found("SW3303", None, message, help + (f" Did you mean `{valid[0]}`?" if valid else ""), valid)
 
 
@@ -87,11 +91,14 @@ def ask(
     """The answer, and the keys that the recipe pins and the question sets aside: all of the layout that it does not
     name is free."""
     from shardwright.recipe.load import load_recipe
+    from shardwright.search.engines import asked_engine
     from shardwright.search.explain import pinned_keys
     from shardwright.search.why_not import refused, why_not
 
     freed = tuple(key for key in pinned_keys(subject.recipe) if key not in asked)
-    layout = [f"parallelism.{key}=auto" for key in freed] + [f"parallelism.{k}={v}" for k, v in asked.items()]
+    keys = {key: value for key, value in asked.items() if key != TARGET}
+    target = asked.get(TARGET, subject.recipe.target)
+    layout = [f"parallelism.{key}=auto" for key in freed] + [f"parallelism.{k}={v}" for k, v in keys.items()]
     path = Path(subject.name, "recipe.resolved.json") if os.path.isdir(subject.name) else Path(subject.name)
     text = None if subject.name != "-" else subject.recipe.source.texts[subject.recipe.source.file]
     try:
@@ -101,7 +108,13 @@ def ask(
             return refused(refusal), freed
         raise
     recipe = dataclasses.replace(subject.recipe, parallelism=loaded.parallelism)
-    return why_not(carried(Problem, subject, recipe=recipe), subject.estimate), freed
+    problem = carried(Problem, subject, recipe=recipe)
+    if target != subject.recipe.target:
+        try:
+            problem = asked_engine(problem, target)
+        except Refusal as refusal:
+            return refused(refusal), freed
+    return why_not(problem, subject.estimate), freed
 
 
 def page(subject: PricedRecipe, asked: Mapping[str, str], freed: Sequence[str], answer: WhyNotAnswer) -> str:

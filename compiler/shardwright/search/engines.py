@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, cast
 
-from shardwright.diagnostics import Refusal
+from shardwright.diagnostics import Refusal, found
 from shardwright.engines.engine import Engine
 from shardwright.engines.table import AUTO, ENGINES, engines_for, under
 from shardwright.ir.json_value import JsonObject
@@ -65,6 +65,20 @@ def settle_problem(problem: Problem) -> tuple[Problem, Sizing | None]:
     return min(settled, key=lambda each: _place(each[0]))
 
 
+def asked_engine(problem: Problem, target: str) -> Problem:
+    """The same under the engine that a question names, with nothing settled for the plan's own. Raises Refusal: what
+    that engine does not take of the recipe or the model."""
+    engine = ENGINES[target]
+    other = _under(_reopened(problem), engine)
+    wrong = engine.check_extra(other.recipe)
+    lacks = engine.lacks(problem.graph)
+    if lacks:
+        wrong = (*wrong, found("SW2051", "target", f"target: {target}: {lacks}", "Use another target."))
+    if wrong:
+        raise Refusal(*wrong)
+    return other
+
+
 def other_engine(problem: Problem, chosen: Estimate) -> OtherEngine | None:
     """problem: settled. None where no other engine takes the recipe and the model, none of its layouts runs, or the
     figures are not of this project's own run on GPUs. Of several the best."""
@@ -74,10 +88,10 @@ def other_engine(problem: Problem, chosen: Estimate) -> OtherEngine | None:
         return None
     reopened = _reopened(problem)
     others = [e for e in engines_for(AUTO) if e.name != recipe.target and _takes(e, reopened)]
-    found = [(e.name, best) for e in others if (best := best_of(_under(reopened, e))) is not None]
-    if not found:
+    bests = [(e.name, best) for e in others if (best := best_of(_under(reopened, e))) is not None]
+    if not bests:
         return None
-    target, best = min(found, key=lambda each: rank_key(recipe, each[1]))
+    target, best = min(bests, key=lambda each: rank_key(recipe, each[1]))
     wins = rank_key(recipe, best) < rank_key(recipe, chosen)
     return OtherEngine(
         target=target,

@@ -12,7 +12,7 @@ from shardwright.cost.memory import estimate_memory
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import Estimate
 from shardwright.layout.problem import Problem
-from shardwright.layout.strategy import Strategy, layout_axes, searched_axes
+from shardwright.layout.strategy import Strategy, printed_axes, searched_axes
 from shardwright.search.compare import because, binding_constraint
 from shardwright.search.engines import OtherEngine, other_engine
 from shardwright.search.search import SearchResult, rank_key, search
@@ -145,7 +145,8 @@ def _second_copy(layout: Layout, chosen: Estimate) -> SecondCopy | None:
 
 def pinned_keys(recipe: Recipe) -> tuple[str, ...]:
     """Layout keys that the recipe gives; a default (`offload: none`) is what one says that does not speak of it."""
-    return tuple(axis.name for axis in layout_axes() if axis.pin(recipe) not in (None, axis.default))
+    keys = (axis for axis in printed_axes() if axis.section == "parallelism" and axis.values is not None)
+    return tuple(axis.name for axis in keys if axis.pin(recipe) not in (None, axis.default))
 
 
 def alternative(recipe: Recipe, estimate: Estimate, chosen: Estimate) -> Alternative:

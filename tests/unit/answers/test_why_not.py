@@ -169,6 +169,40 @@ def test_the_page_names_rule_and_figures(tmp_path: Path, capsys: pytest.CaptureF
     assert "SW1203" in capsys.readouterr().out
 
 
+def test_another_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`target` is asked as a key of the layout is; its answer is what `estimate` makes of that engine."""
+    path = write_llama(tmp_path)
+    assert main(["explain", path, "--why-not", "target=megatron,tensor=2", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    found = answer["estimate"]["strategy"]
+    assert found["tensor"] == 2 and found["zero_stage"] <= 1 and answer["verdict"] in ("loses", "wins")
+    assert main(["estimate", path, "--set", "target=megatron", "--json", *pins(found)]) == 0
+    assert json.loads(capsys.readouterr().out)["time"] == answer["estimate"]["time"]
+    gemma = write_llama(tmp_path, "gemma.yaml", model={"source": "google/gemma-2-9b", "weights": "random"})
+    assert main(["explain", gemma, "--why-not", "target=megatron"]) == 0
+    assert "error[SW2051]: target: megatron: it has no gemma2" in capsys.readouterr().out
+    assert main(["explain", path, "--why-not", "target=fsdp"]) == 1
+    assert "SW3303" in capsys.readouterr().err
+
+
+def pins(strategy: dict[str, Any]) -> list[str]:
+    keys = ("tensor", "pipeline", "data", "micro_batch_size", "zero_stage", "virtual_stages", "sequence_parallel")
+    wanted = {**{key: strategy[key] for key in keys}, "expert": 1, "context": strategy["context"]}
+    checkpointing = strategy["activation_checkpointing"]
+    return [
+        word
+        for key, value in {**wanted, "activation_checkpointing": checkpointing}.items()
+        for word in ("--set", f"parallelism.{key}={json.dumps(value)}")
+    ]
+
+
+def test_a_question_sets_aside_pins_of_every_axis(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_llama(tmp_path, parallelism={"context": 2, "tensor": 4})
+    assert main(["explain", path, "--why-not", "pipeline=1", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert set(answer["set_aside"]) == {"context", "tensor"} and answer["estimate"]["strategy"]["context"] == 1
+
+
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.compile import compile_recipe
+from shardwright.compile import compile_recipe, estimate_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.engines import table
 from shardwright.engines.megatron import proof
@@ -105,8 +105,17 @@ def test_a_layout_that_it_does_not_run(code: str, changes: dict[str, Any], write
         strategy = Strategy(**{**plain, "gradient_accumulation_steps": 8 // (2 * layout["data"]), **layout})
         return {d.code for d in check_layout(problem, strategy) if d.severity == "error"} & set(RULES)
 
-    assert set(ILLEGAL) == set(RULES)
+    assert set(ILLEGAL) | {"SW3168"} == set(RULES)
     assert code in codes({**LAYOUT, **changes}) and code not in codes(LAYOUT)
+
+
+def test_a_gpu_is_said_not_to_have_run_it(write_recipe: Callable[..., Path]) -> None:
+    for gpu, said in ("cpu", False), ("h100-sxm-80gb", True):
+        changes = {"target": "megatron", "cluster.gpu": gpu, "parallelism": LAYOUT}
+        _, estimate = estimate_recipe(load_recipe(write_recipe(changes)))
+        told = [d for d in estimate.diagnostics if d.code == "SW3168"]
+        assert [d.severity for d in told] == ["warning"] * said
+        assert all("not run by us" in d.message and "Transformer Engine" in d.help for d in told)
 
 
 def test_a_dense_model_has_no_experts_to_share_out(write_recipe: Callable[..., Path]) -> None:

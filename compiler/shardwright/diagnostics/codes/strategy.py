@@ -65,6 +65,7 @@ STRATEGY_CODES: dict[str, str] = {
     "SW3165": "Megatron-Core's expert ranks do not divide a stage's ranks",
     "SW3166": "Megatron-Core does not cut experts that have biases",
     "SW3167": "experts are cut over all tensor ranks or over none",
+    "SW3168": "Megatron-Core on GPUs was not run by us",
     "SW3171": "not proved for a model that sees",
     "SW3172": "the tower's work is not in the estimate",
     "SW3201": "the layout does not fit in memory",

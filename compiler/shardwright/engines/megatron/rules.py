@@ -188,6 +188,21 @@ def expert_tensor(x: Candidate) -> Diagnostic | None:
     )
 
 
+def on_gpus(x: Candidate) -> Diagnostic | None:
+    """Everything about this engine is proved on CPU ranks."""
+    if x.cluster.gpu.is_cpu:
+        return None
+    return found(
+        "SW3168",
+        "target",
+        "target: megatron on GPUs: not run by us",
+        "On CPU ranks it computes what one process of Hugging Face does. On a GPU the same modules run: this project's "
+        "attention, norms and experts in Megatron-Core, without Transformer Engine. `shardwright verify DIR` on your "
+        "machine first.",
+        severity="warning",
+    )
+
+
 RULES: dict[str, Rule] = {
     "SW3151": rule(zero_2_and_3, "zero_stage"),
     "SW3152": rule(key_value_copies, "tensor"),
@@ -202,6 +217,7 @@ RULES: dict[str, Rule] = {
     "SW3165": rule(expert_groups, "expert", "expert_tensor", "tensor", "data", "context"),
     "SW3166": rule(expert_biases, "expert_tensor", "tensor"),
     "SW3167": rule(expert_tensor, "expert_tensor", "tensor"),
+    "SW3168": rule(on_gpus),
 }
 OWN_MODULES = frozenset({"SW3141", "SW3142", "SW3143", "SW3145", "SW3147"})
 """Rules about this project's modules of context and expert ranks, which this engine does without."""

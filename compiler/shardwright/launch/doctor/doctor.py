@@ -13,6 +13,7 @@ from pathlib import Path
 
 from shardwright.checkpoint.index import checkpoint_root
 from shardwright.diagnostics import Refusal
+from shardwright.engines.table import engine_of
 from shardwright.ir.recipe import ELEMENT_BYTES, FLASH
 from shardwright.launch.doctor.meeting import Assumed, HostCheck, meet, red
 from shardwright.launch.doctor.messages import ProbeRequest
@@ -105,6 +106,14 @@ def _request(plan: Plan, folder: Path, mark: str) -> ProbeRequest:
     )
 
 
+def _engine(x: Examined) -> HostCheck:
+    """What nobody has tried says so before it starts."""
+    named = engine_of(x.plan)
+    untried = not x.plan.is_cpu and "SW3168" in named.rules
+    told = f"{named.title} on GPUs: not run by us, without Transformer Engine" if untried else f"{named.title}"
+    return HostCheck(name="engine", told=told, checked=not untried)
+
+
 def _reached(silent: Sequence[ProbedHost], count: int, reach: str) -> HostCheck:
     command = {"ssh": "ssh {} true", "srun": "srun --overlap --nodelist={} true"}.get(reach, "")
     problems = tuple(
@@ -113,7 +122,9 @@ def _reached(silent: Sequence[ProbedHost], count: int, reach: str) -> HostCheck:
             f"{probed.host}: {probed.problem}",
             "shardwright and its packages must be installed there, at the same path as here."
             if "No such file" in probed.problem or "No module" in probed.problem
-            else f"`{command.format(probed.host)}` must work without a question, from this host, in a few seconds.",
+            else f"`{command.format(probed.host)}` must work without a question, from this host, in a few seconds."
+            if command
+            else "It may be too busy to import the packages in time: try again when it is not.",
         )
         for probed in silent
     )
@@ -292,4 +303,4 @@ def _memory(x: Examined) -> HostCheck:
     return HostCheck(name="host memory", told=f"room for {needed / GIB:.1f} GiB of offloaded states", problems=problems)
 
 
-CHECKS = (_versions, _folder, _inputs, _devices, _disk, _clocks, _interfaces, _memory)
+CHECKS = (_engine, _versions, _folder, _inputs, _devices, _disk, _clocks, _interfaces, _memory)
