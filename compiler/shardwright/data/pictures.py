@@ -123,7 +123,10 @@ def _unmatched(where: str, why: str) -> Exception:
 
 
 def locate_picture(source: JsonValue, folder: Path) -> Picture:
-    """By its header. source: a path relative to `folder`, or an object with `path` or `bytes`. Raises Damaged."""
+    """By its header. source: a path relative to `folder`, or an object with `path` or `bytes`. Raises Damaged.
+
+    Errors: SW6135, a path that leads out of `folder`: a stranger's data would choose which files are read. A link in
+    the folder is followed."""
     if isinstance(source, dict):
         data = source.get("bytes")
         if isinstance(data, bytes) and data:
@@ -131,7 +134,14 @@ def locate_picture(source: JsonValue, folder: Path) -> Picture:
         source = next((source[key] for key in ("path", "image", "url") if source.get(key)), None)
     if not isinstance(source, str) or "://" in source:
         raise Damaged(f"{str(source)[:120]!r} is no file: pictures lie in files or in the record")
-    path = os.path.join(folder, source)
+    inside = os.path.abspath(folder)
+    path = os.path.abspath(os.path.join(inside, source))  # without `..`, which behind a link leads elsewhere
+    if os.path.commonpath([inside, path]) != inside:
+        raise refusal(
+            "SW6135",
+            f"the picture {source[:120]!r} lies outside of {inside!r}, the folder of the data",
+            "Put the pictures into that folder, or a link to theirs, and name them by paths relative to it.",
+        )
     try:
         data = Path(path).read_bytes()
     except (OSError, ValueError) as error:

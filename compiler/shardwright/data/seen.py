@@ -65,6 +65,13 @@ class SeenReader:
             self.pictures.add(number, found)
 
     def _written_out(self, where: str, text: str, spans: list[Span], found: list[Picture]) -> tuple[str, list[Span]]:
+        if self.sight.touches(text):
+            raise refusal(
+                "SW6136",
+                f"{where}: two pictures follow each other without a token between them, and this type tells pictures "
+                "apart by what stands between them",
+                "Let data.template write what the type puts around a picture, as its own template does.",
+            )
         written = self.sight.expand(text, spans, found)
         if written is None:
             raise refusal(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from shardwright.data.decoder import Decoders
 from shardwright.data.pictures import Picture, decode, size_within
 from shardwright.data.turns import Span
 from shardwright.diagnostics import refusal
@@ -29,10 +30,21 @@ BLANK_SIDE = 32
 class Sight:
     """The processor in `folder`. takes: names that the model's forward has; None where only texts are asked for.
 
+    integers_alone: the pictures' values do not matter, and nothing is decoded: a later stage asks for sizes and places.
+    decoders: where pictures are decoded; None is here.
+
     Raises Refusal: SW6133.
     """
 
-    def __init__(self, folder: Path, images: ImagesSection, takes: frozenset[str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        images: ImagesSection,
+        takes: frozenset[str] | None = None,
+        *,
+        integers_alone: bool = False,
+        decoders: Decoders | None = None,
+    ) -> None:
         from shardwright.hf.processor import NoProcessor, load_processor
 
         try:
@@ -44,6 +56,7 @@ class Sight:
                 "Install what it names, or compile again with a model whose processor transformers has.",
             ) from None
         self.images, self._takes = images, takes
+        self.integers_alone, self.decoders = integers_alone, decoders
         self.token: str = self._processor.image_token
         self._stands = functools.lru_cache(maxsize=4096)(self._text_of_size)
 
@@ -61,6 +74,12 @@ class Sight:
             at += len(self.token) + len(piece)
         return "".join(out), [(_moved(first, moves), _moved(last, moves)) for first, last in spans]
 
+    def touches(self, text: str) -> bool:
+        """Whether two pictures stand side by side in it and are one to the type: it finds positions (grids of patches)
+        by runs of placeholders."""
+        names = getattr(self._processor.image_processor, "model_input_names", ())
+        return "image_grid_thw" in names and self.token * 2 in text
+
     def inputs(
         self, tokens: npt.NDArray[np.int64], trained: npt.NDArray[np.bool_] | None, rows: Sequence[Sequence[Picture]]
     ) -> dict[str, torch.Tensor]:
@@ -70,7 +89,7 @@ class Sight:
         found = {}
         flat = [picture for row in rows for picture in row]
         if flat:
-            found = self._of_images([decode(picture, self.images.max_pixels) for picture in flat])
+            found = self._of_images(self._decoded(flat))
         places = torch.from_numpy(np.isin(tokens, self._processor.image_token_ids).astype(np.int64))
         for name in ("mm_token_type_ids", "token_type_ids"):
             if self._takes is not None and name in self._takes:
@@ -79,6 +98,14 @@ class Sight:
                 written = np.zeros(tokens.shape, dtype=np.bool_) if trained is None else trained
                 found[name] = places if marks else torch.from_numpy(written.astype(np.int64))
         return found
+
+    def _decoded(self, pictures: list[Picture]) -> list[Any]:
+        from PIL import Image
+
+        most = self.images.max_pixels
+        if self.integers_alone:
+            return [Image.new("RGB", size_within(p.width, p.height, most)) for p in pictures]
+        return [decode(p, most) for p in pictures] if self.decoders is None else self.decoders.decode(pictures, most)
 
     @functools.cached_property
     def blank(self) -> dict[str, torch.Tensor]:

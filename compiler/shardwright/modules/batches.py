@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 import transformers
 
 from shardwright.data.dataset import Dataset, validation_batches
+from shardwright.data.decoder import Decoders, processes_of_a_rank
 from shardwright.data.rows import Rows, TokenBlock
 from shardwright.data.sight import Sight
 from shardwright.data.sources import every_part, packs
@@ -47,6 +49,9 @@ class Batches:
 
     def __init__(self, plan: Plan, data: Dataset, sight: Sight | None = None) -> None:
         self.data, self.sight = data, sight
+        self._ahead: tuple[tuple[int, int], Future[list[MicroBatch]]] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches") if sight is not None else None
+        self._steps = data.steps
         s = plan.strategy
         self.shape = (s.gradient_accumulation_steps, s.data, s.micro_batch_size)
         self.packed = packs(plan)
@@ -54,6 +59,16 @@ class Batches:
     def micro_batches(self, step: int, data_rank: int) -> list[MicroBatch]:
         """The share of `data_rank` in `step` (from 1): micro-batch m takes rows [(m * data + rank) * B, ... + B) of the
         global batch."""
+        if self._thread is None:
+            return self._made(step, data_rank)
+        made = self._ahead[1].result() if self._ahead and self._ahead[0] == (step, data_rank) else None
+        found = self._made(step, data_rank) if made is None else made
+        # Pictures of the next step are made ready while this one trains; of no more: they take memory.
+        following = (step + 1, data_rank)
+        self._ahead = (following, self._thread.submit(self._made, *following)) if step < self._steps else None
+        return found
+
+    def _made(self, step: int, data_rank: int) -> list[MicroBatch]:
         indices = self.data.order.indices(step).reshape(self.shape)[:, data_rank]
         return [_micro_batch(self.data.train.read(i), self.packed, self.sight) for i in indices]
 
@@ -88,13 +103,16 @@ class HeldOut:
             yield batch
 
 
-def sight_of(plan: Plan, folder: Path) -> Sight | None:
-    """The processor of a model that sees. folder: the compiled one, or a checkpoint."""
+def sight_of(plan: Plan, folder: Path, rank: int | None = None) -> Sight | None:
+    """The processor of a model that sees. folder: the compiled one, or a checkpoint. rank: in a run; pictures are
+    decoded beside it, and those behind the first stage look at none."""
     part = next((part for part in every_part(plan) if part.images is not None), None)
     if not plan.model.sees or part is None or part.images is None:
         return None
     takes = inspect.signature(getattr(transformers, plan.model.architecture).forward).parameters
-    return Sight(folder / str(part.tokenizer), part.images, frozenset(takes))
+    later = rank is not None and plan.ranks[rank].pipeline > 0
+    decoders = None if rank is None or later else Decoders(processes_of_a_rank(plan.gpus_per_node))
+    return Sight(folder / str(part.tokenizer), part.images, frozenset(takes), integers_alone=later, decoders=decoders)
 
 
 def _micro_batch(block: TokenBlock, packed: bool, sight: Sight | None = None) -> MicroBatch:

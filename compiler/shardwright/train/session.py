@@ -55,7 +55,7 @@ class Session:
         digests = check_same_data(self.plan, folder)
         self.folder, self.rank, self.attempt = folder, rank, attempt.number
         self._lease, resume = lease, attempt.resume
-        sight = sight_of(self.plan, folder)
+        sight = sight_of(self.plan, folder, rank)
         self._batches = Batches(self.plan, data, sight)
         self._trainer = runtime_of(self.plan).build_trainer(self.plan, folder, resumes=bool(resume))
         self.engine, self.device = self._trainer.engine, self._trainer.device

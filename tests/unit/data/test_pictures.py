@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from shardwright.data.decoder import Decoders
 from shardwright.data.pictures import (
     Damaged,
     Picture,
@@ -23,7 +24,10 @@ from shardwright.data.pictures import (
     size_within,
     take_pictures,
 )
+from shardwright.data.sight import Sight
 from shardwright.diagnostics import Refusal
+from shardwright.ir.recipe import ImagesSection
+from tests.parity.sight import template
 
 
 def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
@@ -73,6 +77,36 @@ def test_a_bad_picture_is_named_with_its_reason(name: str, tmp_path: Path) -> No
 def test_a_web_address_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(Damaged, match="pictures lie in files"):
         locate_picture("https://example.org/a.png", tmp_path)
+
+
+@pytest.mark.parametrize("path", ["../it.png", "a/../../it.png", "/etc/it.png", "{outside}/it.png"])
+def test_a_path_that_leads_out_of_the_folder_is_refused(path: str, tmp_path: Path) -> None:
+    inside = tmp_path / "data"
+    inside.mkdir()
+    (tmp_path / "it.png").write_bytes(encoded(PLAIN))
+    with pytest.raises(Refusal, match="SW6135"):
+        locate_picture(path.format(outside=tmp_path), inside)
+
+
+def test_a_path_inside_is_taken_however_it_is_written(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "it.png").write_bytes(encoded(PLAIN))
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "pictures").symlink_to(tmp_path / "elsewhere")
+    for path in ("pictures/it.png", "./pictures/../pictures/it.png", str(folder / "pictures" / "it.png")):
+        assert locate_picture(path, folder).width == 40
+
+
+def test_pictures_are_decoded_in_other_processes(tmp_path: Path) -> None:
+    (tmp_path / "it.png").write_bytes(encoded(PLAIN))
+    pictures = [locate_picture("it.png", tmp_path), locate_picture({"bytes": encoded(PLAIN, "JPEG")}, tmp_path)] * 2
+    decoders = Decoders(2)
+    found = decoders.decode(pictures, 600)
+    assert [image.tobytes() for image in found] == [decode(picture, 600).tobytes() for picture in pictures]
+    (tmp_path / "it.png").write_bytes(encoded(PLAIN)[:-40])
+    with pytest.raises(Refusal, match="SW6132"):
+        decoders.decode(pictures, 600)
 
 
 @pytest.mark.parametrize("mode", ["CMYK", "L", "RGBA", "P", "1", "I;16"])
@@ -177,13 +211,18 @@ def reader(tmp_path: Path) -> Callable[..., Any]:
     from shardwright.ir.recipe import DataSection, ImagesSection
     from tests.parity.sight import SightCase, config, template
 
-    document = config(SightCase("llava"))
-    made = AutoConfig.for_model(document.pop("model_type"), **document)
-    (tmp_path / "tokenizer").mkdir()
-    for name, content in processor_files(inline_processor(made), made).items():
-        (tmp_path / "tokenizer" / name).write_bytes(content)
-
-    def read(records: list[dict[str, Any]], skip: float = 0.0, per_row: int = 2) -> Any:
+    def read(
+        records: list[dict[str, Any]],
+        skip: float = 0.0,
+        per_row: int = 2,
+        model: str = "llava",
+        written: str = template("llava"),
+    ) -> Any:
+        document = config(SightCase(model))
+        made = AutoConfig.for_model(document.pop("model_type"), **document)
+        (tmp_path / "tokenizer").mkdir()
+        for name, content in processor_files(inline_processor(made), made).items():
+            (tmp_path / "tokenizer" / name).write_bytes(content)
         source = tmp_path / "data.jsonl"
         source.write_text("".join(json.dumps(record) + "\n" for record in records))
         part = DataSection(
@@ -192,7 +231,7 @@ def reader(tmp_path: Path) -> Callable[..., Any]:
             tokenizer="tokenizer",
             packing=False,
             shuffle=False,
-            template=template("llava"),
+            template=written,
             images=ImagesSection(per_row=per_row, max_pixels=1600),
             skip_damaged=skip,
         )
@@ -242,3 +281,24 @@ def test_a_text_that_holds_the_placeholder_is_refused(reader: Callable[..., Any]
     record["messages"][0]["content"] = [{"type": "text", "text": "what does <image> mean?"}]
     with pytest.raises(Refusal, match="SW6131"):
         reader([record])
+
+
+def test_pictures_side_by_side_are_refused_where_they_would_be_one(reader: Callable[..., Any], tmp_path: Path) -> None:
+    """Qwen's types find a picture's positions by runs of placeholders; LLaVA's do not ask."""
+    (tmp_path / "good.png").write_bytes(encoded(PLAIN))
+    with pytest.raises(Refusal, match="SW6136"):
+        reader([talk("good.png"), talk("good.png", "good.png")], model="qwen2_5_vl", written=template("llava"))
+
+
+def test_later_stages_look_at_no_picture(reader: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "good.png").write_bytes(encoded(PLAIN))
+    _, documents, table = reader([talk("good.png")], model="qwen2_5_vl", written=template("qwen2_5_vl"))
+    images, tokens = ImagesSection(per_row=2, max_pixels=1600), documents.tokens[None].astype("int64")
+    takes = frozenset({"pixel_values", "image_grid_thw", "mm_token_type_ids"})
+    first, later = (Sight(tmp_path / "tokenizer", images, takes, integers_alone=alone) for alone in (False, True))
+    wanted = first.inputs(tokens, None, [table.of(0)])
+    (tmp_path / "good.png").unlink()
+    found = later.inputs(tokens, None, [table.of(0)])
+    for name in ("image_grid_thw", "mm_token_type_ids"):
+        assert found[name].equal(wanted[name]), name
+    assert not found["pixel_values"].equal(wanted["pixel_values"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -114,3 +115,42 @@ def test_held_out_rows_are_evaluated_once_each(count: int, schedule: str, batche
     labelled = [row for share in shares for m in share for row in m.labels.tolist() if row != [-100] * 4]
     assert sorted(row[0] // 4 for row in labelled) == list(range(count))
     assert sum(share.predicted for share in shares) == count * 3
+
+
+class Looking:
+    """In the place of a processor: which rows it was shown, and on which thread."""
+
+    blank: dict[str, torch.Tensor] = {}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, str]] = []
+
+    def inputs(self, tokens: np.ndarray, trained: object, pictures: object) -> dict[str, torch.Tensor]:
+        self.seen.append((int(tokens[0, 0]) // 4, threading.current_thread().name))
+        return {"pixel_values": torch.from_numpy(tokens[:, :1].astype(np.float32))}
+
+
+def test_pictures_of_the_next_step_are_made_ready_beside_this_one() -> None:
+    sight, data = Looking(), dataset(30)
+    batches, plain = Batches(plan(), data, sight), Batches(plan(), data)  # type: ignore[arg-type]
+    for step in (1, 2, 3, 7, 9):  # a resumed run begins anywhere
+        found, wanted = (b.micro_batches(step, 1) for b in (batches, plain))
+        assert [m.input_ids.tolist() for m in found] == [m.input_ids.tolist() for m in wanted]
+        assert all(m.beside is not None for m in found)
+    batches._thread.shutdown()  # type: ignore[union-attr]
+    ahead = [row for row, thread in sight.seen if thread.startswith("batches")]
+    # Three micro-batches a step: 2, 3, 4 and 8 were made ahead (4 and 8 for nothing), of step 10 nothing.
+    assert len(ahead) == 12 and len(sight.seen) == 12 + 3 * 3
+
+
+def test_a_failure_ahead_is_told_in_its_step() -> None:
+    class Damaged(Looking):
+        def inputs(self, tokens: np.ndarray, trained: object, pictures: object) -> dict[str, torch.Tensor]:
+            if tokens[0, 0] >= 4 * 12:
+                raise ValueError("damaged")
+            return super().inputs(tokens, trained, pictures)
+
+    batches = Batches(plan(), dataset(30), Damaged())  # type: ignore[arg-type]
+    assert len(batches.micro_batches(1, 0)) == 3
+    with pytest.raises(ValueError, match="damaged"):
+        batches.micro_batches(2, 0)
