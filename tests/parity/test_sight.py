@@ -58,6 +58,28 @@ def test_every_layout_of_two_ranks(tmp_path: Path) -> None:
     check(ALL, tmp_path)
 
 
+TENSOR = {
+    "qwen3_vl tp2": SightCase("qwen3_vl", tensor=2, micro=2, checkpointing="full"),
+    "gemma3 tp2 tied": SightCase("gemma3", tensor=2, tied=True),
+    "llava tp2 tower frozen": SightCase("llava", tensor=2, freeze=("vision",)),
+    "qwen2_5_vl tp2": SightCase("qwen2_5_vl", tensor=2),
+    "qwen3_vl dp2 zero3 lora": SightCase("qwen3_vl", data=2, zero_stage=3, lora=True),
+    "gemma3 dp2 zero1 lora": SightCase("gemma3", data=2, zero_stage=1, lora=True),
+}
+
+
+def test_tensor_ranks_and_adapters(tmp_path: Path) -> None:
+    check({name: dataclasses.replace(case, steps=FEW_STEPS) for name, case in TENSOR.items()}, tmp_path)
+
+
 @pytest.mark.prove
-def test_a_pipeline_over_data_ranks(tmp_path: Path) -> None:
-    check({f"{model} pp2 dp2": SightCase(model, pipeline=2, data=2) for model in MODELS}, tmp_path)
+def test_four_ranks(tmp_path: Path) -> None:
+    shapes: dict[str, dict[str, int]] = {
+        "pp2 tp2": {"pipeline": 2, "tensor": 2},
+        "tp2 dp2 zero3": {"tensor": 2, "data": 2, "zero_stage": 3},
+        "pp2 dp2": {"pipeline": 2, "data": 2},
+    }
+    check(
+        {f"{model} {name}": SightCase(model, **fields) for model in MODELS for name, fields in shapes.items()},  # type: ignore[arg-type]
+        tmp_path,
+    )

@@ -68,7 +68,7 @@ def trace_model_graph(
     with flash_stand_in(shapes_only=True) if attention == FLASH else nullcontext():
         if attention not in ("auto", model.config._attn_implementation):
             model = _on_meta(hf_config, task, attention, key)  # some types choose their modules by it
-        graph = dataclasses.replace(_measure(model, hf_config, probed, plain, key), task=task.name)
+        graph = dataclasses.replace(_measure(model, hf_config, task, probed, plain, key), task=task.name)
         if task.sees:
             graph = dataclasses.replace(graph, vision=trace_vision(model, probed.cut))
     context, expert = why_no_context_ranks(graph), why_no_expert_ranks(graph)
@@ -98,7 +98,7 @@ def _no_attention(message: str, valid: tuple[str, ...]) -> Refusal:
 
 
 def _measure(
-    model: PreTrainedModel, hf_config: PretrainedConfig, probed: Probed, plain: JsonObject, key: KeyPath
+    model: PreTrainedModel, hf_config: PretrainedConfig, task: Task, probed: Probed, plain: JsonObject, key: KeyPath
 ) -> ModelGraph:
     stack_path = probed.cut.stack
     names: dict[int, list[str]] = {}
@@ -109,7 +109,7 @@ def _measure(
         raise uncuttable(hf_config, "its tiny copy does not have all of its parameters", key)
     text, max_dropout = text_config(hf_config), _largest_dropout(model)
     sizes = _sizes(model, text, placed[1], dropout=max_dropout > 0)
-    tensor = tensor_styles(model, hf_config.model_type, stack_path)
+    tensor = tensor_styles(model, text.model_type if task.sees else hf_config.model_type, stack_path)
     chosen = str(model.config._attn_implementation)
     traced = trace_model(model, probed.cut, probed.attention)  # the last: it replaces the parameters
     stack = [(f"{stack_path}.{index}", "decoder") for index in range(len(placed) - 2)]

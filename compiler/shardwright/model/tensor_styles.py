@@ -38,8 +38,9 @@ Proved = str | dict[str, str]
 
 @lru_cache(maxsize=1)
 def proved() -> dict[str, Proved]:
-    """Model type -> what its proof allows. One dictionary a process: a proof may override an entry."""
-    return cast("dict[str, Proved]", _read("tensor_proved.json"))
+    """Model type -> what its proof allows. One dictionary a process: a proof may override an entry. The text parts of
+    models that see, which are no model of their own, stand in tensor_sight.json (tests/parity/test_sight.py)."""
+    return cast("dict[str, Proved]", {**_read("tensor_sight.json"), **_read("tensor_proved.json")})
 
 
 @lru_cache(maxsize=1)
@@ -63,7 +64,8 @@ class TensorStyles:
 
 
 def tensor_styles(model: PreTrainedModel, model_type: str, stack: str) -> TensorStyles:
-    """`model`: on the meta device; `model_type`: its configuration's; `stack`: path of its decoder layers."""
+    """`model`: on the meta device; `model_type`: its configuration's, of a model that sees its text part's; `stack`:
+    path of its decoder layers. What stands outside of them, a tower too, is whole but for the vocabulary."""
     verdict = proved().get(model_type, {"refused": "nobody has proved it"})
     if isinstance(verdict, dict):
         return TensorStyles(kind="", reason=verdict["refused"], styles=(), heads=())

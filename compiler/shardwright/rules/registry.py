@@ -75,7 +75,7 @@ RUNTIME_RULES: dict[str, Rule] = {
         "offload",
     ),
     "SW3163": rule(kernels.liger),
-    "SW3171": rule(sight.unproved, "tensor", "schedule", "offload"),
+    "SW3171": rule(sight.unproved, "schedule", "offload"),
     "SW3172": rule(sight.tower_uncounted),
     "SW3119": rule(layout.fp16_on_cpu),
     "SW3120": rule(layout.zero_3_slow_links, "zero_stage"),

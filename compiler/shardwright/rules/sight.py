@@ -15,13 +15,11 @@ def unproved(x: Candidate) -> Diagnostic | None:
     recipe, seeing = x.recipe, [name for name, engine in ENGINES.items() if engine.sees]
     asked = (
         ("target", f"target: {recipe.target}", seeing[0], recipe.target not in seeing),
-        ("parallelism.tensor", f"tensor {x.strategy.tensor}", "1", x.strategy.tensor > 1),
         ("parallelism.schedule", "dualpipev", "1f1b", x.strategy.schedule == "dualpipev"),
         ("parallelism.offload", f"offload {x.strategy.offload}", "none", x.strategy.offload != "none"),
         ("model.attention", FLASH, "auto", x.graph.attention == FLASH),
         ("model.loss", "the chunked loss", "full", recipe.model.loss == "chunked"),
         ("model.kernels", "compile", "hf", recipe.model.kernels == "compile"),
-        ("lora", "LoRA", "", recipe.lora is not None),
         ("training.precision", "fp16", "bf16", recipe.training.precision == "fp16"),
     )
     for key, what, instead, is_asked in asked:
@@ -30,8 +28,8 @@ def unproved(x: Candidate) -> Diagnostic | None:
                 "SW3171",
                 key,
                 f"{what} is not proved for a model that sees",
-                f"Write `{key.rpartition('.')[2]}: {instead}`." if instead else "Remove the section.",
-                (instead,) if instead else (),
+                f"Write `{key.rpartition('.')[2]}: {instead}`.",
+                (instead,),
             )
     return None
 
