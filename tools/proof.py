@@ -33,6 +33,9 @@ AREAS = {
     "zoo-pipeline-expert": "every mixture of experts, pipeline 2 x expert 2",
     "zoo-context": "every causal-LM type, context 2",
     "zoo-pipeline-context": "every causal-LM type, pipeline 2 x context 2",
+    "zoo-sight": "every type that sees, taken apart",
+    "zoo-sight-pipeline": "every type that sees, pipeline 2",
+    "zoo-sight-zero": "every type that sees, data 2, ZeRO-3",
 }
 _KEYS = {
     "parity": ("loss_absolute", "norm_relative", "weight_absolute"),
@@ -72,9 +75,9 @@ def _measured(area: str, cases: dict[str, dict[str, Any]]) -> list[str]:
     else:
         verdicts = [c["verdict"] for c in cases.values()]
         proved = [c for c in cases.values() if c["verdict"] == "proved"]
-        others = [f"{verdicts.count(v)} {v}" for v in ("refused", "wrong", "error") if v in verdicts]
+        others = [f"{verdicts.count(v)} {v}" for v in ("refused", "not proved", "wrong", "error") if v in verdicts]
         count = ", ".join([f"{len(proved)} of {len(cases)} proved", *others])
-    return [count, *(f"{worst_of_cases(proved, key):.1e}" for key in keys)]
+    return [count, *(f"{worst_of_cases(proved, key):.1e}" if key in proved[0] else "" for key in keys)]
 
 
 def marked(page: str) -> frozenset[str]:

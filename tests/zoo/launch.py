@@ -23,7 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 TYPES_A_LAUNCH = 64
 
 
-def run_types(types: list[str], layout: str, ranks: int, out: Path, kind: str = "") -> dict[str, dict[str, Any]]:
+def run_types(
+    types: list[str], layout: str, ranks: int, out: Path, kind: str = "", worker: str = "pipeline_worker.py"
+) -> dict[str, dict[str, Any]]:
     """Type -> its worst figures over the ranks, its refusal, or its error.
 
     A rank that fails ends its launch, since others may wait for it in a collective; the next launch goes on behind it.
@@ -43,9 +45,9 @@ def run_types(types: list[str], layout: str, ranks: int, out: Path, kind: str = 
             "SHARDWRIGHT_ZOO_KIND": kind,
             "SHARDWRIGHT_CACHE": "off",
         }
-        program, worker = Path(sys.executable).parent / "deepspeed", Path(__file__).with_name("pipeline_worker.py")
+        program, script = Path(sys.executable).parent / "deepspeed", Path(__file__).with_name(worker)
         launch = [str(program), "--hostfile", "none", "--num_gpus", str(ranks), "--master_port", str(free_port())]
-        result = subprocess.run([*launch, str(worker)], env=environment, capture_output=True, text=True, timeout=1800)
+        result = subprocess.run([*launch, str(script)], env=environment, capture_output=True, text=True, timeout=1800)
         found = {**read(out, ranks), **died}
         rest = [t for t in left if t not in found]
         if len(rest) == len(left):

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -173,9 +173,7 @@ def plain_run(plan: Plan, folder: Path, tokens: np.ndarray) -> tuple[Reference, 
     if shares(plan):
         first = model()
         mean_loss(first, token_rows(tokens, 1, BATCH), own_loss=own_loss).backward()
-        gradients = {name: p.grad for name, p in first.named_parameters() if p.grad is not None}
-        norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
-        gradients = {name: g * min(1.0, CLIPPING / (norm + 1e-6)) for name, g in gradients.items()}
+        gradients = clipped(first)
     wanted = train(
         model(),
         [token_rows(tokens, k, BATCH) for k in range(1, STEPS + 1)],
@@ -188,6 +186,13 @@ def plain_run(plan: Plan, folder: Path, tokens: np.ndarray) -> tuple[Reference, 
         own_loss=own_loss,
     )
     return wanted, gradients
+
+
+def clipped(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Its gradients, of the norm that the optimizer is given."""
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+    return {name: g * min(1.0, CLIPPING / (norm + 1e-6)) for name, g in gradients.items()}
 
 
 def own_part(plan: Plan, name: str, whole: torch.Tensor) -> torch.Tensor:
@@ -230,7 +235,7 @@ def untraced(model: torch.nn.Module, cut: Cut, attention_module: str) -> Traced:
     return Traced(layers=("not here",) * (len(list(model.get_submodule(cut.stack).children())) + 2), context=())
 
 
-def main() -> None:
+def main(measure: Callable[[str, Path], dict[str, Any]] = measure) -> None:
     graph.trace_model = untraced
     ops.__compatible_ops__["deepspeed_shm_comm"] = False
     transformers.logging.set_verbosity_error()

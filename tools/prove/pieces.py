@@ -42,6 +42,7 @@ class Piece:
 
 
 _LAYOUTS = "tests/zoo/test_layouts.py"
+_SIGHT = "tests/zoo/test_sight.py"
 
 PIECES: dict[str, Piece] = {
     # Quick ones first: a broken tree is found before the long ones begin.
@@ -188,6 +189,17 @@ PIECES: dict[str, Piece] = {
         tests=(f"{_LAYOUTS}::test_every_type_in_a_pipeline_of_context_ranks",),
         speaks_of=ENGINE,
         areas=("zoo-pipeline-context",),
+    ),
+    "zoo-sight": Piece(
+        tests=(f"{_SIGHT}::test_every_type_comes_apart", f"{_SIGHT}::test_what_is_not_proved_is_refused"),
+        speaks_of=MODEL,
+        areas=("zoo-sight",),
+    ),
+    "zoo-sight-pipeline": Piece(
+        tests=(f"{_SIGHT}::test_every_type_in_a_pipeline",), speaks_of=ENGINE, areas=("zoo-sight-pipeline",)
+    ),
+    "zoo-sight-zero": Piece(
+        tests=(f"{_SIGHT}::test_every_type_over_data_ranks",), speaks_of=ENGINE, areas=("zoo-sight-zero",)
     ),
     "faults": Piece(
         tests=("tests/faults/test_saving.py", "tests/launch/test_faults.py"),

@@ -70,13 +70,16 @@ def _deepstack_layer(layer: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any
     return torch.cat([out.unsqueeze(-2), hidden[..., 2:, :]], dim=-2)
 
 
-def adapt(model: Any) -> None:
-    """Before the model is probed, and before a pipeline is built of it."""
+def adapt(model: Any) -> bool:
+    """Before the model is probed, and before a pipeline is built of it. Whether its type has an adapter."""
     adapter = ADAPTERS.get(model.config.model_type)
     if adapter is not None:
         adapter(model)
+    adapted = adapter is not None
     tower = getattr(model.config, "vision_config", None)
     features = len(getattr(tower, "deepstack_visual_indexes", None) or ())
     for module in list(model.modules()) if features else ():
         if "deepstack_visual_embeds" in inspect.signature(type(module).forward).parameters:
             _deepstack(module, features)
+            adapted = True
+    return adapted

@@ -1,31 +1,42 @@
 """Small pictures for a tiny copy of a model that sees, in the shapes that its forward takes.
 
-No type is named: the shapes are tried one by one on the model's own `get_image_features`, and the rows that come back
-say how many tokens of a row stand for a picture. Shapes: N pictures, C channels, H and W pixels, P a patch's side,
-T frames of a patch.
+No type is named: the shapes (hf/picture_shapes.py) are tried one by one on the model's own `get_image_features`, and
+the rows that come back say how many tokens of a row stand for a picture.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardwright.hf.picture_shapes import Make, NoPictures, Rows, Tower, shapes, tower_config, tower_of
 from shardwright.hf.raised import first_line
 from shardwright.hf.skeleton import Batch
 
+__all__ = [
+    "NoPictures",
+    "PictureRows",
+    "image_features",
+    "image_token",
+    "picture_example",
+    "picture_rows",
+    "tower_config",
+]
+
 IMAGE_TOKENS = ("image_token_id", "image_token_index", "im_start_id", "media_placeholder_token_id", "image_token")
-_SIDE = 4
-_ROWS, _TEXT = 2, 12
+_PLACES = ("mm_token_type_ids", "token_type_ids")
+_MASK = "image_embeds_position_mask"
+"""Says where a row's pictures stand, for a type that has no token of its own for them."""
+_ONE_A_ROW: Rows = ((1,), (1,))
+_TEXT = 12
 _FIRST_PLAIN = 20
 """The special tokens of a shrunk configuration have lower ids."""
-
-
-class NoPictures(Exception):
-    """The model takes no pictures in a shape that is known here: one line, the reason."""
 
 
 def image_token(config: Any) -> int | None:
@@ -33,80 +44,131 @@ def image_token(config: Any) -> int | None:
     return next((v for name in IMAGE_TOKENS if isinstance(v := getattr(config, name, None), int)), None)
 
 
-def tower_config(config: Any) -> Any:
-    """The part of the configuration that describes the tower. Raises NoPictures."""
-    parts = [getattr(config, name, None) for name in ("vision_config", "visual_config", "vision_tower_config")]
-    found = next((part for part in parts if getattr(part, "patch_size", None) is not None), None)
-    if found is None:
-        raise NoPictures("its configuration has no tower with a patch size")
+def image_features(model: nn.Module) -> Callable[..., Any]:
+    """What makes of pictures the features that take the places of their tokens. It leaves out what it does not take.
+    Raises NoPictures."""
+    found = [each for each in _all_features(model) if "pixel_values" in _parameters(each)]
+    if not found:
+        raise NoPictures("it has no get_image_features")
+    taken = _taken(found)
+    return lambda **given: found[0](**{name: value for name, value in given.items() if name in taken})
+
+
+def _all_features(model: nn.Module) -> Iterator[Callable[..., Any]]:
+    """The outermost first."""
+    return (features for m in model.modules() if (features := getattr(m, "get_image_features", None)) is not None)
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
+
+
+def _taken(functions: Sequence[Callable[..., Any]]) -> set[str]:
+    """Names that the first takes: those of the next too, where it hands on what it does not name."""
+    found: set[str] = set()
+    for function in functions:
+        parameters = _parameters(function).values()
+        found |= {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD}
+        if all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in parameters):
+            break
     return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PictureRows:
+    """Makes rows for one tiny model. token: that stands for a picture; names: of what its forward takes."""
+
+    model: nn.Module
+    make: Make
+    tower: Tower
+    token: int
+    names: frozenset[str]
+    vocabulary: int
+
+    def rows(self, rows: Rows, length: int | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """(ids (B, S), what the forward takes beside them): text around the pictures of each row, each row beginning
+        at another place. length: S; None is as short as it may be."""
+        counts = {width: self.tokens(width) for width in {width for row in rows for width in row}}
+        needed = max(sum(counts[width] + 1 for width in row) for row in rows) + _TEXT
+        ids = torch.randint(_FIRST_PLAIN, self.vocabulary - 10, (len(rows), length or needed))
+        places = torch.zeros_like(ids)
+        for number, row in enumerate(rows):
+            at = 3 + number % 2
+            for width in row:
+                places[number, at : at + counts[width]] = 1
+                at += counts[width] + 1  # a word between two pictures
+        ids[places.bool()] = self.token
+        beside = self.make(self.tower, rows) if any(rows) else {}
+        return ids, beside | self._marks(places)
+
+    def _marks(self, places: torch.Tensor) -> dict[str, torch.Tensor]:
+        marks = {name: places for name in _PLACES if name in self.names}
+        return marks | ({_MASK: places.bool()} if _MASK in self.names else {})
+
+    @torch.no_grad()
+    def tokens(self, width: int) -> int:
+        """That stand for a picture of that width."""
+        return sum(_counts(image_features(self.model)(**self.make(self.tower, [[width]]))))
+
+
 @torch.no_grad()
-def picture_example(model: nn.Module, vocabulary: int) -> tuple[torch.Tensor, Batch]:
-    """(ids (2, S), what the forward takes beside them): a picture in each row. Raises NoPictures."""
+def picture_rows(model: nn.Module, vocabulary: int) -> PictureRows:
+    """The first shape that the model takes. Raises NoPictures."""
     config: Any = model.config
-    token = image_token(config)
+    names = _names(model)
+    token = _FIRST_PLAIN if _MASK in names else image_token(config)
     if token is None:
         raise NoPictures("its configuration names no token that stands for a picture")
-    names = set(inspect.signature(type(model).forward).parameters)
-    features: Any = getattr(model, "get_image_features", None)
-    if features is None:
-        raise NoPictures("it has no get_image_features")
-    why = ""
-    for given in _candidates(config, names):
-        taken = {n: v for n, v in given.items() if n in inspect.signature(features).parameters}
+    tower, whys = tower_of(config), []
+    for make in shapes(set(names)):
+        found = PictureRows(model=model, make=make, tower=tower, token=token, names=names, vocabulary=vocabulary)
         try:
-            rows = _rows(features(**taken))
-        except Exception as error:  # whatever a type's own code raises on another type's shape
-            why = first_line(error, 120)
-            continue
-        if rows % _ROWS:
-            why = f"{rows} rows of features for {_ROWS} pictures of one size"
-            continue
-        ids, places = _ids(token, rows // _ROWS, vocabulary)
-        beside = given | {n: places for n in ("mm_token_type_ids", "token_type_ids") if n in names}
-        try:
+            ids, beside = found.rows(_ONE_A_ROW)
             model(input_ids=ids, use_cache=False, **beside)
-        except Exception as error:
-            why = first_line(error, 120)
-            continue
-        return ids, beside
-    raise NoPictures(f"its tower takes none of the known shapes of a picture ({why})")
+            return found
+        except Exception as error:  # whatever a type's own code raises on another type's shape
+            whys.append(first_line(error, 120))
+    raise NoPictures(f"its tower takes none of the known shapes of a picture ({whys[0]})")
 
 
-def _ids(token: int, count: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids, 1 where they stand for a picture): the picture at another place in each row."""
-    ids = torch.randint(_FIRST_PLAIN, vocabulary - 10, (_ROWS, count + _TEXT))
-    for row in range(_ROWS):
-        ids[row, 3 + row : 3 + row + count] = token
-    return ids, (ids == token).long()
+def picture_example(model: nn.Module, vocabulary: int) -> tuple[torch.Tensor, Batch]:
+    """(ids (2, S), what the forward takes beside them): a picture in each row. Raises NoPictures."""
+    return picture_rows(model, vocabulary).rows(_ONE_A_ROW)
 
 
-def _rows(output: Any) -> int:
+@torch.no_grad()
+def once_a_picture(model: nn.Module, vocabulary: int, stack: str) -> tuple[str, ...]:
+    """Modules with parameters, outside the decoder layers at `stack`, that run more often where a row holds more
+    pictures. Raises NoPictures."""
+    made = picture_rows(model, vocabulary)
+    few, many = (_runs(made, stack, rows) for rows in (_ONE_A_ROW, ((1, 1), (1,))))
+    return tuple(sorted(name for name, count in many.items() if count != few[name]))
+
+
+def _runs(made: PictureRows, stack: str, rows: Rows) -> Counter[str]:
+    ids, beside = made.rows(rows)
+    found: Counter[str] = Counter()
+    handles = [
+        module.register_forward_pre_hook(lambda _, __, name=name: found.update([name]))
+        for name, module in made.model.named_modules()
+        if not name.startswith(stack + ".") and next(module.parameters(recurse=False), None) is not None
+    ]
+    made.model(input_ids=ids, use_cache=False, **beside)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def _names(model: nn.Module) -> frozenset[str]:
+    """Of what its forward takes; some hand on what they do not name themselves."""
+    return frozenset(_taken([type(model).forward, *_all_features(model)]))
+
+
+def _counts(output: Any) -> Iterator[int]:
     """Features that get_image_features returned: one a placeholder."""
     found = getattr(output, "pooler_output", output)
-    if isinstance(found, torch.Tensor):
-        return found.numel() // found.shape[-1]
-    return sum(_rows(part) for part in found)
-
-
-def _candidates(config: Any, names: set[str]) -> Iterator[dict[str, torch.Tensor]]:
-    """A picture a row; the first that the model takes is it."""
-    tower = tower_config(config)
-    channels = next((v for n in ("num_channels", "in_channels", "in_chans") if (v := getattr(tower, n, None))), 3)
-    patch = tower.patch_size if isinstance(tower.patch_size, int) else tower.patch_size[0]
-    merge = getattr(tower, "spatial_merge_size", None) or getattr(config, "spatial_merge_size", None) or 1
-    side = getattr(tower, "image_size", None) or patch * _SIDE
-    side = side if isinstance(side, int) else side[0]
-    if "image_grid_thw" in names:
-        frames = getattr(tower, "temporal_patch_size", 1)
-        grid = torch.tensor([[1, 2 * merge, 2 * merge]] * _ROWS)
-        yield {
-            "pixel_values": torch.randn(int(grid.prod(-1).sum()), channels * frames * patch * patch),
-            "image_grid_thw": grid,
-        }
-    sizes = {"image_sizes": torch.tensor([[side, side]] * _ROWS)} if "image_sizes" in names else {}
-    for beside in (sizes, {}) if sizes else ({},):
-        for pixels in ((_ROWS, channels, side, side), (_ROWS, 1, channels, side, side)):
-            yield {"pixel_values": torch.randn(pixels), **beside}
+    if found is None:
+        found = output.last_hidden_state
+    parts: Sequence[torch.Tensor] = (found,) if isinstance(found, torch.Tensor) else found
+    for part in parts:
+        yield part.numel() // part.shape[-1]

@@ -30,7 +30,8 @@ class Probed:
 
     embedding, head: parameters outside the decoder stack that the piece before and the piece behind it use; a tied one
         is in both. attention: the attention module's name inside a decoder layer, "" where the layers have none in
-        common. packing: "" where packed documents do not see each other, else the reason.
+        common. packing: "" where packed documents do not see each other, else the reason. once_a_picture: modules
+        that run as often as there are pictures.
     """
 
     cut: Cut
@@ -38,6 +39,7 @@ class Probed:
     head: tuple[str, ...]
     attention: str
     packing: str = "it was not tried"
+    once_a_picture: tuple[str, ...] = ()
 
     def place(self, names: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
         """The embedding's and the head's parameters among the full model's, those of the decoder stack left out.
@@ -78,7 +80,7 @@ def probe(model: nn.Module, input_ids: torch.Tensor, beside: Batch | None = None
 def _check_sight(model: nn.Module, input_ids: torch.Tensor, beside: Batch) -> None:
     """Raises NotCuttable where the logits are the same with other pictures."""
     others = {name: value.roll(1, -1) if value.is_floating_point() else value for name, value in beside.items()}
-    if torch.equal(_logits(model, input_ids, beside), _logits(model, input_ids, others)):
+    if torch.equal(logits_of(model, input_ids, beside), logits_of(model, input_ids, others)):
         raise NotCuttable("its logits do not depend on the pictures")
 
 
@@ -124,7 +126,7 @@ def _untrained(model: nn.Module, stack: str, input_ids: torch.Tensor, beside: Ba
     tower's parameters by name: a model may take its features from the last block but one."""
     named = dict(model.named_parameters())
     with _none_frozen(named):
-        reached = _reached_from([_logits(model, input_ids, beside)], named)
+        reached = _reached_from([logits_of(model, input_ids, beside)], named)
     trained = {pattern(n) for n in reached}
     outside = [n for n in named if beside and not n.startswith(stack + ".")]
     return (
@@ -160,7 +162,7 @@ def _attention(model: nn.Module, cut: Cut) -> str:
     return min(common, key=lambda name: (name.count("."), name)) if common else ""
 
 
-def _logits(model: nn.Module, input_ids: torch.Tensor, beside: Batch | None) -> torch.Tensor:
+def logits_of(model: nn.Module, input_ids: torch.Tensor, beside: Batch | None) -> torch.Tensor:
     return model(input_ids=input_ids, use_cache=False, **(beside or {})).logits  # type: ignore[no-any-return]
 
 
@@ -191,7 +193,7 @@ def find_cut(model: nn.Module, input_ids: torch.Tensor, beside: Batch | None = N
         for child in {id(c): c for _, children in stacks for c in children}.values()
     ]
     try:
-        _logits(model, input_ids, beside)
+        logits_of(model, input_ids, beside)
     finally:
         for handle in handles:
             handle.remove()
@@ -298,7 +300,7 @@ def check_cut(
 
     embedding, head: the parameters that these two own.
     """
-    plain = _logits(model, input_ids, beside)
+    plain = logits_of(model, input_ids, beside)
     before, behind = ({id(model.get_parameter(n)) for n in side} for side in (embedding, head))
     got = in_pieces(model, cut, before, behind, input_ids, beside=beside)
     if got.shape != plain.shape or not torch.equal(got, plain):
@@ -358,7 +360,7 @@ def find_together(
     skeleton.begin()
     for index in range(len(skeleton.layers)):
         states.append(skeleton.decode(index, states[-1]))
-    plain = _logits(model, input_ids, beside)
+    plain = logits_of(model, input_ids, beside)
     if not torch.equal(skeleton.head(states[-1]), plain):
         raise NotCuttable("more than the hidden states crosses between its layers")
     ranges = []

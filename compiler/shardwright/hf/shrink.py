@@ -105,7 +105,7 @@ def _fixed(name: str, value: Any, ids: Iterator[int]) -> int | float | None:
         return VOCABULARY  # also where the model's own is smaller: the probe needs tokens to tell apart
     if isinstance(value, float) and ("drop" in name or "jitter" in name):
         return 0.0  # the probe runs in training mode, and compares bits
-    if name.endswith(("_token_id", "_token_index")) and isinstance(value, int) and value >= VOCABULARY:
+    if name.endswith(("_token_id", "_token_index", "_patch_id")) and isinstance(value, int) and value >= VOCABULARY:
         return next(ids)
     return None
 

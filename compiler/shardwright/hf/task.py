@@ -68,7 +68,7 @@ class Task:
     def small(self, document: Mapping[str, Any], *, depth: bool = True, widths: bool = True) -> dict[str, Any]:
         """A complete configuration, made tiny (hf/shrink.py)."""
         made = shrink(document, depth=depth, widths=widths)
-        return small_tower(made, document) if self.sees else made
+        return small_tower(made, document) if self.sees and widths else made
 
     def shown(self, model: PreTrainedModel) -> tuple[torch.Tensor, Batch | None]:
         """(ids, what stands beside them) that a tiny copy is taken apart with. Raises NoPictures."""

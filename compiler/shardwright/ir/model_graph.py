@@ -128,6 +128,7 @@ class ModelGraph:
     vision: of a model that sees its tower, which the embedding's layer holds with its projector.
     context_ranks, expert_ranks: why context ranks cannot share its rows, or expert ranks its experts; "" where a tiny
         copy of it shows that they can.
+    once_a_picture: modules of a tower that run as often as there are pictures.
     """
 
     model_type: str
@@ -157,6 +158,7 @@ class ModelGraph:
     expert_ranks: str = NOT_TRIED
     task: TaskName = "causal-lm"
     vision: Vision | None = None
+    once_a_picture: tuple[str, ...] = ()
 
     @property
     def identity(self) -> tuple[str, str, str, str]:

@@ -142,6 +142,7 @@ def _measure(
         max_dropout=max_dropout,
         attention=chosen,
         packing=probed.packing,
+        once_a_picture=probed.once_a_picture,
         context=traced.context,
     )
 

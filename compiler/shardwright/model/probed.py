@@ -20,10 +20,11 @@ from shardwright.hf.context import why_no_context
 from shardwright.hf.experts import why_no_expert_ranks as no_expert_ranks
 from shardwright.hf.floats import untagged
 from shardwright.hf.packing import why_not_packed
-from shardwright.hf.pictures import NoPictures
-from shardwright.hf.probe import NotCuttable, Probed, find_cut, find_together, probe
+from shardwright.hf.pictures import NoPictures, once_a_picture
+from shardwright.hf.probe import NotCuttable, Probed, find_cut, find_together, logits_of, probe
 from shardwright.hf.raised import first_line
 from shardwright.hf.shrink import VOCABULARY, shrink
+from shardwright.hf.skeleton import Batch
 from shardwright.hf.task import CAUSAL_LM, Task, task_named
 from shardwright.ir.apart import share_apart
 from shardwright.ir.cut import Cut, Range
@@ -88,16 +89,30 @@ def _probe(
                     count = sum(p.numel() for p in _build(model_type, task, text, attention).parameters())
                 if count > most_parameters:
                     return _DoesNotRun("it is too large to run as it is")
-            model = _random_model(model_type, task, text, attention)
+            model = _random_model(model_type, task, text, attention, adapted=False)
             tokens, beside = task_named(task).shown(model)
+            _check_adapter(model, tokens, beside)
             probed = probe(model, tokens, beside)
-            packing = WITH_PICTURES if beside else _why_not_packed(model, probed.cut, tokens)
-            return dataclasses.replace(probed, packing=packing)
-        except (NotCuttable, NoPictures) as reason:
+            if beside is None:
+                return dataclasses.replace(probed, packing=_why_not_packed(model, probed.cut, tokens))
+            again = once_a_picture(model, VOCABULARY, probed.cut.stack)
+            return dataclasses.replace(probed, packing=WITH_PICTURES, once_a_picture=again)
+        except NoPictures as reason:
+            return _DoesNotRun(reason)
+        except NotCuttable as reason:
             return str(reason)
         except Exception as error:  # whatever a type's own code raises at this size
             lines = str(error).strip().splitlines() or [""]
             return _DoesNotRun(f"its tiny copy does not run ({type(error).__name__}: {lines[-1][:200]})")
+
+
+@torch.no_grad()
+def _check_adapter(model: PreTrainedModel, tokens: torch.Tensor, beside: Batch | None) -> None:
+    """Adapts the model. Raises NotCuttable where it computes other bits then: all that follows looks at the adapted one
+    alone."""
+    plain = logits_of(model, tokens, beside)
+    if adapt(model) and not torch.equal(logits_of(model, tokens, beside), plain):
+        raise NotCuttable("between its layers more happens than its adapter knows")
 
 
 def _why_not_packed(model: PreTrainedModel, cut: Cut, tokens: torch.Tensor) -> str:
@@ -198,11 +213,14 @@ def _build(model_type: str, task: TaskName, text: str, attention: str | None) ->
     return task_named(task).build(CONFIG_MAPPING[model_type].from_dict(untagged(json.loads(text))), attention)
 
 
-def _random_model(model_type: str, task: TaskName, text: str, attention: str | None) -> PreTrainedModel:
+def _random_model(
+    model_type: str, task: TaskName, text: str, attention: str | None, *, adapted: bool = True
+) -> PreTrainedModel:
     """In training mode, as a run has it; the shrunk configuration has no dropout."""
     model = _build(model_type, task, text, attention)
     model.train()
-    adapt(model)
+    if adapted:
+        adapt(model)
     with torch.no_grad():
         for parameter in model.parameters():  # no bias all zero, no norm weight all one
             parameter.add_(torch.randn_like(parameter) * 0.05)

@@ -1,11 +1,13 @@
-"""The tower runs in every micro-batch: where no row holds a picture, on a blank one whose features count for nothing.
+"""The tower runs in every micro-batch: where no row holds a picture, on a blank one whose features are cut to none.
 
-A data rank without a picture would leave ZeRO's collectives with other sizes than its neighbours have.
+A data rank without a picture would leave ZeRO's collectives with other sizes than its neighbours have. The model's own
+forward runs the tower, so that each weight is gathered and reduced in the order in which the neighbours do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,43 +18,49 @@ from shardwright.hf.skeleton import Batch
 
 
 class BlankPicture:
-    """A hook on the input embedding of `model`, which every forward passes once."""
+    """Of `model`, or of one stage of it."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._inputs: Batch | None = None
-        table: Any = self._model.get_input_embeddings()
-        table.register_forward_hook(self._add)
+    def __init__(self, model: nn.Module) -> None:
+        having: list[Any] = [
+            m for m in model.modules() if _names(getattr(m, "get_image_features", None)) >= {"pixel_values"}
+        ]
+        self._owner = having[-1]  # the outer ones hand on to the inner one
 
     @contextmanager
-    def shown(self, inputs: Batch | None) -> Iterator[None]:
-        """For one forward. inputs: of the blank picture, on the model's device; None where its rows hold pictures."""
-        self._inputs = inputs
+    def shown(self, inputs: Batch | None) -> Iterator[Batch]:
+        """For one forward, which takes what comes back beside its other inputs. inputs: of the blank picture, on the
+        model's device; None where its rows hold pictures."""
+        if inputs is None:
+            yield {}
+            return
+        features, blank = self._owner.get_image_features, inputs
+        taken = {name: value for name, value in blank.items() if name in _names(features)}
+
+        def none_of_it(*_: Any, **given: Any) -> Any:
+            options = {name: value for name, value in given.items() if not isinstance(value, torch.Tensor)}
+            return _cut(features(**{**options, **taken}))
+
+        self._owner.get_image_features = none_of_it
         try:
-            yield
+            # Its grids stay here: a forward looks for a picture in the ids for each.
+            yield {name: value for name, value in blank.items() if value.is_floating_point()}
         finally:
-            self._inputs = None
-
-    def _add(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        if self._inputs is None:
-            return output
-        given, self._inputs = self._inputs, None
-        features = self._model.get_image_features(**given)
-        return output + 0 * _sum(features).to(output)
+            del self._owner.get_image_features
 
 
-OF_THE_TOWER_ALONE = frozenset({"last_hidden_state", "hidden_states", "attentions"})
-"""Fields of what a model says of a picture that its decoder does not take."""
+def _names(function: Callable[..., Any] | None) -> frozenset[str]:
+    return frozenset() if function is None else frozenset(inspect.signature(function).parameters)
 
 
-def _sum(features: Any) -> torch.Tensor:
-    """Of all that goes to the decoder, what is added behind its first layers (deepstack) included: what makes it has
-    gradients on every rank."""
+def _cut(features: Any) -> Any:
+    """The same without a row: they take no token's place, and what makes them has gradients of zero."""
     if isinstance(features, torch.Tensor):
-        return features.sum()
+        return features[:0]
     if isinstance(features, dict):
-        features = [value for name, value in features.items() if name not in OF_THE_TOWER_ALONE]
-    return torch.stack([_sum(f) for f in features]).sum()
+        for name, value in features.items():
+            features[name] = _cut(value)
+        return features
+    return type(features)(_cut(each) for each in features) if isinstance(features, tuple | list) else features
 
 
 def on_device(inputs: Batch | None, device: torch.device, dtype: torch.dtype) -> Batch | None:

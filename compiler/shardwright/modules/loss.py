@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -106,5 +105,7 @@ def micro_batch_loss(
     labels = batch.labels.to(device)
     if isinstance(loss, ChunkedLoss):
         return model(labels=labels, **inputs)  # type: ignore[no-any-return]
-    with nullcontext() if blank is None else blank.shown(on_device(batch.blank, device, dtype)):
+    if blank is None:
         return loss(model(**inputs).logits, labels)
+    with blank.shown(on_device(batch.blank, device, dtype)) as picture:
+        return loss(model(**inputs, **picture).logits, labels)

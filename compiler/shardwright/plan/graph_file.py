@@ -22,7 +22,8 @@ def graph_to_json(graph: ModelGraph) -> str:
     """The same graph is the same text."""
     document = dataclasses.asdict(dataclasses.replace(graph, layers=()))
     if not graph.sees:
-        del document["task"], document["vision"]  # as it was before there was another one
+        for name in ("task", "vision", "once_a_picture"):
+            del document[name]  # as it was before there was another task
     kinds: list[dict[str, Any]] = []
     places: list[tuple[str, int]] = []
     for layer in graph.layers:

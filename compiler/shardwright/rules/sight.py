@@ -21,6 +21,13 @@ def unproved(x: Candidate) -> Diagnostic | None:
         ("model.loss", "the chunked loss", "full", recipe.model.loss == "chunked"),
         ("model.kernels", "compile", "hf", recipe.model.kernels == "compile"),
         ("training.precision", "fp16", "bf16", recipe.training.precision == "fp16"),
+        # Ranks gather a module's weights when it runs: those with more pictures would wait for the others.
+        (
+            "parallelism.zero_stage",
+            f"ZeRO-3, where {next(iter(x.graph.once_a_picture), '')} runs once for each picture,",
+            "2",
+            x.strategy.zero_stage == 3 and bool(x.graph.once_a_picture),
+        ),
     )
     for key, what, instead, is_asked in asked:
         if is_asked:

@@ -44,8 +44,6 @@ class DataTrainer(DeepSpeedTrainer):
         if isinstance(self.loss_fn, ChunkedLoss):
             compute_loss_inside(model, self.loss_fn)
         self._initialize(model, config, self.grid)
-        # Behind ZeRO-3's own hooks: else the embedding would be gathered before the tower in the backward pass of a
-        # rank with a blank picture, and behind it on its neighbours.
         self._blank = BlankPicture(model) if plan.model.sees else None
 
     def _cut_and_fill(self, model: nn.Module, config: dict[str, Any], filler: Filler, experts: ExpertSpreader) -> None:

@@ -43,5 +43,5 @@ class SeenBatches:
         micro_batch = self._current
         assert micro_batch is not None
         beside = on_device(micro_batch.beside, self._device, self._dtype)
-        with self._blank.shown(on_device(micro_batch.blank, self._device, self._dtype)):
-            return skeleton.embed(state.hidden, None, beside)
+        with self._blank.shown(on_device(micro_batch.blank, self._device, self._dtype)) as picture:
+            return skeleton.embed(state.hidden, None, {**(beside or {}), **picture})
