@@ -227,6 +227,12 @@ def baselines(problem: Problem) -> tuple[Estimate, ...]:
     return tuple(estimate for estimate in best if estimate is not None)
 
 
+BEYOND = (
+    "Every layer is recomputed already. What longer rows take elsewhere, feed-forward layers in tiles and the "
+    "inputs of layers kept in host memory (arXiv 2506.13996), this version does not have."
+)
+
+
 def _nothing_fits(closest: Estimate, cluster: Cluster) -> Refusal:
     memory = closest.memory
     fullest = max(memory.stages, key=lambda stage: stage.peak_bytes)
@@ -237,10 +243,14 @@ def _nothing_fits(closest: Estimate, cluster: Cluster) -> Refusal:
         (fullest.workspace_bytes, "workspace (logits, buffers, the libraries' own): GPUs with more memory"),
         key=lambda part: part[0],
     )
+    if fullest.activations_bytes > states and closest.strategy.activation_checkpointing == "full":
+        remedy = f"{remedy} would help. {BEYOND}"
+    else:
+        remedy = f"{remedy} would help."
     return refusal(
         "SW3202",
         f"the model does not fit anywhere on {cluster.world_size} x {cluster.gpu.name}: "
         f"the closest layout needs {memory.peak_bytes / 2**30:.1f} GiB of {memory.capacity_bytes / 2**30:.1f} GiB",
-        f"The closest layout is {closest.strategy.describe()}. Most of it is {remedy} would help.",
+        f"The closest layout is {closest.strategy.describe()}. Most of it is {remedy}",
         key=("cluster", "nodes"),
     )

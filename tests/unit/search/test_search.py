@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwright.cli.main import main
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.ir.json_value import JsonValue
@@ -208,3 +209,13 @@ def test_a_large_search_takes_seconds() -> None:
     assert result.ranked
     assert sum(region.count for region in result.rejected) > 1000
     assert result.seconds < 10
+
+
+def test_rows_of_a_million_tokens_plan_and_what_is_beyond_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """With context ranks, recomputation and a chunked loss; tiles and inputs in host memory are not there."""
+    asked = ["plan", "meta-llama/Llama-3.1-8B", "--gpu", "h100-sxm-80gb", "--global-batch-size", "8", "--top", "1"]
+    assert main([*asked, "--nodes", "4", "--sequence-length", str(2**20)]) == 0
+    assert " x 8 " in capsys.readouterr().out
+    assert main([*asked, "--nodes", "1", "--sequence-length", str(2**23)]) == 1
+    refused = capsys.readouterr().err
+    assert "error[SW3202]" in refused and "feed-forward layers in tiles" in refused and "does not have" in refused
