@@ -30,6 +30,8 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "tensor_sharded": ("zoo-tensor", "tensor=2 zero_stage=1"),
     "tensor_fallback": ("zoo-tensor-fallback", "tensor=2 zero_stage=1"),
     "pipeline_tensor": ("zoo-pipeline-tensor", "pipeline=2 tensor=2 zero_stage=1"),
+    "expert": ("zoo-expert", "data=2 expert=2 zero_stage=1"),
+    "context": ("zoo-context", "context=2 zero_stage=1"),
 }
 FIGURES = ("loss", "norm", "weights", "sharded")
 LEAST_SHARDED = 0.95

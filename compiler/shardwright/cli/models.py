@@ -25,6 +25,8 @@ _TITLES: dict[str, str] = {
     "tensor_sharded": "tensor parallel, sharded",
     "tensor_fallback": "tensor parallel, gathered outputs",
     "pipeline_tensor": "pipeline x tensor parallel",
+    "expert": "expert ranks over data ranks",
+    "context": "context ranks",
 }
 
 
@@ -113,8 +115,20 @@ def details(model_type: str, table: Support) -> str:
             )
         if cell.sharded and cell.verdict == "proved":
             lines.append(f"    {cell.sharded:.0%} of its layers' matrices is cut")
-    lines += ["", "in a recipe", *(f"    {line}" for line in recipe_keys(cells))]
+    lines += ["", "in a recipe", *(f"    {line}" for line in [*recipe_keys(cells), _engines(model_type)])]
     return "\n".join(lines) + "\n"
+
+
+def _engines(model_type: str) -> str:
+    """Other engines than the default one that have modules of their own for types."""
+    from shardwright.engines.table import ENGINES
+
+    others = [e for e in ENGINES.values() if e.types is not None]
+    taken = [e.name for e in others if e.types is not None and model_type in e.types]
+    words = " or ".join(taken)
+    if not taken:
+        return f"target: not {' or '.join(e.name for e in others)}"
+    return f"target: {words} too; each compile proves the configuration at hand"
 
 
 def recipe_keys(cells: dict[str, Cell]) -> list[str]:
@@ -134,6 +148,9 @@ def recipe_keys(cells: dict[str, Cell]) -> list[str]:
         lines.append("tensor: 1")
     if {"pipeline", "tensor_sharded"} <= proved and "pipeline_tensor" not in proved:
         lines.append("pipeline and tensor together: not proved")
+    lines.append("expert: a degree that divides data x context and the experts" if "expert" in proved else "expert: 1")
+    divides = "context: a degree that divides the sequence and a tensor rank's heads"
+    lines.append(divides if "context" in proved else "context: 1")
     return lines
 
 

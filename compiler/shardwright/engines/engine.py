@@ -76,6 +76,7 @@ class Engine:
     axes: keys of a layout, beyond those of every engine, that it has.
     compiles_layers: whether it runs `model.kernels: compile`.
     sees: whether it trains models on rows with pictures.
+    types: those of models that it has modules of its own for; None where Hugging Face's own run.
     pads_vocabulary: to a multiple of the tensor ranks; the last ones have fewer tokens.
     automatic: `target: auto` may take it. lacks: what it does not train of a model, as far as its graph says; "" where
         it may train it.
@@ -98,6 +99,7 @@ class Engine:
     axes: frozenset[str] = frozenset()
     compiles_layers: bool = False
     sees: bool = False
+    types: frozenset[str] | None = None
     pads_vocabulary: bool = False
     automatic: bool = True
     lacks: Callable[[ModelGraph], str] = lambda graph: ""

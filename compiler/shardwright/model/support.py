@@ -13,7 +13,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import resources
 
-COLUMNS: tuple[str, ...] = ("zero", "pipeline", "tensor_sharded", "tensor_fallback", "pipeline_tensor")
+COLUMNS: tuple[str, ...] = (
+    *("zero", "pipeline", "tensor_sharded", "tensor_fallback", "pipeline_tensor"),
+    *("expert", "context"),
+)
 VERDICTS: tuple[str, ...] = ("proved", "refused", "untested")
 
 # Some popular families are written in another way than transformers names them.

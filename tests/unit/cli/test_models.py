@@ -8,7 +8,7 @@ import pytest
 
 from shardwright.cli import main as cli
 from shardwright.cli import models
-from shardwright.model.support import Cell, support, support_text
+from shardwright.model.support import COLUMNS, Cell, support, support_text
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -24,8 +24,8 @@ def test_a_row_a_type_and_the_counts(capsys: pytest.CaptureFixture[str]) -> None
     rows = table.splitlines()
     assert [row.split()[0] for row in rows] == ["type", *support().types]
     assert all(row == row.rstrip() for row in rows)
-    totals = [sum(int(row.split()[1 + column]) for row in counts.splitlines()) for column in range(5)]
-    assert totals == [len(support().types)] * 5
+    totals = [sum(int(row.split()[1 + column]) for row in counts.splitlines()) for column in range(len(COLUMNS))]
+    assert totals == [len(support().types)] * len(COLUMNS)
     assert f"{len(support().types)} causal-LM types of transformers {support().transformers}" in note
 
 
@@ -49,6 +49,12 @@ def test_one_type(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0 and "worst differences: loss " in out and "tensor: a degree that divides" in out
     by_model = run(capsys, "meta-llama/Llama-3.1-8B")
     assert by_model == (0, out, "")
+    assert "expert: 1" in out and "context: a degree" in out and "target: megatron too" in out
+    mixture = run(capsys, "mixtral")[1]
+    assert "expert ranks over data ranks (data=2 expert=2 zero_stage=1): proved" in mixture
+    assert "expert: a degree that divides data x context" in mixture
+    assert "context ranks (context=2 zero_stage=1): refused SW3143" in (found := run(capsys, "bloom")[1])
+    assert "context: 1" in found and "target: not megatron" in found
 
 
 def cell(verdict: str) -> Cell:

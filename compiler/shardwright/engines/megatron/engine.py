@@ -46,6 +46,7 @@ MEGATRON = Engine(
     lifts=OWN_MODULES,
     check_extra=check_keys,
     axes=frozenset({"context", "expert", "expert_tensor", "virtual_stages", "sequence_parallel"}),
+    types=frozenset(FAMILIES),
     pads_vocabulary=True,
     lacks=_lacks,
 )
