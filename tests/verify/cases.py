@@ -174,8 +174,8 @@ batches.HeldOut.__iter__ = every_row_counts
 import dataclasses, torch
 from shardwright.modules import batches
 plain = batches._micro_batch
-def joined(block, packed):
-    m = plain(block, packed)
+def joined(block, *how):
+    m = plain(block, *how)
     return dataclasses.replace(m, position_ids=torch.arange(m.input_ids.shape[1]).expand_as(m.input_ids).contiguous())
 batches._micro_batch = joined
 """,

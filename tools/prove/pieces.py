@@ -211,7 +211,12 @@ PIECES: dict[str, Piece] = {
 }
 
 # Written by commands of their own, not by pytest.
-BENCHES: dict[str, tuple[str, ...]] = {"cost": COST, "schedule": ("schedule", "partition")}
+BENCHES: dict[str, tuple[str, ...]] = {
+    "cost": COST,
+    "gloo": ("cost/collectives.py",),
+    "schedule": ("schedule", "partition"),
+}
+_MODULES = {"cost": "tools/fit_cost/bench.py", "gloo": "tools/bench_gloo.py", "schedule": "tools/bench_schedule.py"}
 
 
 def speaks_of(area: str) -> tuple[str, ...]:
@@ -227,4 +232,4 @@ def tests_of(area: str) -> tuple[str, ...]:
     for piece in PIECES.values():
         if area in piece.areas:
             return piece.tests
-    return {"cost": ("tools/fit_cost/bench.py",), "schedule": ("tools/bench_schedule.py",)}[area]
+    return (_MODULES[area],)
