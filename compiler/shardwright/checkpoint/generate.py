@@ -3,9 +3,11 @@ process, no deepspeed."""
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,17 @@ from shardwright.checkpoint.saved_model import (
     tokenizer_files,
     whole_parameter,
 )
+from shardwright.data.pictures import MOST_PIXELS, Damaged, decode, locate_picture
+from shardwright.data.sources import every_part
+from shardwright.data.templates import Overrun, Renderer
+from shardwright.data.tokenizers import special_tokens
+from shardwright.data.turns import Message, TemplateError
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.hf.byte_tokenizer import byte_tokenizer
 from shardwright.hf.own_code import needs_own_code, own_code_in, register
+from shardwright.hf.processor import load_processor
 from shardwright.hf.task import CAUSAL_LM, task_of_type
+from shardwright.ir.json_value import JsonValue
 from shardwright.modules.materialize import Filler, empty_model
 from shardwright.modules.model_config import load_config
 from shardwright.modules.precision import DTYPES
@@ -36,12 +45,26 @@ from shardwright.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """temperature: 0 is greedy, the most probable token each time."""
+    """temperature: 0 is greedy, the most probable token each time. images: files; the prompt is then a user's message
+    about them, in the model's chat template."""
 
     prompt: str
     tokens: int
     temperature: float
     seed: int
+    images: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """processor: of a model that sees, else None. template: its chat template, "" where it has none. most_pixels: of a
+    picture, None where nothing says."""
+
+    model: Any
+    tokenizer: Any
+    processor: Any = None
+    template: str = ""
+    most_pixels: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +79,30 @@ class Generated:
 
 
 def generate(folder: Path, wish: Wish, trust_code: str | None = None) -> Generated:
-    """folder: a step folder, or one that from_pretrained loads. Raises Refusal: SW2014, SW6201, SW6402."""
+    """folder: a step folder, or one that from_pretrained loads. Raises Refusal: SW2014, SW6132, SW6201, SW6402."""
+    return answer(open_model(folder, trust_code), wish, folder)
+
+
+def open_model(folder: Path, trust_code: str | None = None) -> Loaded:
+    """For any number of wishes. Raises Refusal as generate does."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     load = _of_checkpoint if (folder / MANIFEST).is_file() else _of_folder
+    with _explained(folder, device):
+        return load(folder, device, trust_code)
+
+
+def answer(loaded: Loaded, wish: Wish, folder: Path) -> Generated:
+    """folder: for what is said of a failure. Raises Refusal as generate does."""
+    with _explained(folder, loaded.model.device):
+        return _continue(loaded, wish, folder)
+
+
+@contextmanager
+def _explained(folder: Path, device: torch.device) -> Iterator[None]:
     try:
-        model, tokenizer = load(folder, device, trust_code)
-        return _continue(model, tokenizer, wish, folder)
+        yield
     except Refusal:
         raise
     except torch.OutOfMemoryError:
@@ -74,8 +113,18 @@ def generate(folder: Path, wish: Wish, trust_code: str | None = None) -> Generat
         raise _unusable(folder, f"{type(error).__name__}: {lines[0][:300]}") from None
 
 
-def _continue(model: Any, tokenizer: Any, wish: Wish, folder: Path) -> Generated:
-    ids = tokenizer(wish.prompt, return_tensors="pt")["input_ids"].to(model.device)
+def _continue(loaded: Loaded, wish: Wish, folder: Path) -> Generated:
+    model, tokenizer = loaded.model, loaded.tokenizer
+    inputs = (
+        asked_about(loaded, wish.prompt, wish.images, folder)
+        if wish.images
+        else tokenizer(wish.prompt, return_tensors="pt")
+    )
+    ids = inputs["input_ids"].to(model.device)
+    beside = {
+        n: v.to(model.device) for n, v in inputs.items() if wish.images and n not in ("input_ids", "attention_mask")
+    }
+    beside = {n: v.to(model.dtype) if v.is_floating_point() else v for n, v in beside.items()}
     length = int(ids.shape[1])
     positions = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31)
     room = positions - length
@@ -93,7 +142,7 @@ def _continue(model: Any, tokenizer: Any, wish: Wish, folder: Path) -> Generated
     )
     torch.manual_seed(wish.seed)
     with torch.inference_mode():
-        made = model.generate(ids, attention_mask=torch.ones_like(ids))[0, length:]
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), **beside)[0, length:]
     ends = _ends(model.generation_config.eos_token_id)
     return Generated(
         text=tokenizer.decode(made, skip_special_tokens=True),
@@ -118,7 +167,30 @@ def _ends(ids: int | list[int] | None) -> set[int]:
     return set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
 
 
-def _of_checkpoint(checkpoint: Path, device: torch.device, trust_code: str | None) -> tuple[Any, Any]:
+def asked_about(loaded: Loaded, prompt: str, images: tuple[Path, ...], folder: Path) -> dict[str, torch.Tensor]:
+    """What the forward takes of a user's message with these pictures. Raises Refusal: SW6132, SW6402."""
+    processor = loaded.processor
+    if processor is None:
+        raise _unusable(folder, "its model takes no pictures", "Leave --image out.")
+    try:
+        found = [locate_picture(str(image.absolute()), Path("/")) for image in images]
+    except Damaged as why:
+        raise _unusable(folder, str(why), "Give a picture that Pillow opens.") from None
+    pictures = [decode(picture, loaded.most_pixels or MOST_PIXELS) for picture in found]
+    content: list[JsonValue] = [*[{"type": "image"}] * len(images), {"type": "text", "text": prompt}]
+    text = processor.image_token * len(images) + prompt
+    if loaded.template:
+        message: Message = {"role": "user", "content": content}
+        try:
+            text = Renderer().prompt(loaded.template, [message], special_tokens(loaded.tokenizer))
+        except (TemplateError, Overrun) as error:
+            raise _unusable(folder, f"its chat template refuses the question: {error}") from None
+    made = processor(text=[text], images=[pictures], return_tensors="pt")
+    takes = inspect.signature(type(loaded.model).forward).parameters
+    return {n: v for n, v in made.items() if isinstance(v, torch.Tensor) and n in takes}
+
+
+def _of_checkpoint(checkpoint: Path, device: torch.device, trust_code: str | None) -> Loaded:
     """Read straight into the model, adapters merged: the layout that trained it does not matter."""
     plan = open_checkpoint(checkpoint, trust_code)
     tokenizer = _tokenizer_of(plan, checkpoint)
@@ -132,7 +204,13 @@ def _of_checkpoint(checkpoint: Path, device: torch.device, trust_code: str | Non
     if (checkpoint / "model" / GENERATION).is_file():
         model.generation_config = GenerationConfig.from_pretrained(checkpoint / "model", local_files_only=True)
     dtype = torch.float32 if device.type == "cpu" else DTYPES[plan.training.precision]
-    return model.to(device, dtype).eval(), tokenizer
+    loaded = Loaded(model=model.to(device, dtype).eval(), tokenizer=tokenizer)
+    part = next((part for part in every_part(plan) if part.images is not None), None)
+    if not plan.model.sees or part is None or part.images is None:
+        return loaded
+    processor = load_processor(checkpoint / str(part.tokenizer))
+    template = part.template or getattr(processor, "chat_template", None) or tokenizer.chat_template or ""
+    return replace(loaded, processor=processor, template=template, most_pixels=part.images.max_pixels)
 
 
 class _Stored:
@@ -159,7 +237,7 @@ def _tokenizer_of(plan: Plan, checkpoint: Path) -> Any:
     return AutoTokenizer.from_pretrained(max(folders), local_files_only=True, trust_remote_code=False)
 
 
-def _of_folder(folder: Path, device: torch.device, trust_code: str | None) -> tuple[Any, Any]:
+def _of_folder(folder: Path, device: torch.device, trust_code: str | None) -> Loaded:
     try:
         document = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except OSError:
@@ -180,7 +258,12 @@ def _of_folder(folder: Path, device: torch.device, trust_code: str | None) -> tu
         local_files_only=True,
         trust_remote_code=False,
     )
-    return model.to(device).eval(), tokenizer
+    loaded = Loaded(model=model.to(device).eval(), tokenizer=tokenizer)
+    if not (folder / "processor_config.json").is_file() and not (folder / "preprocessor_config.json").is_file():
+        return loaded
+    processor = load_processor(folder)
+    template = getattr(processor, "chat_template", None) or tokenizer.chat_template or ""
+    return replace(loaded, processor=processor, template=template)
 
 
 def _rather(folder: Path, *, alone: bool) -> str:

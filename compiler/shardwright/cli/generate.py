@@ -20,6 +20,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prompt", metavar="TEXT", required=True, help="the text to continue; - reads standard input")
     parser.add_argument(
+        "--image",
+        metavar="FILE",
+        type=Path,
+        action="append",
+        default=[],
+        help="a picture for a model that sees; the prompt is then asked about it as a user's message. May be repeated",
+    )
+    parser.add_argument(
         "--tokens", type=_count, default=64, metavar="N", help="the most tokens to generate (default 64)"
     )
     parser.add_argument(
@@ -40,12 +48,15 @@ def run(args: argparse.Namespace) -> int:
         return 1
     from shardwright.checkpoint.generate import Wish, generate
 
-    wish = Wish(prompt=prompt, tokens=args.tokens, temperature=args.temperature, seed=args.seed)
+    wish = Wish(
+        prompt=prompt, tokens=args.tokens, temperature=args.temperature, seed=args.seed, images=tuple(args.image)
+    )
     made = generate(args.folder, wish, args.trust_code)
     if args.json:
         print(strict_json({"prompt": prompt, **dataclasses.asdict(made)}))
     else:
-        print(_shown(prompt + made.text))
+        # What a model says of a picture is an answer, not the rest of the prompt.
+        print(_shown(made.text if args.image else prompt + made.text))
     return 0
 
 

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, cast
 
 from shardwright.data.pictures import Picture, decode
-from shardwright.diagnostics import Refusal
+from shardwright.diagnostics import Refusal, refusal
 
 MOST_PROCESSES = 8
 
@@ -46,7 +46,7 @@ class Decoders:
         self._own = threading.local()
 
     def decode(self, pictures: Sequence[Picture], most_pixels: int) -> list[Any]:
-        """RGB pictures of Pillow's, in order. Errors: SW6132."""
+        """RGB pictures of Pillow's, in order. Errors: SW6132, SW6137."""
         return list(self._threads.map(lambda picture: self._one(picture, most_pixels), pictures))
 
     def _one(self, picture: Picture, most_pixels: int) -> Any:
@@ -54,12 +54,22 @@ class Decoders:
 
         process: subprocess.Popen[bytes] | None = getattr(self._own, "process", None)
         if process is None:
-            command = [sys.executable, "-m", "shardwright.data.decoder"]
+            command = [sys.executable, "-P", "-m", "shardwright.data.decoder"]
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             self._own.process = process
-        pickle.dump((picture, most_pixels), cast(BinaryIO, process.stdin))
-        cast(BinaryIO, process.stdin).flush()
-        answer = pickle.load(cast(BinaryIO, process.stdout))
+        try:
+            pickle.dump((picture, most_pixels), cast(BinaryIO, process.stdin))
+            cast(BinaryIO, process.stdin).flush()
+            answer = pickle.load(cast(BinaryIO, process.stdout))
+        except (OSError, EOFError, pickle.UnpicklingError):
+            del self._own.process
+            raise refusal(
+                "SW6137",
+                f"a process that decodes pictures ended (exit code {process.wait()}) at "
+                f"{'one in the data' if picture.path is None else repr(picture.path)}",
+                "The host may have run out of memory: lower data.images.max_pixels, or micro_batch_size. The run goes "
+                "on from its last checkpoint.",
+            ) from None
         if len(answer) == 2 and isinstance(answer[1], bytes):
             return Image.frombytes("RGB", *answer)
         raise Refusal(*answer)

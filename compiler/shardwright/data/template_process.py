@@ -59,8 +59,11 @@ def _rendered(
     messages: list[Message],
     tools: Any,
     special: dict[str, str],
-    turns: bool,
+    turns: bool = False,
+    asks: bool = False,
 ) -> tuple[str, list[Span]]:
+    """turns: with the places where the assistant speaks. asks: up to where it is to speak."""
+
     def run(given: list[Message], *, prompt: bool, marks: bool = False) -> tuple[str, list[Span]]:
         try:
             texts, places = jinja(
@@ -78,7 +81,7 @@ def _rendered(
         return str(texts[0]), places[0] if marks else []
 
     if not turns:
-        return run(messages, prompt=False)
+        return run(messages, prompt=asks)
     if MARKED.search(template):
         return run(messages, prompt=False, marks=True)
     return find_turns(lambda given, *, prompt: run(given, prompt=prompt)[0], messages)

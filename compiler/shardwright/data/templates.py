@@ -43,6 +43,15 @@ class Renderer:
             raise HiddenTurn(int(answer["hidden"]))
         return str(answer["text"]), [(int(first), int(last)) for first, last in answer["spans"]]
 
+    def prompt(self, template: str, messages: list[Message], special: dict[str, str]) -> str:
+        """The text up to where the assistant is to speak. Raises TemplateError, Overrun."""
+        answer = self._ask(
+            {"template": template, "messages": messages, "tools": None, "special": special, "asks": True}
+        )
+        if "error" in answer:
+            raise TemplateError(answer["error"])
+        return str(answer["text"])
+
     def close(self) -> None:
         if self._process is not None:
             self._process.kill()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -79,7 +79,12 @@ class HubTokenizer:
 
     def special(self) -> dict[str, str]:
         """What a chat template may name: bos_token and the like."""
-        return {name: str(token) for name, token in self._hf.special_tokens_map.items() if isinstance(token, str)}
+        return special_tokens(self._hf)
+
+
+def special_tokens(tokenizer: Any) -> dict[str, str]:
+    """tokenizer: transformers' own."""
+    return {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
 
 
 Tokenizer = ByteTokenizer | HubTokenizer

@@ -109,6 +109,13 @@ def test_pictures_are_decoded_in_other_processes(tmp_path: Path) -> None:
         decoders.decode(pictures, 600)
 
 
+def test_a_decoding_process_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "it.png").write_bytes(encoded(PLAIN))
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(Refusal, match="SW6137"):
+        Decoders(1).decode([locate_picture("it.png", tmp_path)], 600)
+
+
 @pytest.mark.parametrize("mode", ["CMYK", "L", "RGBA", "P", "1", "I;16"])
 def test_other_colours_become_rgb(mode: str, tmp_path: Path) -> None:
     kind = "TIFF" if mode == "CMYK" else "PNG"
