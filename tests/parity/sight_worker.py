@@ -23,7 +23,7 @@ from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
 from tests.figures import training_apart
 from tests.parity.cases_worker import main
-from tests.parity.sight import SightCase, recipe, reference, write_pictures
+from tests.parity.sight import ROWS, SightCase, recipe, reference, write_pictures
 
 
 def measure(case: SightCase, folder: Path) -> dict[str, float]:
@@ -45,7 +45,9 @@ def measure(case: SightCase, folder: Path) -> dict[str, float]:
         prepare(made.plan, folder, limit_bytes=None)
     dist.barrier()
     plan, trainer = made.plan, build_trainer(made.plan, folder)
-    batches = Batches(plan, open_dataset(plan, folder), sight_of(plan, folder))
+    data = open_dataset(plan, folder)
+    assert len(data.train) == ROWS, f"{ROWS - len(data.train)} rows are left out"
+    batches = Batches(plan, data, sight_of(plan, folder))
     results = []
     for step in range(1, case.steps + 1):
         rate = learning_rate(plan.optimizer, plan.scheduler, case.steps, step)

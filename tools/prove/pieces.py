@@ -107,7 +107,12 @@ PIECES: dict[str, Piece] = {
     ),
     "bytes": Piece(tests=("tests/parity/test_bytes.py",), speaks_of=(*ENGINE, *COST), areas=("bytes",)),
     "packing-parity": Piece(tests=("tests/parity/test_packing.py",), speaks_of=(*ENGINE, *DATA)),
-    "sight-parity": Piece(tests=("tests/parity/test_sight.py",), speaks_of=(*ENGINE, *DATA)),
+    "sight-parity": Piece(tests=("tests/parity/test_sight.py",), speaks_of=(*ENGINE, *DATA), areas=("sight-parity",)),
+    "tiny-vision": Piece(
+        tests=("tests/launch/test_tiny_vision.py",),
+        speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
+        areas=("tiny-vision",),
+    ),
     "resume": Piece(
         tests=("tests/parity/test_prove.py::test_resume",),
         speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),

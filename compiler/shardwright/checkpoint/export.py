@@ -28,6 +28,7 @@ from shardwright.checkpoint.saved_model import (
     whole_parameter,
 )
 from shardwright.checkpoint.write import save_readable
+from shardwright.data.sources import every_part
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.hf.byte_tokenizer import write_byte_tokenizer
 from shardwright.hf.task import Task, task_named
@@ -43,9 +44,9 @@ SHARD_BYTES = 5 * 10**9
 def export_checkpoint(
     checkpoint: Path, output: Path, precision: str | None = None, *, merge: bool = False, trust_code: str | None = None
 ) -> bool:
-    """Writes model weights, configs and tokenizer; of a LoRA run peft's adapter folder, with `merge` the whole model.
-    precision: of the weights, the training's where None. trust_code: the fingerprint of the checkpoint's own code.
-    Returns whether adapters alone were written.
+    """Writes model weights, configs, tokenizer and chat template; of a LoRA run peft's adapter folder, with `merge` the
+    whole model. precision: of the weights, the training's where None. trust_code: the fingerprint of the checkpoint's
+    own code. Returns whether adapters alone were written.
 
     Raises Refusal: SW2014, SW6201, SW6251, SW6253, SW6401; leaves no half-written folder.
     """
@@ -82,6 +83,9 @@ def export_checkpoint(
             shutil.copyfile(path, temporary / path.name)
         if is_byte_level(plan):
             write_byte_tokenizer(temporary)
+        template = next((part.template for part in every_part(plan) if part.template), None)
+        if template is not None:  # what the rows were written by, whatever the tokenizer's own is
+            (temporary / "chat_template.jinja").write_text(template, encoding="utf-8")
         if output.exists():
             output.rmdir()
         os.chmod(temporary, 0o777 & ~umask())

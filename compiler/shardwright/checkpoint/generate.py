@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 from transformers.utils import logging
@@ -25,7 +26,8 @@ from shardwright.checkpoint.saved_model import (
     tokenizer_files,
     whole_parameter,
 )
-from shardwright.data.pictures import MOST_PIXELS, Damaged, decode, locate_picture
+from shardwright.data.pictures import MOST_PIXELS, Damaged, locate_picture
+from shardwright.data.sight import Sight
 from shardwright.data.sources import every_part
 from shardwright.data.templates import Overrun, Renderer
 from shardwright.data.tokenizers import special_tokens
@@ -33,14 +35,16 @@ from shardwright.data.turns import Message, TemplateError
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.hf.byte_tokenizer import byte_tokenizer
 from shardwright.hf.own_code import needs_own_code, own_code_in, register
-from shardwright.hf.processor import load_processor
 from shardwright.hf.task import CAUSAL_LM, task_of_type
 from shardwright.ir.json_value import JsonValue
+from shardwright.ir.recipe import ImagesSection
 from shardwright.modules.materialize import Filler, empty_model
 from shardwright.modules.model_config import load_config
 from shardwright.modules.precision import DTYPES
 from shardwright.modules.weight_files import Range
 from shardwright.plan.plan import Plan
+
+_RENDERER = Renderer()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +61,12 @@ class Wish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """processor: of a model that sees, else None. template: its chat template, "" where it has none. most_pixels: of a
-    picture, None where nothing says."""
+    """sight: of a model that sees, else None. template: its chat template, "" where it has none."""
 
     model: Any
     tokenizer: Any
-    processor: Any = None
+    sight: Sight | None = None
     template: str = ""
-    most_pixels: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,26 +170,31 @@ def _ends(ids: int | list[int] | None) -> set[int]:
 
 
 def asked_about(loaded: Loaded, prompt: str, images: tuple[Path, ...], folder: Path) -> dict[str, torch.Tensor]:
-    """What the forward takes of a user's message with these pictures. Raises Refusal: SW6132, SW6402."""
-    processor = loaded.processor
-    if processor is None:
+    """What the forward takes of a user's message with these pictures, as a row of the training has it. Raises Refusal:
+    SW6132, SW6402."""
+    sight = loaded.sight
+    if sight is None:
         raise _unusable(folder, "its model takes no pictures", "Leave --image out.")
     try:
         found = [locate_picture(str(image.absolute()), Path("/")) for image in images]
     except Damaged as why:
         raise _unusable(folder, str(why), "Give a picture that Pillow opens.") from None
-    pictures = [decode(picture, loaded.most_pixels or MOST_PIXELS) for picture in found]
     content: list[JsonValue] = [*[{"type": "image"}] * len(images), {"type": "text", "text": prompt}]
-    text = processor.image_token * len(images) + prompt
+    text = sight.token * len(images) + prompt
     if loaded.template:
         message: Message = {"role": "user", "content": content}
         try:
-            text = Renderer().prompt(loaded.template, [message], special_tokens(loaded.tokenizer))
+            text = _RENDERER.prompt(loaded.template, [message], special_tokens(loaded.tokenizer))
         except (TemplateError, Overrun) as error:
             raise _unusable(folder, f"its chat template refuses the question: {error}") from None
-    made = processor(text=[text], images=[pictures], return_tensors="pt")
-    takes = inspect.signature(type(loaded.model).forward).parameters
-    return {n: v for n, v in made.items() if isinstance(v, torch.Tensor) and n in takes}
+    written = sight.expand(text, [], found)
+    if written is None:
+        cause = f"its chat template does not write {sight.token!r} once for each picture, or the prompt holds it"
+        raise _unusable(folder, cause, "Ask without it, or give the folder a chat template that takes pictures.")
+    # A template writes the special tokens itself.
+    ids = loaded.tokenizer(written[0], add_special_tokens=not loaded.template, return_tensors="pt")["input_ids"]
+    tokens = ids.numpy()
+    return {"input_ids": ids, **sight.inputs(tokens, np.zeros(tokens.shape, dtype=np.bool_), [found])}
 
 
 def _of_checkpoint(checkpoint: Path, device: torch.device, trust_code: str | None) -> Loaded:
@@ -208,9 +215,7 @@ def _of_checkpoint(checkpoint: Path, device: torch.device, trust_code: str | Non
     part = next((part for part in every_part(plan) if part.images is not None), None)
     if not plan.model.sees or part is None or part.images is None:
         return loaded
-    processor = load_processor(checkpoint / str(part.tokenizer))
-    template = part.template or getattr(processor, "chat_template", None) or tokenizer.chat_template or ""
-    return replace(loaded, processor=processor, template=template, most_pixels=part.images.max_pixels)
+    return _seeing(loaded, checkpoint / str(part.tokenizer), part.images, part.template)
 
 
 class _Stored:
@@ -261,9 +266,14 @@ def _of_folder(folder: Path, device: torch.device, trust_code: str | None) -> Lo
     loaded = Loaded(model=model.to(device).eval(), tokenizer=tokenizer)
     if not (folder / "processor_config.json").is_file() and not (folder / "preprocessor_config.json").is_file():
         return loaded
-    processor = load_processor(folder)
-    template = getattr(processor, "chat_template", None) or tokenizer.chat_template or ""
-    return replace(loaded, processor=processor, template=template)
+    return _seeing(loaded, folder, ImagesSection(per_row=1, max_pixels=MOST_PIXELS), None)
+
+
+def _seeing(loaded: Loaded, processor: Path, images: ImagesSection, template: str | None) -> Loaded:
+    takes = frozenset(inspect.signature(type(loaded.model).forward).parameters)
+    sight = Sight(processor, images, takes)
+    template = template or sight.template or loaded.tokenizer.chat_template or ""
+    return replace(loaded, sight=sight, template=template)
 
 
 def _rather(folder: Path, *, alone: bool) -> str:

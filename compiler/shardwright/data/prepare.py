@@ -24,13 +24,14 @@ from shardwright.data.pictures import PictureWriter
 from shardwright.data.progress import ReadingProgress
 from shardwright.data.records import records, text_pieces, texts
 from shardwright.data.seen import SeenReader
+from shardwright.data.shapes import draw_shapes
 from shardwright.data.sight import Sight
-from shardwright.data.sources import DataSource, locate, prepared_parts
+from shardwright.data.sources import DataSource, locate, prepared_parts, shapes_folder
 from shardwright.data.store import TokenManifest, Writer, open_documents, read_manifest
 from shardwright.data.tokenizers import Tokenizer, load_tokenizer
 from shardwright.data.whole import store_table
 from shardwright.diagnostics import refusal
-from shardwright.ir.recipe import DataSection
+from shardwright.ir.recipe import DRAWN, DataSection
 from shardwright.plan.plan import Plan
 
 LARGEST_UNPREPARED_BYTES = 64 * 2**20
@@ -52,6 +53,9 @@ def prepare(plan: Plan, folder: Path, *, limit_bytes: int | None) -> None:
     Several processes may call it at once, on several hosts: one works, the others wait for it.
     """
     at = data_folder(folder)
+    if any(part.path == DRAWN for part in prepared_parts(plan)):
+        with writing(at):
+            draw_shapes(shapes_folder(folder))
     sources = [locate(part, folder) for part in prepared_parts(plan)]
     missing = [s for s in sources if s.files and _found(at, s) is None]
     gone = [s for s in sources if not s.files and _remembered(at, s.settings) is None]

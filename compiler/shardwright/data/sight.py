@@ -29,6 +29,7 @@ BLANK_SIDE = 32
 
 class Sight:
     """The processor in `folder`. takes: names that the model's forward has; None where only texts are asked for.
+    token: the text that stands for a picture. template: the processor's own chat template.
 
     integers_alone: the pictures' values do not matter, and nothing is decoded: a later stage asks for sizes and places.
     decoders: where pictures are decoded; None is here.
@@ -58,6 +59,7 @@ class Sight:
         self.images, self._takes = images, takes
         self.integers_alone, self.decoders = integers_alone, decoders
         self.token: str = self._processor.image_token
+        self.template: str | None = getattr(self._processor, "chat_template", None)
         self._stands = functools.lru_cache(maxsize=4096)(self._text_of_size)
 
     def expand(self, text: str, spans: list[Span], pictures: Sequence[Picture]) -> tuple[str, list[Span]] | None:
@@ -93,10 +95,9 @@ class Sight:
         places = torch.from_numpy(np.isin(tokens, self._processor.image_token_ids).astype(np.int64))
         for name in ("mm_token_type_ids", "token_type_ids"):
             if self._takes is not None and name in self._takes:
-                # Of a type whose processor marks no pictures: its prefix is 0, and what it learns to write 1.
+                # Of a type whose processor marks no pictures: its prefix is 0, which sees all of itself.
                 marks = name == "mm_token_type_ids" or getattr(self._processor, "return_mm_token_type_ids", False)
-                written = np.zeros(tokens.shape, dtype=np.bool_) if trained is None else trained
-                found[name] = places if marks else torch.from_numpy(written.astype(np.int64))
+                found[name] = places if marks else torch.from_numpy(_suffix(tokens, trained))
         return found
 
     def _decoded(self, pictures: list[Picture]) -> list[Any]:
@@ -133,6 +134,14 @@ class Sight:
         options = self._processor._merge_kwargs(tokenizer_init_kwargs=kept, return_tensors="pt")["images_kwargs"]
         found: tuple[Any, list[str]] = self._processor._process_images(images, **options)
         return found
+
+
+def _suffix(tokens: npt.NDArray[np.int64], trained: npt.NDArray[np.bool_] | None) -> npt.NDArray[np.int64]:
+    """(B, S): 1 from the first token that is learned on. What stands behind an answer has seen it: were it part of the
+    prefix, the question would see the answer through it."""
+    if trained is None:
+        return np.ones(tokens.shape, dtype=np.int64)
+    return np.maximum.accumulate(trained.astype(np.int64), axis=1)
 
 
 def _moved(place: int, moves: list[tuple[int, int]]) -> int:

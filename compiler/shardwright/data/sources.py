@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shardwright.diagnostics import refusal
-from shardwright.ir.recipe import DOCUMENT_KINDS, TOKENIZED_KINDS, DataSection
+from shardwright.ir.recipe import DOCUMENT_KINDS, DRAWN, STDLIB, TOKENIZED_KINDS, DataSection
 from shardwright.plan.plan import Plan
 
 FORMAT = 1
@@ -58,7 +58,7 @@ def packs(plan: Plan) -> bool:
 
 def locate(part: DataSection, folder: Path, *, look: bool = True) -> DataSource:
     """folder: the compiled one, which holds the tokenizer. look: for the files, too."""
-    files = tuple(files_behind(str(part.path))) if look else ()
+    files = tuple(files_behind(str(part.path), folder)) if look else ()
     settings = _digest(
         [
             FORMAT,
@@ -90,9 +90,17 @@ def locate(part: DataSection, folder: Path, *, look: bool = True) -> DataSource:
     )
 
 
-def files_behind(path: str) -> list[str]:
-    """The files that data.path names, in a fixed order."""
-    if path == "python-stdlib":
+def shapes_folder(folder: Path) -> Path:
+    """Where `path: drawn-shapes` is drawn, in the compiled folder."""
+    return folder / "run" / "data" / "shapes"
+
+
+def files_behind(path: str, folder: Path) -> list[str]:
+    """The files that data.path names, in a fixed order. folder: the compiled one."""
+    if path == DRAWN:
+        path = str(shapes_folder(folder).absolute() / "data.jsonl")
+        return [path] if os.path.isfile(path) else []
+    if path == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
         files = [f for f in root.rglob("*.py") if not set(f.relative_to(root).parts) & set(_SKIPPED_STDLIB)]
         return sorted(str(f) for f in files)

@@ -161,7 +161,7 @@ class DataSection:
     """
 
     kind: str  # text | jsonl | parquet | chat | tokens | megatron | synthetic | mixture
-    path: str | None  # made absolute; the literal "python-stdlib" stays
+    path: str | None  # made absolute; the words of MADE_HERE stay
     tokenizer: str | None
     packing: bool
     shuffle: bool
@@ -180,6 +180,9 @@ TOKENIZED_KINDS = ("text", "jsonl", "parquet", "chat")
 
 DOCUMENT_KINDS = (*TOKENIZED_KINDS, "megatron")
 """Those that are made of documents, which packing keeps apart."""
+STDLIB, DRAWN = "python-stdlib", "drawn-shapes"
+MADE_HERE = {STDLIB: "text", DRAWN: "chat"}
+"""Data that every machine has or makes, by the word that stands for its path: the kind that takes it."""
 FLASH = "flash_attention_2"
 
 

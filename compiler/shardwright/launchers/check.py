@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwright.diagnostics import Diagnostic, found
-from shardwright.ir.recipe import LaunchSection, Recipe
+from shardwright.ir.recipe import MADE_HERE, LaunchSection, Recipe
 from shardwright.launchers.table import LAUNCHERS, SEVERAL_NODES, launcher_of
 from shardwright.plan.hosts import SAFE_UNQUOTED
 from shardwright.plan.plan import Plan
@@ -41,7 +41,7 @@ def unseen_paths(plan: Plan) -> tuple[Diagnostic, ...]:
     parts = [
         part for data in (plan.data, plan.validation and plan.validation.data) if data for part in (data, *data.mixture)
     ]
-    named = [(("data", "path"), part.path) for part in parts if part.path != "python-stdlib"]
+    named = [(("data", "path"), part.path) for part in parts if part.path not in MADE_HERE]
     named += [(("model", "source"), plan.model.weights_path), (("checkpoint", "directory"), plan.checkpoint.directory)]
     outside = f"is not below {' or '.join(mounted) or 'any of'} ({where})"
     return tuple(

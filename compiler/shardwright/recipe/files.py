@@ -9,9 +9,9 @@ import os
 from collections.abc import Iterator
 
 from shardwright.diagnostics import Diagnostic, KeyPath, found
-from shardwright.ir.recipe import DataSection, Recipe
+from shardwright.ir.recipe import MADE_HERE, DataSection, Recipe
 from shardwright.recipe.describe import name, quote
-from shardwright.recipe.paths import GLOB_KINDS, STDLIB
+from shardwright.recipe.paths import GLOB_KINDS
 
 
 def check_files(recipe: Recipe) -> tuple[Diagnostic, ...]:
@@ -47,7 +47,7 @@ def _data(data: DataSection, section: KeyPath, sequence_length: int) -> Iterator
         key: KeyPath = (*section, "tokenizer")
         what = f"the folder {quote(tokenizer, 200)} does not exist"
         yield _missing(key, what, tokenizer, "Or write `tokenizer: byte`.")
-    if not isinstance(path, str) or path == STDLIB:
+    if not isinstance(path, str) or path in MADE_HERE:
         return
     key = (*section, "path")
     if kind in GLOB_KINDS:

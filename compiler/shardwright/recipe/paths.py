@@ -7,9 +7,9 @@ import glob
 import os
 from collections.abc import Callable
 
+from shardwright.ir.recipe import MADE_HERE
 from shardwright.recipe.node import ListNode, MapNode, Node, ScalarNode
 
-STDLIB = "python-stdlib"
 GLOB_KINDS = ("text", "jsonl", "parquet", "chat")
 
 # "*" stands for every item of a list.
@@ -47,7 +47,7 @@ def absolute(text: str, directory: str) -> str:
 def absolute_data_path(text: str, directory: str, kind: str) -> str:
     """For kinds that take a glob, only the recipe's own text is one: its folder's name is escaped."""
     full = absolute(text, directory)
-    if text == STDLIB and kind == "text":
+    if MADE_HERE.get(text) == kind:
         return text
     if kind not in GLOB_KINDS or os.path.isfile(full) or os.path.isabs(os.path.expanduser(text)):
         return full
@@ -61,7 +61,7 @@ def rebase(node: Node, base_directory: str, directory: str) -> Node:
         return node
 
     def moved(text: str) -> str:
-        if text.startswith(("/", "~")) or text == STDLIB:
+        if text.startswith(("/", "~")) or text in MADE_HERE:
             return text
         path = os.path.relpath(os.path.join(base_directory, text), directory)
         return path if path.startswith("..") else f"./{path}"

@@ -46,7 +46,6 @@ def test_it_is_what_transformers_writes_with_the_export(
 ) -> None:
     step, hf = made(model, tmp_path), tmp_path / "hf"
     assert main(["export", str(step), "-o", str(hf)]) == 0
-    (hf / "chat_template.jinja").write_text(template(model))
     capsys.readouterr()
     loaded, processor = AutoModelForImageTextToText.from_pretrained(hf), load_processor(hf)
     picture = Image.effect_noise((40, 20), 80).convert("RGB")
@@ -54,6 +53,7 @@ def test_it_is_what_transformers_writes_with_the_export(
     text = f"<user>{IMAGE.get(model, '<image>')}{QUESTION}\n<assistant>"
     inputs = processor(text=[text], images=[[picture]], return_tensors="pt")
     tokenizer = processor.tokenizer
+    assert tokenizer.chat_template == template(model)
     wanted = loaded.generate(
         **inputs,
         max_new_tokens=6,

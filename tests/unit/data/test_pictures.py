@@ -309,3 +309,17 @@ def test_later_stages_look_at_no_picture(reader: Callable[..., Any], tmp_path: P
     for name in ("image_grid_thw", "mm_token_type_ids"):
         assert found[name].equal(wanted[name]), name
     assert not found["pixel_values"].equal(wanted["pixel_values"])
+
+
+def test_what_stands_behind_an_answer_is_no_prefix(reader: Callable[..., Any], tmp_path: Path) -> None:
+    """A prefix is seen both ways: the second question has seen the first answer, and may not be seen by it."""
+    record = talk()
+    record["messages"] = record["messages"] * 2
+    _, documents, table = reader([record], model="paligemma", written=template("paligemma"))
+    tokens, trained = documents.tokens[None].astype("int64"), documents.trained[None]
+    images = ImagesSection(per_row=2, max_pixels=1600)
+    sight = Sight(tmp_path / "tokenizer", images, frozenset({"pixel_values", "token_type_ids"}))
+    kinds = sight.inputs(tokens, trained, [table.of(0)])["token_type_ids"][0].tolist()
+    first = trained[0].tolist().index(True)
+    assert first > 0 and kinds == [0] * first + [1] * (len(kinds) - first)
+    assert trained[0].sum() == 2 * len("yes") < len(kinds) - first

@@ -14,7 +14,7 @@ from pathlib import Path
 from shardwright.checkpoint.index import checkpoint_root
 from shardwright.diagnostics import Refusal
 from shardwright.engines.table import engine_of
-from shardwright.ir.recipe import ELEMENT_BYTES, FLASH
+from shardwright.ir.recipe import ELEMENT_BYTES, FLASH, MADE_HERE
 from shardwright.launch.doctor.meeting import Assumed, HostCheck, meet, red
 from shardwright.launch.doctor.messages import ProbeRequest
 from shardwright.launch.doctor.probe import digest
@@ -94,7 +94,7 @@ def _environment(plan: Plan) -> dict[str, str]:
 
 
 def _request(plan: Plan, folder: Path, mark: str) -> ProbeRequest:
-    inputs = [plan.model.weights_path, plan.data.path if plan.data.path != "python-stdlib" else None]
+    inputs = [plan.model.weights_path, None if plan.data.path in MADE_HERE else plan.data.path]
     return ProbeRequest(
         folder=str(folder.resolve()),
         checkpoints=plan.checkpoint.directory,
