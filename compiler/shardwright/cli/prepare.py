@@ -15,6 +15,7 @@ from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
     from shardwright.data.dataset import Dataset
+    from shardwright.data.picture_rate import PictureRate
     from shardwright.data.summary import PartSummary, TextSpan
     from shardwright.plan.plan import Plan
 
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from shardwright.data.dataset import resolve
+    from shardwright.data.picture_rate import picture_rate
     from shardwright.data.prepare import prepare
     from shardwright.data.summary import samples, summarize
     from shardwright.plan.serialize import load_plan
@@ -35,12 +37,19 @@ def run(args: argparse.Namespace) -> int:
     prepare(plan, folder, limit_bytes=None)
     plan, data = resolve(plan, folder, check_all=True)
     parts, shown = summarize(plan, folder), samples(plan, folder, data)
-    print(as_json(plan, folder, data, parts, shown) if args.json else summary(plan, folder, data, parts, shown))
+    rate = picture_rate(plan, folder) if plan.model.sees else None
+    told = (plan, folder, data, parts, shown, rate)
+    print(as_json(*told) if args.json else summary(*told))
     return 0
 
 
 def as_json(
-    plan: Plan, folder: Path, data: Dataset, parts: tuple[PartSummary, ...], shown: list[list[TextSpan]]
+    plan: Plan,
+    folder: Path,
+    data: Dataset,
+    parts: tuple[PartSummary, ...],
+    shown: list[list[TextSpan]],
+    rate: PictureRate | None,
 ) -> str:
     t = plan.training
     return strict_json(
@@ -55,13 +64,19 @@ def as_json(
             "rows": len(data.train),
             "validation_rows": 0 if data.validation is None else len(data.validation),
             "parts": [asdict(p) for p in parts],
+            "pictures": None if rate is None else asdict(rate),
             "samples": [[asdict(piece) for piece in pieces] for pieces in shown],
         }
     )
 
 
 def summary(
-    plan: Plan, folder: Path, data: Dataset, parts: tuple[PartSummary, ...], shown: list[list[TextSpan]]
+    plan: Plan,
+    folder: Path,
+    data: Dataset,
+    parts: tuple[PartSummary, ...],
+    shown: list[list[TextSpan]],
+    rate: PictureRate | None,
 ) -> str:
     """What the run will read, in a few lines, and three samples of it."""
     from shardwright.data.summary import marked
@@ -71,6 +86,8 @@ def summary(
     rows.append(("sequences", f"{len(data.train):,} of {t.sequence_length} tokens to train on"))
     if data.validation is not None:
         rows.append(("", f"{len(data.validation):,} held out for validation"))
+    if rate is not None:
+        rows.append(("pictures", _rate(rate)))
     epochs = t.steps / data.order.steps_per_epoch
     rows.append(("training", f"{t.steps:,} steps of {t.global_batch_size} sequences, {epochs:.3g} epochs"))
     rows.append(("next", f"shardwright run {shell_word(str(folder))}"))
@@ -81,6 +98,12 @@ def summary(
         lines += ["", f"sample {number}, {'green' if begin != '[[' else 'in [[ ]]'}: what is trained on"]
         lines.append(marked(cleaned, begin, end))
     return "\n".join(lines)
+
+
+def _rate(r: PictureRate) -> str:
+    per_core, wanted = (f"{x:,.0f}" if x >= 10 else f"{x:.2g}" for x in (r.per_core, r.wanted))
+    need = f"{r.cores:,} {'core' if r.cores == 1 else 'cores'} in all, for {r.ranks:,} of the first stage's ranks"
+    return f"a core of this machine decodes and prepares {per_core} a second; the planned steps take {wanted}: {need}"
 
 
 def _part(p: PartSummary, length: int) -> str:

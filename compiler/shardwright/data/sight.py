@@ -91,7 +91,7 @@ class Sight:
         found = {}
         flat = [picture for row in rows for picture in row]
         if flat:
-            found = self._of_images(self._decoded(flat))
+            found = self.ready(flat)
         places = torch.from_numpy(np.isin(tokens, self._processor.image_token_ids).astype(np.int64))
         for name in ("mm_token_type_ids", "token_type_ids"):
             if self._takes is not None and name in self._takes:
@@ -99,6 +99,10 @@ class Sight:
                 marks = name == "mm_token_type_ids" or getattr(self._processor, "return_mm_token_type_ids", False)
                 found[name] = places if marks else torch.from_numpy(_suffix(tokens, trained))
         return found
+
+    def ready(self, pictures: list[Picture]) -> dict[str, torch.Tensor]:
+        """The tensors of the pictures, decoded. Errors: SW6132."""
+        return self._of_images(self._decoded(pictures))
 
     def _decoded(self, pictures: list[Picture]) -> list[Any]:
         from PIL import Image

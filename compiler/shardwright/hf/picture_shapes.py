@@ -29,7 +29,8 @@ class NoPictures(Exception):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tower:
     """What a configuration says of its pictures. cell: patches on a side that become one token; side: pixels of a
-    picture of fixed size, fine_side of its copy for a second tower, 0 where there is none."""
+    picture of fixed size, fine_side of its copy for a second tower, 0 where there is none. times: as large as the
+    smallest are the sides of a picture that may have any size."""
 
     channels: int
     patch: int
@@ -37,6 +38,7 @@ class Tower:
     frames: int
     side: int
     fine_side: int
+    times: int = 1
 
 
 Make = Callable[[Tower, Rows], dict[str, torch.Tensor]]
@@ -52,6 +54,14 @@ def shapes(names: set[str]) -> Iterator[Make]:
         sized: tuple[Any, ...] = (_tiles,) if "image_sizes" in kept else ()
         yield from (partial(make, kept) for make in (_images, *sized, _of_rows))
     yield _rows_of_patches
+
+
+def patches(tower: Tower, made: Pictures) -> int:
+    """Of all pictures in `made`, those that only fill up included; in squares of the patch's side."""
+    found = made["pixel_values"].numel() // (tower.channels * tower.patch**2)
+    grid = made.get("image_grid_thw")
+    # A patch of Qwen's has each pixel as often as it has frames.
+    return found // tower.frames if grid is not None and found == int(grid.prod()) * tower.frames else found
 
 
 def tower_config(config: Any) -> Any:
@@ -106,8 +116,8 @@ def _flat(rows: Rows) -> list[int]:
 
 
 def _grid(tower: Tower, rows: Rows) -> torch.Tensor:
-    """(N, 2): patches of each picture's height and width."""
-    return torch.tensor([[2 * tower.cell, (1 + width) * tower.cell] for width in _flat(rows)])
+    """(N, 2): patches of each picture's height and width, where its size is its own."""
+    return tower.times * torch.tensor([[2 * tower.cell, (1 + width) * tower.cell] for width in _flat(rows)])
 
 
 def _beside(make: Make, names: set[str], tower: Tower, rows: Rows) -> dict[str, torch.Tensor]:

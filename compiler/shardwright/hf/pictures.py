@@ -24,6 +24,7 @@ __all__ = [
     "PictureRows",
     "image_features",
     "image_token",
+    "input_names",
     "picture_example",
     "picture_rows",
     "tower_config",
@@ -115,7 +116,7 @@ class PictureRows:
 def picture_rows(model: nn.Module, vocabulary: int) -> PictureRows:
     """The first shape that the model takes. Raises NoPictures."""
     config: Any = model.config
-    names = _names(model)
+    names = input_names(model)
     token = _FIRST_PLAIN if _MASK in names else image_token(config)
     if token is None:
         raise NoPictures("its configuration names no token that stands for a picture")
@@ -159,7 +160,7 @@ def _runs(made: PictureRows, stack: str, rows: Rows) -> Counter[str]:
     return found
 
 
-def _names(model: nn.Module) -> frozenset[str]:
+def input_names(model: nn.Module) -> frozenset[str]:
     """Of what its forward takes; some hand on what they do not name themselves."""
     return frozenset(_taken([type(model).forward, *_all_features(model)]))
 

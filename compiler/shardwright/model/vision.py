@@ -1,16 +1,18 @@
 """What the tower of a model that sees computes and keeps, seen by running it on fake parameters, as model/trace.py runs
 the decoder layers.
 
-`get_image_features` is run as it is, on a real picture's values and real integers (grids, which its code asks for their
-values); each block that computes other shapes than those before it is then run alone. No type is named: the blocks are
-the children of the outermost lists of modules that run once each. Letters: n patches of a picture.
+`get_image_features` is run as it is, in the first shape of picture that it takes (hf/picture_shapes.py), on real values
+and real integers (grids, which its code asks for their values); each block that computes other shapes than those before
+it is then run alone. No type is named: the blocks are the children of the outermost lists of modules that run once
+each. Letters: n patches of a picture.
 """
 
 from __future__ import annotations
 
-import inspect
+import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +24,8 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from shardwright.hf.arguments import Arguments
-from shardwright.hf.pictures import NoPictures, tower_config
+from shardwright.hf.picture_shapes import Make, NoPictures, Tower, patches, shapes, tower_of
+from shardwright.hf.pictures import image_features, input_names
 from shardwright.hf.skeleton import Batch, forward_replaced
 from shardwright.ir.cut import Cut
 from shardwright.ir.vision import Vision, VisionKept, VisionLayer, Work
@@ -41,29 +44,45 @@ _ASIDE = frozenset({"last_hidden_state", "hidden_states", "attentions"})
 def trace_vision(model: PreTrainedModel, cut: Cut) -> Vision:
     """`model`: on the meta device with the attention that will run; it cannot be used afterwards. Its text part does
     not run."""
+    whys = []
     try:
-        tower = tower_config(model.config)
-        patch = tower.patch_size if isinstance(tower.patch_size, int) else tower.patch_size[0]
+        tower = tower_of(model.config)
+        with _quiet():
+            for make in shapes(set(input_names(model))):
+                try:
+                    return _trace(model, cut, tower, make)
+                except Exception as error:  # whatever a type raises on another one's shape, or on fake tensors
+                    whys.append(reason_of(error))
     except NoPictures as why:
-        return _untraced(str(why))
+        whys.append(str(why))
+    return _untraced(whys[0])
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs what a fake tensor refuses, before it raises it."""
+    log = logging.getLogger(FakeTensorMode.__module__)
+    before, log.disabled = log.disabled, True
     try:
-        return _trace(model, cut, patch)
-    except Exception as error:  # whatever a type's own code raises where a fake tensor has no value
-        return _untraced(reason_of(error))
+        yield
+    finally:
+        log.disabled = before
 
 
 def _untraced(why: str) -> Vision:
     return Vision(patch=1, patches=0, patches_per_token=1.0, layers=(), tower=(), projector=(), untraced=why)
 
 
-def _trace(model: PreTrainedModel, cut: Cut, patch: int) -> Vision:
+def _trace(model: PreTrainedModel, cut: Cut, tower: Tower, make: Make) -> Vision:
     model.train()
     own_nothing(model, torch.float32)
     runs: dict[int, list[_TowerRun]] = {}
     for element_bytes, dtype in TRACED_DTYPES.items():
         own_nothing(model, dtype)
-        pictures = _pictures(model, dtype)
-        runs[element_bytes] = [_TowerRun(model, cut, inputs, n, flops=element_bytes == 4) for inputs, n in pictures]
+        runs[element_bytes] = [
+            _TowerRun(model, cut, inputs, patches(tower, inputs), flops=element_bytes == 4)
+            for inputs in _pictures(tower, make, dtype)
+        ]
     first = runs[4]
     fixed = first[0].patches if len(first) == 1 else 0
     layers = []
@@ -87,7 +106,7 @@ def _trace(model: PreTrainedModel, cut: Cut, patch: int) -> Vision:
             VisionLayer(name=name, widths=first[0].widths[index], forward=forward, backward=backward, kept=tuple(kept))
         )
     return Vision(
-        patch=patch,
+        patch=tower.patch,
         patches=fixed,
         patches_per_token=first[0].patches / first[0].tokens,
         layers=tuple(layers),
@@ -117,35 +136,14 @@ def _fit(points: list[tuple[int, int]], fixed: bool) -> Work:
     return Work(per_patch=max(0, round((short - per_pair * n * n) / n)), per_pair=per_pair)
 
 
-def _pictures(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[Batch, int]]:
-    """(what get_image_features takes of one picture, its patches): two pictures where their size may be any, else the
-    one of the tower's own size, in the first shape that it takes."""
-    config: Any = model.config
-    tower = tower_config(config)
-    names = set(inspect.signature(model.get_image_features).parameters)
-    channels = next((v for n in ("num_channels", "in_channels", "in_chans") if (v := getattr(tower, n, None))), 3)
-    patch = tower.patch_size if isinstance(tower.patch_size, int) else tower.patch_size[0]
-    if "image_grid_thw" in names:
-        frames = getattr(tower, "temporal_patch_size", 1)
-        for width in (SIDE, 2 * SIDE):
-            n = SIDE * width
-            values = torch.zeros(n, channels * frames * patch * patch, dtype=dtype)
-            yield {"pixel_values": values, "image_grid_thw": torch.tensor([[1, SIDE, width]])}, n
-        return
-    side = getattr(tower, "image_size", None) or patch * SIDE
-    side = side if isinstance(side, int) else side[0]
-    n = (side // patch) ** 2
-    sizes = {"image_sizes": torch.tensor([[side, side]])} if "image_sizes" in names else {}
-    for shape in ((1, channels, side, side), (1, 1, channels, side, side)):
-        inputs = {"pixel_values": torch.zeros(shape, dtype=dtype), **sizes}
-        try:
-            with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-                model.get_image_features(**inputs)
-        except Exception:  # whatever a type's own code raises on another type's shape
-            continue
-        yield inputs, n
-        return
-    raise NoPictures("its tower takes none of the known shapes of a picture")
+def _pictures(tower: Tower, make: Make, dtype: torch.dtype) -> list[Batch]:
+    """What get_image_features takes of a picture: of two where its size may be any, one twice as wide as the other, and
+    else of the tower's own size."""
+    large = dataclasses.replace(tower, times=max(1, SIDE // (2 * tower.cell)))
+    made = [make(large, [[width]]) for width in (1, 3)]
+    if made[0]["pixel_values"].shape == made[1]["pixel_values"].shape:
+        made = made[:1]
+    return [{n: v.to(dtype) if v.is_floating_point() else v for n, v in each.items()} for each in made]
 
 
 class _NoBlocks(Exception):
@@ -190,7 +188,7 @@ class _TowerRun:
 
     def _features(self) -> Any:
         with torch.no_grad():
-            return self.model.get_image_features(**self.inputs)
+            return image_features(self.model)(**self.inputs)
 
     def _capture_of_blocks(self) -> dict[str, _TowerBlock]:
         while True:
@@ -263,7 +261,7 @@ class _TowerRun:
             with ExitStack() as stack:
                 for path, module in self.blocks.items():
                     stack.enter_context(forward_replaced(module, partial(passed, path)))
-                output = self.model.get_image_features(**self.inputs)
+                output = image_features(self.model)(**self.inputs)
             if isinstance(output, dict):
                 return [value for name, value in output.items() if name not in _ASIDE]
             return output

@@ -68,6 +68,10 @@ class Batches:
         self._ahead = (following, self._thread.submit(self._made, *following)) if step < self._steps else None
         return found
 
+    def ready(self, step: int, data_rank: int) -> bool:
+        """Whether micro_batches would not wait."""
+        return self._ahead is not None and self._ahead[0] == (step, data_rank) and self._ahead[1].done()
+
     def _made(self, step: int, data_rank: int) -> list[MicroBatch]:
         indices = self.data.order.indices(step).reshape(self.shape)[:, data_rank]
         return [_micro_batch(self.data.train.read(i), self.packed, self.sight) for i in indices]

@@ -16,6 +16,7 @@ from shardwright.ir.cut import Cut
 from shardwright.ir.vision import Vision
 from shardwright.model.trace import fake_parameters, own_nothing
 from shardwright.model.vision import trace_vision
+from tests.zoo.sight_configs import sight_config
 
 TEXT = {
     "hidden_size": 64,
@@ -130,6 +131,33 @@ def test_a_picture_of_another_size_than_was_traced(model_type: str) -> None:
     counted = counted_flops(build_on_meta(model_type, attention="eager", **depth), **inputs)
     found = trace_vision(build_on_meta(model_type, **depth), CUT) if depth else traced(model_type)
     assert forward_flops(found, 24 * 40) == pytest.approx(counted, rel=0.01)
+
+
+SHAPES: dict[str, tuple[str, int, dict[str, torch.Tensor]]] = {
+    "llava_next": ("language_model", 5 * 16, {"image_sizes": torch.tensor([[16, 16]])}),  # a picture and its four parts
+    "smolvlm": ("text_model", 16, {}),  # rows of pictures
+    "internvl": ("language_model", 16, {}),
+    "lfm2_vl": ("language_model", 0, {}),  # patches, padded
+}
+"""A tiny copy's text part, the patches of every picture, and what counting wants beside the pixels."""
+
+
+@pytest.mark.parametrize("model_type", SHAPES)
+def test_towers_take_pictures_in_other_shapes(model_type: str) -> None:
+    text, patches, beside = SHAPES[model_type]
+    config = AutoConfig.for_model(**sight_config(model_type))
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    found = trace_vision(
+        model, Cut(stack=f"model.{text}.layers", hidden_position=0, hidden_keyword=None, output_length=0)
+    )
+    assert not found.untraced and found.patches == patches and len(found.layers) == 5
+    if patches:
+        with torch.device("meta"):
+            model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        pixels = (1, patches // 16, 3, 16, 16) if model_type in ("llava_next", "smolvlm") else (1, 3, 16, 16)
+        counted = counted_flops(model, pixel_values=torch.rand(pixels), **beside)
+        assert forward_flops(found, patches) == pytest.approx(counted, rel=0.01)
 
 
 @pytest.mark.parametrize(
