@@ -92,17 +92,19 @@ def _table() -> str:
 
 
 def _gpus(recipe: Recipe) -> tuple[bool, int]:
-    return recipe.cluster.gpu != "cpu", (recipe.cluster.nodes or 0) * recipe.cluster.gpus_per_node
+    cluster = recipe.cluster
+    return cluster.gpu != "cpu", (cluster.nodes or 0) * cluster.gpus_per_node * cluster.islands
 
 
 def _row(name: str) -> str:
     found = planned(name)
     e, cluster = found.best, found.recipe.cluster
     cost = "" if e.training.cost is None else f"{e.training.cost:,.0f}"
+    islands = f"{cluster.islands} islands of " if cluster.islands > 1 else ""
     cells = (
         f"[{name}]({name}.yaml)",
         f"{_model(found.recipe)}, {_count(found.parameters)}",
-        f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu}",
+        f"{islands}{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu}",
         "fine-tuning" if found.recipe.model.weights == "pretrained" else "from scratch",
         layout(e),
         f"{e.memory.peak_bytes / GIB:.1f} of {e.memory.capacity_bytes / GIB:.0f}",

@@ -22,6 +22,7 @@ from shardwright.ir.partition import StagePartition, TensorParallelMap
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.weights import LocatedWeights
 from shardwright.launchers.check import check_launch, unseen_paths
+from shardwright.launchers.lower import is_launch_file
 from shardwright.launchers.table import plan_launch
 from shardwright.layout.estimate import Estimate, PredictionError
 from shardwright.layout.problem import Problem
@@ -33,6 +34,7 @@ from shardwright.model.own_code import locate_own_code
 from shardwright.model.popular.snapshot import locate_weights, tokenizer_folder
 from shardwright.partition.tensor import tensor_parallel_map, with_whole_experts
 from shardwright.plan.build import MODEL_DIRECTORY, TOKENIZER_DIRECTORY, build_plan, data_errors, installed_versions
+from shardwright.plan.islands import island_plan
 from shardwright.plan.plan import Plan, PlanBalance
 from shardwright.recipe.files import check_files
 from shardwright.rules.executable import check_executable
@@ -45,10 +47,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """files: path relative to the compiled folder -> content. error: of plan.predicted."""
+    """files: path relative to the compiled folder -> content. error: of plan.predicted. islands: the files of each
+    one's own folder, () without islands."""
 
     plan: Plan
     files: Mapping[str, bytes]
+    islands: tuple[Mapping[str, bytes], ...] = ()
     warnings: tuple[Diagnostic, ...]
     error: PredictionError
 
@@ -84,10 +88,14 @@ def compile_recipe(recipe: Recipe) -> Compiled:
         partition.verify(len(problem.graph.layers))
         tensor_map.verify()
         plan = _planned(problem, inputs, estimate, partition, tensor_map)
+        islands = _islands(plan, problem, inputs)
         plan, files, warnings = _lowered(plan, problem, inputs)
+        if islands:  # nothing is started from there
+            files = {name: content for name, content in files.items() if not is_launch_file(name)}
     except Refusal as refusal:
         raise Refusal(*dict.fromkeys(refusal.diagnostics), source=recipe.source) from None
-    return Compiled(plan=plan, files=files, warnings=(*estimate.diagnostics, *warnings), error=estimate.error)
+    warnings = (*estimate.diagnostics, *warnings)
+    return Compiled(plan=plan, files=files, islands=islands, warnings=warnings, error=estimate.error)
 
 
 def read_problem(recipe: Recipe) -> Problem:
@@ -218,8 +226,16 @@ def with_save_interval(problem: Problem, estimate: Estimate) -> Recipe:
         return recipe
     found = goodput(problem, estimate)
     assert found is not None, "the interval of auto is always known"
-    section = dataclasses.replace(recipe.checkpoint, every_steps=found.interval_steps)
+    every, outer = found.interval_steps, recipe.training.outer
+    if every is not None and outer is not None:  # between outer steps islands have weights of their own
+        every = -(-every // outer.every_steps) * outer.every_steps
+    section = dataclasses.replace(recipe.checkpoint, every_steps=every)
     return dataclasses.replace(recipe, checkpoint=section)
+
+
+def _islands(plan: Plan, problem: Problem, inputs: Inputs) -> tuple[Mapping[str, bytes], ...]:
+    count = 0 if plan.outer is None else plan.outer.islands
+    return tuple(_lowered(island_plan(plan, k), problem, inputs)[1] for k in range(count))
 
 
 def _lowered(plan: Plan, problem: Problem, inputs: Inputs) -> tuple[Plan, Mapping[str, bytes], tuple[Diagnostic, ...]]:

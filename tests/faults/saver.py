@@ -25,6 +25,7 @@ from transformers.models.llama import modeling_llama  # noqa: F401 (before a pro
 from shardwright.checkpoint import write as checkpoint
 from shardwright.checkpoint.index import choose_checkpoint, tell
 from shardwright.checkpoint.lineage import Origin
+from shardwright.checkpoint.load import load_checkpoint
 from shardwright.diagnostics import Refusal
 from shardwright.engines.deepspeed.base import DeepSpeedTrainer
 from shardwright.modules.model_config import load_config
@@ -111,7 +112,7 @@ def run(out: Path, resume: str = "auto", after: Callable[[int], None] | None = N
         attempt = begin_attempt(plan, out, chosen, fresh=resume == "never")
         checkpoint.prepare_root(plan, out, attempt.number, attempt.step)
         trainer = _trainer(plan, out)
-        done = checkpoint.load_checkpoint(plan, trainer, Path(attempt.resume)) if attempt.resume else 0
+        done = load_checkpoint(plan, trainer, Path(attempt.resume)) if attempt.resume else 0
         metrics, origin = Metrics(out, attempt.number, done), Origin(line=attempt.line)
         for step in range(done + 1, STEPS + 1):
             metrics.write(step, *_step(trainer, step), 1e-3, 1, 1.0)

@@ -19,8 +19,9 @@ from typing import Any
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
+from shardwright.checkpoint.load import load_checkpoint
 from shardwright.checkpoint.master_check import check_masters
-from shardwright.checkpoint.write import load_checkpoint, save_checkpoint
+from shardwright.checkpoint.write import save_checkpoint
 from shardwright.compile import compile_recipe
 from shardwright.engines.deepspeed.ds_config import ds_config
 from shardwright.engines.deepspeed.trainer import build_trainer

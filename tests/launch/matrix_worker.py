@@ -15,7 +15,8 @@ import torch
 from deepspeed import comm as dist
 from deepspeed import ops
 
-from shardwright.checkpoint.write import load_checkpoint, save_checkpoint
+from shardwright.checkpoint.load import load_checkpoint
+from shardwright.checkpoint.write import save_checkpoint
 from shardwright.compile import compile_recipe
 from shardwright.data.dataset import open_dataset
 from shardwright.engines.deepspeed.trainer import build_trainer

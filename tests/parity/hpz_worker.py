@@ -18,7 +18,8 @@ from deepspeed import comm as dist
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import groups
 
-from shardwright.checkpoint.write import load_checkpoint, save_checkpoint
+from shardwright.checkpoint.load import load_checkpoint
+from shardwright.checkpoint.write import save_checkpoint
 from shardwright.data.dataset import open_dataset
 from shardwright.engines.deepspeed import data_trainer as engine
 from shardwright.engines.deepspeed import live

@@ -158,6 +158,7 @@ def recipes() -> tuple[Recipe, ...]:
     half = recipe_of(cluster={**cluster, "gpu": "cpu"}, training={**training, "precision": "fp16"})
     return (
         plain,
+        dataclasses.replace(plain, cluster=dataclasses.replace(plain.cluster, islands=2)),
         dataclasses.replace(single, model=dataclasses.replace(single.model, attention="flash_attention_2")),
         with_kernels(plain, "compile"),
         dataclasses.replace(plain, model=dataclasses.replace(plain.model, kernels="liger")),

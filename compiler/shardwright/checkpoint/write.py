@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from torch import distributed as dist
 
 from shardwright.atomic import umask
-from shardwright.checkpoint.fits import same_ranks
 from shardwright.checkpoint.index import checkpoint_root
 from shardwright.checkpoint.lineage import RUN_FILE, UNKNOWN_ORIGIN, Line, Origin, line_of, write_line
+from shardwright.checkpoint.load import parameter_splits, uncut
 from shardwright.checkpoint.manifest import (
     CHECKSUMS,
     MANIFEST,
@@ -31,13 +31,11 @@ from shardwright.checkpoint.manifest import (
     SavedTensor,
     checksum,
     checksums_text,
-    damage,
     is_finite,
     read_checksums,
     write_manifest,
 )
 from shardwright.checkpoint.master_check import check_masters
-from shardwright.checkpoint.read import WHOLE, CheckpointReader
 from shardwright.checkpoint.step_folders import (
     clear_unfinished,
     prune_set_aside,
@@ -50,11 +48,10 @@ from shardwright.checkpoint.step_folders import (
 )
 from shardwright.checkpoint.store import CheckpointStore
 from shardwright.diagnostics import Refusal, refusal
-from shardwright.engines.protocol import Counters, LiveFragment, Trainer
-from shardwright.ir.partition import ParameterSplit
-from shardwright.modules.random_state import random_state, set_random_state
+from shardwright.engines.protocol import LiveFragment, Trainer
+from shardwright.modules.random_state import random_state
 from shardwright.plan.plan import Plan
-from shardwright.plan.serialize import plan_to_json, read_plan
+from shardwright.plan.serialize import plan_to_json
 
 FILE_BYTES = 2 * 2**30
 """A rank's file grows to about this: what is on the device is copied to the host a file at a time."""
@@ -174,14 +171,6 @@ def _upload(store: CheckpointStore, step: Path, mine: list[str], line: Line) -> 
     return None
 
 
-def _fetch_missing(plan: Plan, checkpoint: Path) -> None:
-    """Collective. Without a shared file system a host has its own ranks' files alone: one rank of it gets the others
-    from checkpoint.upload_to."""
-    if plan.checkpoint.upload_to and plan.ranks[dist.get_rank()].slot == 0 and damage(checkpoint, contents=False):
-        CheckpointStore(plan.checkpoint.upload_to).fetch(checkpoint.name, checkpoint.parent)
-    dist.barrier()
-
-
 def prepare_root(plan: Plan, folder: Path, attempt: int, resumed_step: int) -> None:
     """Collective. Before the first step is trained: a checkpoint that cannot be written would lose it. On every host
     later checkpoints move aside, and what a killed attempt left unfinished goes. Raises Refusal: SW6209."""
@@ -279,16 +268,6 @@ def written_fragments(plan: Plan, trainer: Trainer, rank: int) -> list[tuple[int
     return mine
 
 
-def parameter_splits(plan: Plan) -> dict[str, ParameterSplit]:
-    return {p.name: p for module in plan.tensor_parallel.modules for p in module.parameters}
-
-
-def _uncut(name: str, shape: tuple[int, ...], trainer: Trainer) -> ParameterSplit:
-    """Of a parameter that every tensor rank has whole. shape: as this process holds it."""
-    shape = shape[::-1] if name in trainer.transposed else shape
-    return ParameterSplit(name=name, shape=shape, dimension=None, blocks=(), sizes=())
-
-
 def _flushed(path: Path, partial: Path) -> tuple[str, int, str]:
     """Written through to the disk; (name, bytes, SHA-256)."""
     _flush(path)
@@ -332,7 +311,7 @@ def _manifest(
         first = len(files)
         files += [SavedFile(name=name, size_bytes=size) for name, size, _ in names]
         for shard, name, shape, states, number, start, numel, at in written:
-            split = splits.get(name) or _uncut(name, shape, trainer)
+            split = splits.get(name) or uncut(name, shape, trainer)
             tensors[name] = SavedTensor(
                 split=split,
                 transposed=name in trainer.transposed,
@@ -357,28 +336,3 @@ def _manifest(
         finite=origin.finite,
         data=dict(origin.data),
     )
-
-
-def load_checkpoint(plan: Plan, trainer: Trainer, checkpoint: Path) -> int:
-    """Collective. Of any layout. Returns the step that the checkpoint closed. Raises Refusal: SW6201."""
-    _fetch_missing(plan, checkpoint)
-    rank = dist.get_rank()
-    splits, at = parameter_splits(plan), plan.ranks[rank]
-    with CheckpointReader(checkpoint) as reader, torch.no_grad():
-        for f in trainer.owned():
-            split = splits.get(f.name) or _uncut(f.name, f.shard_shape, trainer)
-            part = (plan.expert_of(at), plan.strategy.expert) if plan.expert_cut(f.name) > 1 else WHOLE
-            for state, values in f.states.items():
-                values.copy_(reader.fragment(f.name, state, split, at.tensor, f.start, values.numel(), part))
-        manifest = reader.manifest
-    trainer.restored(manifest.step, Counters(updates=manifest.optimizer_step, loss_scale=manifest.loss_scale))
-    if same_ranks(plan, read_plan(checkpoint)):
-        path = checkpoint / f"random-{rank:05d}.json"
-        try:
-            set_random_state(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:  # a stranger may have written it
-            raise reader.not_whole(f"{path.name} holds no random state ({error})") from None
-    else:
-        # The ranks of another layout hold other parts: new streams, none of which was drawn from before.
-        torch.manual_seed(torch.initial_seed() + (manifest.step + 1) * plan.strategy.world_size)
-    return manifest.step

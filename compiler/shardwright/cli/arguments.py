@@ -44,3 +44,22 @@ def add_trust_code(parser: argparse.ArgumentParser) -> None:
         metavar="SHA256",
         help="allow the model's own Python code to run; the refusal lists the files and the fingerprint",
     )
+
+
+def add_island(
+    parser: argparse.ArgumentParser, metavar: str = "K", help: str = "with cluster.islands: which of them, from 0"
+) -> None:
+    """args.island: the word, or None."""
+    parser.add_argument("--island", metavar=metavar, help=help)
+
+
+def island_folder(args: argparse.Namespace) -> Path:
+    """args.folder, or the island's in it that args.island names. Raises Refusal: SW6001, SW6014."""
+    from shardwright.diagnostics import refusal
+    from shardwright.plan.islands import of_island
+    from shardwright.plan.serialize import load_plan
+
+    folder: Path = args.folder
+    if args.island is not None and not args.island.isdecimal():
+        raise refusal("SW6014", f"--island {args.island} is no number", "Give the number of an island, from 0.")
+    return of_island(load_plan(folder), folder, None if args.island is None else int(args.island))

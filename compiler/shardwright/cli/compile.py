@@ -31,12 +31,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwright.lower.folder import check_folder, write_folder
+    from shardwright.lower.folder import check_folder, forget_islands, write_folder
+    from shardwright.plan.islands import island_name
     from shardwright.recipe.load import load_recipe
     from shardwright.recipe.settle import with_measured_saves
 
     recipe = load_recipe(args.recipe, args.overrides)
-    check_folder(args.output)  # before the seconds that torch needs
+    # Before the seconds that torch needs.
+    islands = range(recipe.cluster.islands if recipe.training.outer else 0)
+    for folder in (args.output, *(args.output / island_name(k) for k in islands)):
+        check_folder(folder)
     saves = _measured_saves(recipe, args.output)
     if saves is not None:
         recipe = with_measured_saves(recipe, saves.gbytes_per_second)
@@ -45,6 +49,9 @@ def run(args: argparse.Namespace) -> int:
 
     compiled = compile_recipe(recipe)
     write_folder(args.output, compiled.files)
+    for island, files in enumerate(compiled.islands):
+        write_folder(args.output / island_name(island), files)
+    forget_islands(args.output, len(compiled.islands))
     print_diagnostics(compiled.warnings, recipe.source)
     if args.json:
         print(as_json(compiled, args.output))
@@ -83,10 +90,16 @@ def as_json(compiled: Compiled, directory: Path) -> str:
             "strategy": asdict(plan.strategy),
             "stages": [asdict(stage) for stage in plan.stages],
             "predicted": asdict(plan.predicted),
-            "files": sorted(compiled.files),
+            "files": [*sorted(compiled.files), *_island_files(compiled)],
             "warnings": [{"code": d.code, "severity": d.severity, "message": d.message} for d in compiled.warnings],
         }
     )
+
+
+def _island_files(compiled: Compiled) -> list[str]:
+    from shardwright.plan.islands import island_name
+
+    return [f"{island_name(k)}/{name}" for k, files in enumerate(compiled.islands) for name in sorted(files)]
 
 
 def summary(compiled: Compiled, directory: Path, interval: str = "") -> str:
@@ -97,11 +110,12 @@ def summary(compiled: Compiled, directory: Path, interval: str = "") -> str:
     plan, model, files = compiled.plan, compiled.plan.model, compiled.files
     s, t, memory, time = plan.strategy, plan.training, plan.predicted.memory, plan.predicted.time
     peak, capacity = memory.peak_bytes / GIB, memory.capacity_bytes / GIB
+    islands = "" if plan.outer is None else f"{plan.outer.islands} islands of "
     layout, _, settings = s.describe().partition(f" micro_batch_size={s.micro_batch_size} ")
     rows = [
         ("recipe", plan.name),
         ("model", f"{model.architecture}, {model.total_parameters:,} parameters, {weights_words(model.weights)}"),
-        ("cluster", f"{plan.nodes} x {plan.gpus_per_node} {plan.gpu}"),
+        ("cluster", f"{islands}{plan.nodes} x {plan.gpus_per_node} {plan.gpu}"),
         ("layout", layout),
         ("", settings),
         *([("weights", hpz)] if (hpz := hpz_words(s)) else []),
@@ -112,11 +126,21 @@ def summary(compiled: Compiled, directory: Path, interval: str = "") -> str:
         ("step", f"{time.step_seconds:.3g} s, {time.bubble_fraction:.0%} of it idle, predicted"),
         ("error", error_words(compiled.error)),
         *([("saves", interval)] if interval else []),
-        ("written", f"{len(files)} files in {visible(str(directory))}"),
-        ("next", f"shardwright run {shell_word(str(directory))}"),
+        ("written", f"{len(files) + len(_island_files(compiled))} files in {visible(str(directory))}"),
+        *_next(plan, directory),
     ]
     width = max(len(name) for name, _ in rows) + 2
     return "\n".join(f"{name:<{width}}{text}" for name, text in rows)
+
+
+def _next(plan: Plan, directory: Path) -> list[tuple[str, str]]:
+    """The commands that start it."""
+    place = shell_word(str(directory))
+    if plan.outer is None:
+        return [("next", f"shardwright run {place}")]
+    store = f"shardwright outer-store {place}"
+    each = [("", f"shardwright run {place} --island {k}") for k in range(plan.outer.islands)]
+    return [("next", f"{store}    (at {plan.launch.outer_store})"), *each]
 
 
 def _length(training: PlanTraining) -> str:

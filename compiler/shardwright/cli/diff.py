@@ -213,6 +213,7 @@ _SHOWN = {
     "tensor_comm_seconds": ("  {} collectives, s", 1, ".4g"),
     "pipeline_comm_seconds": ("  sends between stages, s", 1, ".4g"),
     "data_comm_seconds": ("  data-parallel collectives, s", 1, ".4g"),
+    "outer_comm_seconds": ("  the outer step between islands, s", 1, ".4g"),
     "optimizer_seconds": ("  the optimizer, s", 1, ".4g"),
     "bubble_seconds": ("  the pipeline's idle time, s", 1, ".4g"),
     "tokens_per_second_per_gpu": ("tokens/s per GPU", 1, ",.0f"),

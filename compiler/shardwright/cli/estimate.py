@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardwright.cost.goodput import Goodput
+    from shardwright.ir.cluster import Cluster
     from shardwright.ir.json_value import JsonValue
+    from shardwright.ir.model_graph import ModelGraph
     from shardwright.ir.recipe import Recipe
     from shardwright.layout.estimate import Estimate, Training
 
@@ -59,9 +61,12 @@ def _estimate(path: str, overrides: Sequence[str], *, as_json: bool) -> bool:
         measured = measured_object(recipe, problem.graph, estimate.strategy)
         more = {"goodput": goodput_object(expected), "assume": dataclasses.asdict(recipe.assume)}
         more |= {} if measured is None else {"measured": measured}
+        more |= islands_object(recipe, problem.graph, estimate)
         print(strict_json({**estimate_object(path, estimate), **more}), flush=True)
     else:
-        told = [f"  {line}" for line in plan_lines(recipe, problem.graph, problem.cluster)]
+        rows = islands_rows(recipe, problem.graph, estimate)
+        told = [f"  {name:<8} {words}" for name, words in rows]
+        told += [f"  {line}" for line in plan_lines(recipe, problem.graph, problem.cluster)]
         print("\n".join([path, *_lines(estimate, recipe, expected), *told, ""]), flush=True)
         print_diagnostics(estimate.diagnostics, recipe.source)
     return estimate.feasible
@@ -94,6 +99,30 @@ def goodput_rows(expected: Goodput | None) -> list[tuple[str, str]]:
     return [("" if line else "goodput", text) for line, text in enumerate(words)]
 
 
+def islands_object(recipe: Recipe, graph: ModelGraph, estimate: Estimate) -> dict[str, JsonValue]:
+    """{} without islands."""
+    from shardwright.cost.islands import inner_seconds, islands_cost
+
+    found = islands_cost(recipe, graph.total_parameters, inner_seconds(estimate.time))
+    return {} if found is None else {"islands": dataclasses.asdict(found)}
+
+
+def islands_rows(recipe: Recipe, graph: ModelGraph, estimate: Estimate) -> list[tuple[str, str]]:
+    """(name, words), the name on the first alone."""
+    from shardwright.cost.islands import inner_seconds, islands_cost, islands_words
+
+    found = islands_cost(recipe, graph.total_parameters, inner_seconds(estimate.time))
+    words = [] if found is None else islands_words(found)
+    return [("" if line else "islands", text) for line, text in enumerate(words)]
+
+
+def cluster_words(recipe: Recipe, cluster: Cluster) -> str:
+    """cluster: of one island."""
+    islands = recipe.cluster.islands
+    one = f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"
+    return one if islands == 1 else f"{islands} islands of {one} each"
+
+
 def diagnostic_objects(diagnostics: Sequence[Diagnostic]) -> list[JsonValue]:
     return [
         {"code": d.code, "severity": d.severity, "message": d.message, "help": d.help, "valid": list(d.valid)}
@@ -119,6 +148,7 @@ def _lines(estimate: Estimate, recipe: Recipe, expected: Goodput | None) -> list
     is_cpu = recipe.cluster.gpu == "cpu"
     gib = 2**30
     hpz, flops, inside = hpz_words(s), flops_words(estimate.flops_source), "+".join(inside_axes(s))
+    outer = f"outer {time.outer_comm_seconds:.4g} s, " if time.outer_comm_seconds else ""
     micro_batch = f"micro_batch_size={s.micro_batch_size}"
     layout = s.describe().replace(micro_batch, f"{micro_batch} accumulation={s.gradient_accumulation_steps}")
     lines = [
@@ -130,7 +160,7 @@ def _lines(estimate: Estimate, recipe: Recipe, expected: Goodput | None) -> list
         f"{time.model_tflops_per_gpu:.4g} TFLOP/s per {device(is_cpu=is_cpu)}, MFU {time.mfu:.1%}",
         f"  of it    compute {time.compute_seconds:.4g} s, {inside} {time.tensor_comm_seconds:.4g} s, "
         f"pipeline {time.pipeline_comm_seconds:.4g} s, data {time.data_comm_seconds:.4g} s, "
-        f"optimizer {time.optimizer_seconds:.4g} s, bubble {time.bubble_seconds:.4g} s "
+        f"optimizer {time.optimizer_seconds:.4g} s, {outer}bubble {time.bubble_seconds:.4g} s "
         f"({time.bubble_fraction:.1%} idle)",
         f"  error    {error_words(estimate.error)}",
         *([f"  FLOPs    {flops}"] if flops else []),

@@ -5,7 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from shardwright.cli.estimate import goodput_object, goodput_rows, training_words
+from shardwright.cli.estimate import (
+    cluster_words,
+    goodput_object,
+    goodput_rows,
+    islands_object,
+    islands_rows,
+    training_words,
+)
 from shardwright.cli.measured import explain_lines, measured_object
 from shardwright.cli.plan_table import GIB
 from shardwright.cli.tables import table_lines, title
@@ -41,6 +48,7 @@ STEP_WORDS = {
     "data_comm_seconds": "data-parallel collectives",
     "optimizer_seconds": "the optimizer",
     "idle_seconds": "idle: the pipeline fills and drains",
+    "outer_comm_seconds": "the outer step between islands",
 }
 # `Traffic`'s fields in words.
 MOVED_WORDS = {
@@ -103,7 +111,7 @@ def _head(subject: PricedRecipe, found: PlanExplanation) -> list[str]:
     rows = [
         ("recipe", subject.recipe.name),
         ("model", f"{graph.architecture}, {graph.total_parameters:,} parameters, {weights}"),
-        ("cluster", f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"),
+        ("cluster", cluster_words(subject.recipe, cluster)),
         ("layout", e.strategy.describe()),
         *([] if found.second_copy is None else [("weights", _weights(found.second_copy, e, subject.recipe))]),
         ("place", _place(found)),
@@ -120,6 +128,7 @@ def _head(subject: PricedRecipe, found: PlanExplanation) -> list[str]:
         ("error", error_words(e.error)),
         ("training", training_words(subject.recipe, e.training)),
         *goodput_rows(expected_goodput(subject)),
+        *islands_rows(subject.recipe, graph, e),
     ]
     if ends_at_zero(subject.recipe.training):
         rows.append(("", "the last step's learning rate is 0 (scheduler.min_lr)"))
@@ -322,6 +331,7 @@ def as_object(subject: PricedRecipe, found: PlanExplanation) -> JsonObject:
         **({} if measured is None else {"measured": measured}),
         **estimate_object(subject.name, e),
         "goodput": goodput_object(expected_goodput(subject)),
+        **islands_object(subject.recipe, subject.graph, e),
         "name": subject.recipe.name,
         "model": {"architecture": subject.graph.architecture, "parameters": subject.graph.total_parameters},
         "cluster": {

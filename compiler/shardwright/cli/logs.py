@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwright.cli.arguments import add_island, island_folder
 from shardwright.diagnostics import Refusal, refusal
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ POLL_SECONDS = 0.3
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", type=Path, help="a compiled folder")
     parser.add_argument("--rank", type=int, metavar="N", help="show this rank's own output (default: the launcher's)")
+    add_island(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="keep printing until the run ends")
 
 
@@ -25,11 +27,12 @@ def run(args: argparse.Namespace) -> int:
     from shardwright.launch.state import is_alive
     from shardwright.plan.serialize import load_plan
 
-    plan = load_plan(args.folder)
-    path = log_path(plan, args.folder, args.rank)
-    if not path.exists() and not (args.follow and is_alive(args.folder)):
+    folder = island_folder(args)
+    plan = load_plan(folder)
+    path = log_path(plan, folder, args.rank)
+    if not path.exists() and not (args.follow and is_alive(folder)):
         raise _no_log(plan, path, args.rank)
-    _show(plan, path, args.folder, follow=args.follow)
+    _show(plan, path, folder, follow=args.follow)
     return 0
 
 

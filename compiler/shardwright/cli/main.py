@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "tune": ("shardwright.cli.tune", "run the best layouts of a recipe, and today's, for a few steps"),
     "report": ("shardwright.cli.report", "write a one-page HTML report of a compiled folder and its run"),
     "run": ("shardwright.cli.run", "train a compiled folder"),
+    "outer-store": ("shardwright.cli.outer_store", "bring the islands of a compiled folder together"),
     "doctor": ("shardwright.cli.doctor", "check a compiled folder's hosts before anything starts"),
     "status": ("shardwright.cli.status", "show how a run is doing"),
     "logs": ("shardwright.cli.logs", "show a run's output, or one rank's"),

@@ -233,6 +233,7 @@ def page_lines(
     larger: LargerBatch | None = None,
 ) -> list[str]:
     """What `plan` prints, without a line end. rows: of ranked_rows; batch: of other_batch; larger: of larger_batch."""
+    from shardwright.cli.estimate import islands_rows
     from shardwright.cli.plan_table import error_notes, table
     from shardwright.search.compare import binding_constraint, lost_regions, pareto_front
     from shardwright.search.engines import other_engine
@@ -258,6 +259,8 @@ def page_lines(
         other = other_engine(problem, result.ranked[0])
         lines += [] if other is None else [other.words()]
         lines += [f"set aside: {set_aside_words(each)}" for each in set_aside(recipe, result.ranked)]
+        told = islands_rows(recipe, problem.graph, result.ranked[0])
+        lines += [f"{name or ' ' * 7}  {words}" for name, words in told]
     if sizing is not None:
         days = f"{sizing.days:.3g} days of at most {sizing.days_at_most:g}"
         lines.append(f"{sizing.nodes} nodes are the fewest: {days}; {_bound(recipe, sizing, batch)}")

@@ -30,10 +30,14 @@ def run(args: argparse.Namespace) -> int:
     from shardwright.data.picture_rate import picture_rate
     from shardwright.data.prepare import prepare
     from shardwright.data.summary import samples, summarize
+    from shardwright.plan.islands import island_folders
     from shardwright.plan.serialize import load_plan
 
     folder = args.folder
     plan = load_plan(folder)
+    for island in island_folders(plan, folder):  # each reads its own folder
+        if island.is_dir():
+            prepare(load_plan(island), island, limit_bytes=None)
     prepare(plan, folder, limit_bytes=None)
     plan, data = resolve(plan, folder, check_all=True)
     parts, shown = summarize(plan, folder), samples(plan, folder, data)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from shardwright.cli.arguments import add_island, island_folder
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", type=Path, help="a compiled folder; `run` executes its scripts")
@@ -16,16 +18,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="auto (default): resume from the newest checkpoint if there is one; never: start from step 1; "
         "PATH: resume from this step folder",
     )
+    add_island(
+        parser, "K|all", "with cluster.islands: the island to train; all: every one, and the store, on this machine"
+    )
     parser.add_argument(
         "--detach", action="store_true", help="keep running without this terminal; see status, logs and stop"
     )
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.island == "all":
+        from shardwright.launch.islands import run_all_islands
+
+        return run_all_islands(args.folder, args.resume)
+    folder = island_folder(args)
     if args.detach:
         from shardwright.launch.detach import run_detached
 
-        return run_detached(args.folder, args.hostfile, args.resume)
+        return run_detached(folder, args.hostfile, args.resume)
     from shardwright.launch.run import run_folder
 
-    return run_folder(args.folder, args.hostfile, args.resume)
+    return run_folder(folder, args.hostfile, args.resume)

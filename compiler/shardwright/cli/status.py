@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwright.cli.arguments import add_json
 from shardwright.cli.console import shell_word
@@ -15,6 +16,7 @@ from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
     from shardwright.launch.state import RunState
+    from shardwright.plan.plan import Plan
     from shardwright.watch.journal import MeasuredSaves
 
 
@@ -24,16 +26,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwright.launch.state import read_state
+    from shardwright.plan.islands import island_folders
     from shardwright.plan.serialize import load_plan
 
-    state = read_state(load_plan(args.folder), args.folder)
-    predicted = None if state.saves is None else _predicted_save_seconds(args.folder)
+    plan = load_plan(args.folder)
+    islands = island_folders(plan, args.folder)
+    if not islands:
+        state, predicted = _state(plan, args.folder)
+        print(strict_json(_object(state, predicted)) if args.json else as_text(state, args.folder, predicted))
+        return 0
+    here = [(k, load_plan(folder), folder) for k, folder in enumerate(islands) if folder.is_dir()]
+    told = [(k, folder, *_state(plan, folder), last_outer_step(folder)) for k, plan, folder in here]
     if args.json:
-        print(strict_json({**asdict(state), "predicted_save_seconds": predicted}))
-    else:
-        print(as_text(state, args.folder, predicted))
+        objects = [{"island": k, **_object(s, p), "outer": outer} for k, _, s, p, outer in told]
+        print(strict_json({"islands": objects}))
+        return 0
+    for k, folder, state, predicted, outer in told:
+        text = as_text(state, folder, predicted)
+        met = (
+            ""
+            if outer is None
+            else f"\nouter    step {outer['step']}, islands {outer['members']}, {outer['seconds']:.3g} s"
+        )
+        print(f"island {k}\n{text}{met}" + ("" if folder is told[-1][1] else "\n"))
     return 0
+
+
+def _state(plan: Plan, folder: Path) -> tuple[RunState, float | None]:
+    """And the seconds that a save is predicted to take."""
+    from shardwright.launch.state import read_state
+
+    state = read_state(plan, folder)
+    return state, None if state.saves is None else _predicted_save_seconds(folder)
+
+
+def _object(state: RunState, predicted: float | None) -> dict[str, Any]:
+    return {**asdict(state), "predicted_save_seconds": predicted}
+
+
+def last_outer_step(folder: Path) -> dict[str, Any] | None:
+    """The last line of run/outer.jsonl; None where there is none."""
+    from shardwright.watch.journal import OUTER_STEPS
+
+    try:
+        lines = (folder / OUTER_STEPS).read_text(encoding="utf-8").splitlines()
+        return dict(json.loads(lines[-1]))
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def _predicted_save_seconds(folder: Path) -> float | None:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwright.cli.arguments import add_island, island_folder
 from shardwright.diagnostics import refusal
 
 if TYPE_CHECKING:
@@ -21,13 +22,15 @@ NOT_FINISHED, DETACHED = 3, 130
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", type=Path, help="a compiled folder")
+    add_island(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from shardwright.launch.state import is_alive, read_state
     from shardwright.plan.serialize import load_plan
 
-    plan, folder = load_plan(args.folder), args.folder
+    folder = island_folder(args)
+    plan = load_plan(folder)
     if not is_alive(folder):
         raise refusal(
             "SW6304",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from shardwright.cost.compute import layer_seconds
 from shardwright.cost.data_parallel import data_comm_seconds
+from shardwright.cost.islands import inner_seconds
 from shardwright.cost.layout import Layout
 from shardwright.cost.memory import RankBytes, framework_bytes
 from shardwright.cost.offload import host_transfer_seconds
@@ -24,7 +25,7 @@ class StepParts:
     recompute: what activation checkpointing and a chunked loss run again. accumulate: adding each micro-batch's
     gradients up. host: what a micro-batch costs beyond its layers. tensor_forward, tensor_backward: collectives that
     layers wait for, of tensor, context and expert ranks. idle: the pipeline's bubble, and on a rank that is not the
-    slowest one its waiting.
+    slowest one its waiting. outer_comm: a step's share of the outer step between islands.
     """
 
     forward_seconds: float
@@ -38,6 +39,7 @@ class StepParts:
     data_comm_seconds: float
     optimizer_seconds: float
     idle_seconds: float
+    outer_comm_seconds: float = 0.0
 
     @property
     def total_seconds(self) -> float:
@@ -93,7 +95,9 @@ class Breakdown:
 def break_down(layout: Layout, estimate: Estimate) -> Breakdown:
     """estimate: of this layout."""
     s, factor = layout.strategy, run_factor(layout.recipe, layout.graph, layout.strategy)
-    time = scaled(estimate.time, 1 / factor)
+    outer = estimate.time.outer_comm_seconds
+    inner = replace(estimate.time, step_seconds=inner_seconds(estimate.time), outer_comm_seconds=0.0)
+    time = scaled(inner, 1 / factor)
     found = passes(layout)
     stages = [stage_seconds(layout, rank, found) for rank in range(s.pipeline)]
     schedule = schedule_seconds(layout, found, stages)
@@ -104,7 +108,10 @@ def break_down(layout: Layout, estimate: Estimate) -> Breakdown:
             layers=tuple((block.start, block.stop) for block in layout.ranks[rank]),
             in_flight=tuple(block.in_flight for block in layout.ranks[rank]),
             memory=_memory(held.of(rank, layout.ranks[rank], 0), estimate.memory.stages[rank], framework),
-            time=_scaled(_rank_parts(layout, time.step_seconds, rank, schedule, stages[rank]), factor),
+            time=replace(
+                _scaled(_rank_parts(layout, time.step_seconds, rank, schedule, stages[rank]), factor),
+                outer_comm_seconds=outer,
+            ),
             traffic=step_traffic(layout, rank),
         )
         for rank in range(s.pipeline)
@@ -119,7 +126,8 @@ def break_down(layout: Layout, estimate: Estimate) -> Breakdown:
         total=time.step_seconds,
     )
     fullest = max(estimate.memory.stages, key=lambda stage: stage.peak_bytes).stage
-    return Breakdown(step=_scaled(step, factor), fullest=fullest, slowest=slowest, ranks=ranks)
+    whole = replace(_scaled(step, factor), outer_comm_seconds=outer)
+    return Breakdown(step=whole, fullest=fullest, slowest=slowest, ranks=ranks)
 
 
 def _memory(live: StageMemory, held: StageMemory, framework: int) -> RankMemory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardwright.cost.islands import with_outer_step
 from shardwright.cost.layout import Layout
 from shardwright.cost.measured import prediction_error
 from shardwright.cost.replaced import run_factor, scaled
@@ -17,7 +18,8 @@ SECONDS_PER_DAY = 86_400
 
 def price(layout: Layout, memory: Memory, diagnostics: tuple[Diagnostic, ...]) -> Estimate:
     """memory: of this layout. diagnostics: what the rules say of it; that it does not fit is added."""
-    time = scaled(estimate_time(layout), run_factor(layout.recipe, layout.graph, layout.strategy))
+    inner = scaled(estimate_time(layout), run_factor(layout.recipe, layout.graph, layout.strategy))
+    time = with_outer_step(inner, layout.recipe, layout.graph)
     if not memory.fits:
         diagnostics = (*diagnostics, does_not_fit(memory, layout.strategy))
     return Estimate(
@@ -27,7 +29,7 @@ def price(layout: Layout, memory: Memory, diagnostics: tuple[Diagnostic, ...]) -
         diagnostics=diagnostics,
         memory=memory,
         time=time,
-        training=training_of(layout.recipe.training.known_steps, layout.cluster, time),
+        training=training_of(layout.recipe.training.known_steps, layout.cluster, time, layout.recipe.cluster.islands),
         error=prediction_error(layout),
         flops_source=layout.shapes.flops_source,
     )
@@ -54,9 +56,10 @@ def does_not_fit(memory: Memory, strategy: Strategy) -> Diagnostic:
     )
 
 
-def training_of(steps: int, cluster: Cluster, time: Time) -> Training:
+def training_of(steps: int, cluster: Cluster, time: Time, islands: int = 1) -> Training:
+    """cluster: of one island."""
     seconds = steps * time.step_seconds
-    gpu_hours = seconds / 3600 * cluster.world_size
+    gpu_hours = seconds / 3600 * cluster.world_size * islands
     price_per_hour = cluster.price_per_gpu_hour
     return Training(
         steps=steps,

@@ -57,7 +57,7 @@ def open_dataset(plan: Plan, folder: Path, *, check_all: bool = False) -> Datase
     elif plan.validation is not None and plan.validation.data is not None:
         held_out = [_open(plan, part, folder, limit) for part in parts_of(plan.validation.data)]
     counts = [len(rows) for rows in parts]
-    if sum(counts) < t.global_batch_size or not all(counts):
+    if sum(counts) < plan.rows_a_step or not all(counts):
         raise _too_little(plan, counts)
     if held_out and not sum(map(len, held_out)):
         raise refusal(
@@ -68,9 +68,9 @@ def open_dataset(plan: Plan, folder: Path, *, check_all: bool = False) -> Datase
     order: Order
     if plan.data.mixture:
         weights = [part.weight for part in plan.data.mixture]
-        order = MixtureOrder(counts, weights, t.global_batch_size, t.seed, shuffle=plan.data.shuffle)
+        order = MixtureOrder(counts, weights, plan.rows_a_step, t.seed, shuffle=plan.data.shuffle)
     else:
-        order = EpochOrder(counts[0], t.global_batch_size, t.seed, shuffle=plan.data.shuffle)
+        order = EpochOrder(counts[0], plan.rows_a_step, t.seed, shuffle=plan.data.shuffle)
     return Dataset(
         train=_joined(parts),
         order=order,
@@ -131,7 +131,7 @@ def _open(plan: Plan, part: DataSection, folder: Path, limit: int | None) -> Row
     if part.kind == "synthetic":
         # Learnable and the same everywhere: arithmetic sequences modulo the vocabulary.
         random = np.random.default_rng(plan.training.seed)
-        n = max(1024, plan.training.global_batch_size)
+        n = max(1024, plan.rows_a_step)
         first, step = random.integers(0, vocabulary, (n, 1)), random.integers(1, 8, (n, 1))
         return ArrayRows((first + step * np.arange(length)) % vocabulary)
     if part.kind == "tokens":
@@ -202,7 +202,7 @@ def _too_little(plan: Plan, counts: list[int]) -> Exception:
     return refusal(
         "SW6104",
         f"{name!r} gives {count} sequences of {t.sequence_length}{held}, fewer than "
-        f"{'one' if empty else f'one global batch of {t.global_batch_size}'}",
+        f"{'one' if empty else f'one global batch of {plan.rows_a_step}'}",
         _more_sequences(plan, sum(counts)),
     )
 

@@ -77,6 +77,7 @@ class Engine:
     compiles_layers: whether it runs `model.kernels: compile`.
     sees: whether it trains models on rows with pictures.
     types: those of models that it has modules of its own for; None where Hugging Face's own run.
+    islands: whether it trains islands.
     pads_vocabulary: to a multiple of the tensor ranks; the last ones have fewer tokens.
     automatic: `target: auto` may take it. lacks: what it does not train of a model, as far as its graph says; "" where
         it may train it.
@@ -100,6 +101,7 @@ class Engine:
     compiles_layers: bool = False
     sees: bool = False
     types: frozenset[str] | None = None
+    islands: bool = False
     pads_vocabulary: bool = False
     automatic: bool = True
     lacks: Callable[[ModelGraph], str] = lambda graph: ""

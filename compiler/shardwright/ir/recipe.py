@@ -55,7 +55,11 @@ class InlineGpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSection:
-    """node_mtbf_hours, checkpoint_gbytes_per_second: None is what cost/goodput.json has."""
+    """node_mtbf_hours, checkpoint_gbytes_per_second: None is what cost/goodput.json has.
+
+    islands: equal groups of nodes with slow links between them, inter_island_gbits_per_second each, one direction.
+    nodes: of one of them.
+    """
 
     nodes: int | None
     gpus_per_node: int
@@ -69,6 +73,26 @@ class ClusterSection:
     checkpoint_gbytes_per_second: float | None = None
     measured: MeasuredFile | None = None
     fabric: Fabric | None = None
+    islands: int = 1
+    inter_island_gbits_per_second: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterSection:
+    """The step that brings islands together, after every `every_steps` steps. lr, momentum: of nesterov, else None.
+    precision: of what is sent. deadline_seconds: that it waits for an island."""
+
+    every_steps: int
+    optimizer: Literal["average", "nesterov"]
+    lr: float | None
+    momentum: float | None
+    precision: Literal["bf16", "fp32"]
+    overlap_steps: int
+    deadline_seconds: float
+
+    def is_due(self, step: int, steps: int) -> bool:
+        """Whether there is an outer step after `step` of so many."""
+        return step % self.every_steps == 0 or step == steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,12 +142,13 @@ class TrainingRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSection(TrainingRecord):
-    """Exactly one of steps, tokens, epochs is set."""
+    """Exactly one of steps, tokens, epochs is set. global_batch_size: of one island. outer: None without islands."""
 
     tokens: int | None
     optimizer: OptimizerSection
     scheduler: SchedulerSection
     days_at_most: float | None
+    outer: OuterSection | None = None
 
     @property
     def known_steps(self) -> int:
@@ -284,7 +309,8 @@ class KubernetesSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSection:
     """hostfile, setup_script: made absolute; in a plan relative to the compiled folder, and without a hostfile the
-    hosts are named when the run starts. slurm, kubernetes: in a plan set where that is the launcher.
+    hosts are named when the run starts. slurm, kubernetes: in a plan set where that is the launcher. outer_store: the
+    address where islands meet, None without islands.
     """
 
     launcher: str  # auto | local | pdsh | slurm | no_ssh | openmpi | kubernetes
@@ -296,6 +322,7 @@ class LaunchSection:
     setup_script: str | None
     slurm: SlurmSection | None = None
     kubernetes: KubernetesSection | None = None
+    outer_store: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,11 @@ _FILES = (files for row in LAUNCHERS.values() for files in (row.templates, *row.
 SCRIPTS: frozenset[str] = frozenset(path for files in _FILES for path in files if path.endswith(".sh"))
 
 
+def is_launch_file(name: str) -> bool:
+    """Whether `launch_files` writes it."""
+    return name in SCRIPTS or name == "train.py" or name.startswith("launch/")
+
+
 def launch_files(plan: Plan) -> dict[str, bytes]:
     """Path in the compiled folder -> content. No host's name: those are bound when the run starts."""
     launcher, kubernetes = LAUNCHERS[plan.launch.launcher], plan.launch.kubernetes

@@ -31,9 +31,10 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Time:
-    """compute + tensor_comm + pipeline_comm + data_comm + optimizer + bubble = step, within 1e-6 relative.
+    """compute + tensor_comm + pipeline_comm + data_comm + outer_comm + optimizer + bubble = step, within 1e-6 relative.
 
-    tensor_comm: collectives that layers wait for, of tensor, context and expert ranks.
+    tensor_comm: collectives that layers wait for, of tensor, context and expert ranks. outer_comm: a step's share of
+    what training waits for in an outer step between islands.
     """
 
     step_seconds: float
@@ -48,6 +49,7 @@ class Time:
     model_tflops_per_gpu: float
     hardware_tflops_per_gpu: float
     mfu: float
+    outer_comm_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -129,6 +129,14 @@ def write_folder(directory: Path, files: Mapping[str, bytes]) -> None:
         raise
 
 
+def forget_islands(directory: Path, count: int) -> None:
+    """Without its plan, which goes, an island of an earlier compile runs nothing; its run and checkpoints stay."""
+    for path in directory.glob("island-*"):
+        number = path.name.removeprefix("island-")
+        if number.isdecimal() and int(number) >= count and path.is_dir() and _is_ours(path):
+            (path / PLAN_FILE).unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
     """Signals that end the process wait until the renames are through."""

@@ -45,7 +45,7 @@ class MicroBatch:
 
 
 class Batches:
-    """The rows of the dataset's order, shared out over the data ranks."""
+    """The rows of the dataset's order, shared out over the islands and the data ranks of each."""
 
     def __init__(self, plan: Plan, data: Dataset, sight: Sight | None = None) -> None:
         self.data, self.sight = data, sight
@@ -53,12 +53,13 @@ class Batches:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches") if sight is not None else None
         self._steps = data.steps
         s = plan.strategy
-        self.shape = (s.gradient_accumulation_steps, s.data, s.micro_batch_size)
+        self.shape = (-1, s.gradient_accumulation_steps, s.data, s.micro_batch_size)
+        self.island = 0 if plan.outer is None else plan.outer.island or 0
         self.packed = packs(plan)
 
     def micro_batches(self, step: int, data_rank: int) -> list[MicroBatch]:
         """The share of `data_rank` in `step` (from 1): micro-batch m takes rows [(m * data + rank) * B, ... + B) of the
-        global batch."""
+        island's part of the global batch: the k-th of equal parts is island k's."""
         if self._thread is None:
             return self._made(step, data_rank)
         made = self._ahead[1].result() if self._ahead and self._ahead[0] == (step, data_rank) else None
@@ -73,7 +74,7 @@ class Batches:
         return self._ahead is not None and self._ahead[0] == (step, data_rank) and self._ahead[1].done()
 
     def _made(self, step: int, data_rank: int) -> list[MicroBatch]:
-        indices = self.data.order.indices(step).reshape(self.shape)[:, data_rank]
+        indices = self.data.order.indices(step).reshape(self.shape)[self.island, :, data_rank]
         return [_micro_batch(self.data.train.read(i), self.packed, self.sight) for i in indices]
 
 

@@ -37,6 +37,7 @@ from shardwright.plan.plan import (
     PlanCheckpoint,
     PlanLora,
     PlanModel,
+    PlanOuter,
     PlanScheduler,
     PlanStage,
     PlanTraining,
@@ -112,7 +113,14 @@ def build_plan(
         validation=_validation(recipe, sees=graph.sees),
         lora=plan_lora(recipe, graph),
         experts=tuple(expert_modules(graph)) if strategy.spreads_experts else (),
+        outer=_outer(recipe),
     )
+
+
+def _outer(recipe: Recipe) -> PlanOuter | None:
+    """Of all islands."""
+    outer = recipe.training.outer
+    return None if outer is None else carried(PlanOuter, outer, islands=recipe.cluster.islands, island=None)
 
 
 def plan_training(training: TrainingSection) -> PlanTraining:

@@ -20,6 +20,7 @@ from shardwright.ir.recipe import (
     DataSection,
     LaunchSection,
     OptimizerSection,
+    OuterSection,
     SchedulerRecord,
     TrackingSection,
     TrainingRecord,
@@ -151,6 +152,15 @@ class PlanCheckpoint(CheckpointSection):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOuter(OuterSection):
+    """island: which of them this plan is of, from 0; None: of all. The plan's nodes, ranks and global batch are those
+    of one island."""
+
+    islands: int
+    island: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
     memory: Memory
     time: Time
@@ -164,7 +174,7 @@ class Plan:
     versions: package -> the public version that compiled it. zero: how the engine shares out states, in its own words.
     digests: file of the compiled folder -> sha256 (hex) of its bytes, for each that a run reads as data; {} in
     folders that an earlier version compiled. experts: paths of the modules whose parameters expert ranks cut along
-    the first dimension, or tensor ranks hold whole; () where there are none."""
+    the first dimension, or tensor ranks hold whole; () where there are none. outer: None without islands."""
 
     version: int
     name: str
@@ -194,6 +204,12 @@ class Plan:
     lora: PlanLora | None = None
     digests: Mapping[str, str] = field(default_factory=dict)
     experts: tuple[str, ...] = ()
+    outer: PlanOuter | None = None
+
+    @property
+    def rows_a_step(self) -> int:
+        """Of all islands together."""
+        return self.training.global_batch_size * (1 if self.outer is None else self.outer.islands)
 
     def expert_place(self, rank: PlanRank) -> tuple[int, int]:
         """(its place among the ranks that share out experts, its place among those that hold the same ones). Ranks of

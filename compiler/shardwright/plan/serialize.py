@@ -16,8 +16,8 @@ from shardwright.safe_read import parse_json
 def plan_to_json(plan: Plan) -> str:
     """The text of plan.json: field order, one-space indent, a final newline. A rank's place among context ranks stands
     where there are several, the modules of experts where ranks share them out, `kernels` where they are not Hugging
-    Face's, and a balance loss, frozen parameters, a task beside causal-lm and what is said of pictures where there is
-    one."""
+    Face's, and a balance loss, frozen parameters, a task beside causal-lm, islands and what is said of pictures where
+    there is one."""
     document = dataclasses.asdict(plan)
     if plan.strategy.context == 1:
         for rank in document["ranks"]:
@@ -32,6 +32,8 @@ def plan_to_json(plan: Plan) -> str:
         del document["model"]["task"], document["model"]["tower_blocks"]
     if not plan.model.frozen:
         del document["model"]["frozen"]
+    if plan.outer is None:
+        del document["outer"], document["launch"]["outer_store"], document["predicted"]["time"]["outer_comm_seconds"]
     _leave_out_pictures(document["data"])
     if plan.validation is not None and plan.validation.data is not None:
         _leave_out_pictures(document["validation"]["data"])

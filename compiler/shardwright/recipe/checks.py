@@ -18,6 +18,7 @@ from shardwright.layout.axes import rank_axes
 from shardwright.layout.context import context_degrees
 from shardwright.layout.divisors import misfit, nearest_multiples
 from shardwright.recipe.describe import words_for
+from shardwright.recipe.islands import NEEDED, island_errors, islands_of, of_one_island
 from shardwright.recipe.pod_patch import check_pod_patch
 from shardwright.recipe.slurm import check_extra
 
@@ -26,10 +27,11 @@ class View:
     """Reads a completed document by dotted key; None for what is absent or `auto`."""
 
     def __init__(self, document: JsonObject) -> None:
-        self._document = document
+        self.document = document
+        self.of_an_island = " of one island" if islands_of(document) > 1 else ""
 
     def get(self, dotted: str) -> JsonValue:
-        value: JsonValue = self._document
+        value: JsonValue = self.document
         for key in dotted.split("."):
             value = value.get(key) if isinstance(value, dict) else None
         return None if value == "auto" else value
@@ -49,20 +51,23 @@ class View:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossCheck:
+    """whole: it looks at the recipe of all islands, not at that of one."""
+
     keys: tuple[str, ...]
     find: Callable[[View], Iterable[Diagnostic]]
+    whole: bool = False
 
 
 def cross_check(document: JsonObject, wrong: Iterable[KeyPath]) -> tuple[Diagnostic, ...]:
     """`document` is completed; `wrong`: keys that have a diagnostic."""
-    bad, view = {key for key in wrong if key}, View(document)
+    bad, view = {key for key in wrong if key}, View(of_one_island(document))
     above = {key[:length] for key in bad for length in range(1, len(key) + 1)}
     errors: list[Diagnostic] = []
     for check in CHECKS:
         paths: list[KeyPath] = [tuple(key.split(".")) for key in check.keys]
         # A key is unusable if it, a section above it, or something in it is wrong.
         if not any(path in above or any(path[:n] in bad for n in range(1, len(path))) for path in paths):
-            errors.extend(check.find(view))
+            errors.extend(check.find(View(document) if check.whole else view))
     return tuple(errors)
 
 
@@ -154,7 +159,8 @@ def _world(view: View) -> Iterable[Diagnostic]:
     culprit, near = wrong
     total = " x ".join(f"{name}={degree}" for name, degree in pinned.items())
     total += f" = {math.prod(pinned.values())}" if len(pinned) > 1 else ""
-    world = f"the {nodes * gpus} GPUs of the cluster (nodes={nodes} x gpus_per_node={gpus})"
+    whose = "an island" if view.of_an_island else "the cluster"
+    world = f"the {nodes * gpus} GPUs of {whose} (nodes={nodes} x gpus_per_node={gpus})"
     if complete:
         message = f"{total} does not make up {world}"
         help = f"Write `{culprit}: {near[0]}` or `auto`." if near else "Make the product the world size."
@@ -172,8 +178,9 @@ def _batch(view: View) -> Iterable[Diagnostic]:
         return
     shown = " x ".join(part for part in (f"micro_batch_size={micro}" if micro else "", data_shown) if part)
     near = tuple(map(str, nearest_multiples(group, batch)))
-    message = f"global_batch_size {batch} is not a multiple of {shown}" + (f" = {group}" if micro and data else "")
-    help = f"The nearest batch sizes are {words_for(near)}."
+    of = f" = {group}" if micro and data else ""
+    message = f"global_batch_size {batch}{view.of_an_island} is not a multiple of {shown}{of}"
+    help = f"The nearest batch sizes{view.of_an_island} are {words_for(near)}."
     yield found("SW1204", "training.global_batch_size", message, help, near)
 
 
@@ -328,4 +335,5 @@ CHECKS: tuple[CrossCheck, ...] = (
     CrossCheck(keys=("launch.env", "launch.env_from"), find=_environment),
     CrossCheck(keys=("training.epochs", "data.kind"), find=_epochs),
     _exactly_one("validation", ("fraction", "kind"), "fraction: 0.01"),
+    CrossCheck(keys=NEEDED, find=lambda view: island_errors(view.document), whole=True),
 )

@@ -14,6 +14,7 @@ from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.ir.measured import MeasuredFile
 from shardwright.ir.recipe import Recipe, with_kernels
 from shardwright.layout.axes import AXES
+from shardwright.recipe.islands import of_one_island, with_outer
 from shardwright.recipe.measured import document_entry, read_measured
 from shardwright.recipe.paths import absolute, absolute_data_path, is_folder
 from shardwright.recipe.slurm import words
@@ -47,7 +48,7 @@ def decide(document: JsonObject) -> JsonObject:
     if cluster.get("measured", "") is None:  # said or left out, it is the same recipe
         decided["cluster"] = {key: value for key, value in cluster.items() if key != "measured"}
     decided.pop("extends", None)  # merged
-    return decided
+    return with_outer(decided)
 
 
 def with_measured_saves(recipe: Recipe, gbytes_per_second: float) -> Recipe:
@@ -71,13 +72,13 @@ def _with_tokenizer(data: JsonObject, source: str | None) -> JsonObject:
 
 
 def build(document: JsonObject, directory: str, source: Source) -> Recipe:
-    """directory: absolute folder of the recipe file. The schema has refused whatever no record would hold. Raises
-    Refusal for `cluster.measured`: its figures are a part of the recipe."""
+    """The recipe, of one of its islands. directory: absolute folder of the recipe file. The schema has refused whatever
+    no record would hold. Raises Refusal for `cluster.measured`: its figures are a part of the recipe."""
     document, measured = _with_measured(document, directory, source)
-    settled = dict(document)
+    settled = dict(of_one_island(document))
     for key, settle in _SECTIONS.items():
-        if document[key] is not None:
-            settled[key] = settle(dict(cast(JsonObject, document[key])), directory)
+        if settled[key] is not None:
+            settled[key] = settle(dict(cast(JsonObject, settled[key])), directory)
     settled["cluster"] = {k: v for k, v in cast(JsonObject, settled["cluster"]).items() if k != "measured"}
     recipe = read_record(Recipe, settled, directory=directory, document=document, source=source)
     recipe = dataclasses.replace(recipe, cluster=dataclasses.replace(recipe.cluster, measured=measured))

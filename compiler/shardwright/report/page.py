@@ -169,7 +169,8 @@ def training_in(subject: CompiledFolder) -> Training:
     plan = subject.plan
     if plan.training.epochs is None:
         return plan.predicted.training
-    return training_of(noted_steps(plan, subject.folder), subject.cluster, plan.predicted.time)
+    islands = subject.recipe.cluster.islands
+    return training_of(noted_steps(plan, subject.folder), subject.cluster, plan.predicted.time, islands)
 
 
 def totals_of(subject: CompiledFolder, training: Training) -> Totals:

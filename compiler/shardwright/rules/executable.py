@@ -12,6 +12,7 @@ from shardwright.ir.json_value import JsonScalar
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.axes import Axis, Value
 from shardwright.layout.strategy import printed_axes
+from shardwright.rules.islands import check_islands
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +87,7 @@ def check_executable(recipe: Recipe) -> tuple[Diagnostic, ...]:
             )
         )
     errors += check_tokenizers(recipe)
+    errors += check_islands(recipe)
     world = (recipe.cluster.nodes or 1) * recipe.cluster.gpus_per_node
     if world > LARGEST_WORLD:
         errors.append(

@@ -10,7 +10,19 @@ from shardwright.layout.axes import AXES, rank_axes
 from shardwright.layout.problem import Problem
 from shardwright.layout.rule import Candidate, Rule, rule
 from shardwright.layout.strategy import Strategy
-from shardwright.rules import attention, balance, context, expert, freeze, kernels, layout, lora, offload, sight
+from shardwright.rules import (
+    attention,
+    balance,
+    context,
+    expert,
+    freeze,
+    islands,
+    kernels,
+    layout,
+    lora,
+    offload,
+    sight,
+)
 
 _DEGREES = [axis.name for axis in rank_axes()]
 
@@ -77,6 +89,7 @@ RUNTIME_RULES: dict[str, Rule] = {
     "SW3163": rule(kernels.liger),
     "SW3171": rule(sight.unproved, "schedule", "offload"),
     "SW3172": rule(sight.tower_uncounted),
+    "SW3173": rule(islands.unproved, "expert", "context", "offload", "schedule"),
     "SW3119": rule(layout.fp16_on_cpu),
     "SW3120": rule(layout.zero_3_slow_links, "zero_stage"),
 }

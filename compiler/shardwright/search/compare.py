@@ -17,6 +17,7 @@ PARTS = {
     "tensor_comm_seconds": "{} collectives",
     "pipeline_comm_seconds": "sends between stages",
     "data_comm_seconds": "data-parallel collectives",
+    "outer_comm_seconds": "the outer step between islands",
     "optimizer_seconds": "the optimizer",
     "bubble_seconds": "the pipeline's idle time",
 }

@@ -16,16 +16,20 @@ from pathlib import Path
 from torch import distributed as dist
 
 from shardwright.checkpoint.lineage import Origin
+from shardwright.checkpoint.load import load_checkpoint
 from shardwright.checkpoint.resume_notes import other_data, other_schedule
-from shardwright.checkpoint.write import load_checkpoint, prepare_root, save_checkpoint
+from shardwright.checkpoint.write import prepare_root, save_checkpoint
 from shardwright.data.dataset import resolve
 from shardwright.data.prepare import LARGEST_UNPREPARED_BYTES, prepare
+from shardwright.diagnostics import refusal
 from shardwright.engines.protocol import HeldParameter, StepResult, runtime_of
 from shardwright.ir.json_value import JsonValue
 from shardwright.lease import Lease
 from shardwright.modules.batches import Batches, HeldOut, MicroBatch, sight_of
 from shardwright.modules.dropout import seed_dropout
 from shardwright.modules.learning_rate import learning_rate
+from shardwright.plan.build import canonical_hash
+from shardwright.plan.islands import of_island
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import load_plan
 from shardwright.train.agreement import check_same_data, check_same_files, check_world
@@ -33,9 +37,10 @@ from shardwright.train.attempt import Attempt, begin_on_ranks
 from shardwright.train.confidential import forget_environment, load_environment
 from shardwright.train.divergence import Divergence
 from shardwright.train.measured import AttemptSummary
+from shardwright.train.outer import Outer, Unreached
 from shardwright.train.ownership import RANKS, lease_of, taken_over
 from shardwright.train.tracking import Tracking
-from shardwright.watch.journal import Evaluations, Metrics, Saves, write_json, write_status
+from shardwright.watch.journal import Evaluations, Metrics, OuterSteps, Saves, write_json, write_status
 from shardwright.watch.watch import Watch
 
 
@@ -62,13 +67,16 @@ class Session:
         write_json(folder / "run" / "ranks" / f"rank-{rank:05d}.json", live_record(self._trainer.held(), rank))
         self.data_rank = self.plan.ranks[rank].data
         seed_dropout(self.plan, rank)
-        self.done = load_checkpoint(self.plan, self._trainer, Path(resume)) if resume else 0
+        self.done = self._saved = load_checkpoint(self.plan, self._trainer, Path(resume)) if resume else 0
+        self._outer: Outer | None = None
+        if self.plan.outer is not None:
+            self._outer = Outer(self.plan, folder, self._trainer, rank, canonical_hash(dict(digests)))
+            self.done = self._outer.begin(self.done, Path(resume) if resume else None)
         self._origin = Origin(line=attempt.line, rows=data.parts, data=digests)
         if resume and rank == 0:
             notes = other_data(Path(resume), data.parts, digests)
             for warning in (*notes, *other_schedule(self.plan, Path(resume), self.done)):
                 print(warning, flush=True)
-        self._saved = self.done
         self._held_out = HeldOut(self.plan, data.validation, self.data_rank, sight) if data.validation else None
         self._measured = AttemptSummary(self.plan, self.device)
         self._divergence = Divergence(self.plan)
@@ -76,6 +84,7 @@ class Session:
         self._metrics = Metrics(folder, self.attempt, self.done) if first else None
         self._saves = Saves(folder, self.attempt, self.done) if first else None
         self._evaluations = Evaluations(folder, self.attempt, self.done) if first and self.plan.validation else None
+        self._outer_steps = OuterSteps(folder, self.attempt, self.done) if first and self.plan.outer else None
         self._tracking = Tracking(self.plan, folder, self.done) if first else None
         # Rank 0 alone has the file, and each must know whether the step that is resumed from lacks its line.
         told = [self._evaluations.step if self._evaluations else 0]
@@ -117,7 +126,28 @@ class Session:
             lines.append(self._measured.line())
         for line in lines if self.rank == 0 else ():
             print(line, flush=True)
+        if self.plan.outer is not None and self.plan.outer.is_due(step, self.plan.training.steps):
+            self._meet_islands()
         return result
+
+    def _meet_islands(self) -> None:
+        """The outer step. An island that is behind goes on from another one's step. Raises Refusal: SW6315 where the
+        store is not reached, with a checkpoint that this outer step is made up for from."""
+        assert self._outer is not None and self.plan.outer is not None, "the plan has islands"
+        try:
+            met = self._outer.meet(self.done)
+        except Unreached as error:
+            self.save(last=True)
+            raise refusal(
+                "SW6315",
+                f"the outer store was not reached for {self.plan.outer.deadline_seconds:g} s at the outer step of "
+                f"{self.done}: {error}",
+                "An island never trains on alone. It saved a checkpoint: start the store again, or see to the link, "
+                "and `shardwright run` goes on from here.",
+            ) from None
+        self.done = met.step
+        if self._outer_steps:
+            self._outer_steps.write(met.step, met.members, met.seconds, met.sent_bytes)
 
     @property
     def evaluates(self) -> bool:
@@ -153,7 +183,8 @@ class Session:
             last = last or self.done == self.plan.training.steps
             origin = replace(self._origin, finite=self._divergence.finite)
             began = time.perf_counter()
-            nodes = save_checkpoint(self.plan, self.folder, self._trainer, self.done, last=last, origin=origin)
+            trainer = self._trainer if self._outer is None else self._outer.saved(self.done)
+            nodes = save_checkpoint(self.plan, self.folder, trainer, self.done, last=last, origin=origin)
             if self._saves:
                 self._saves.write(self.done, time.perf_counter() - began, sum(nodes), max(nodes))
             self._saved = self.done
@@ -169,6 +200,8 @@ class Session:
         if self._tracking:
             self._tracking.close()
         dist.barrier()
+        if self._outer is not None:
+            self._outer.leave(done=status == "done")
         if self.rank == 0:
             write_status(self.folder, status, self.attempt, step=self.done)
         if self._lease is not None:
@@ -216,6 +249,7 @@ def open_session(folder: str | os.PathLike[str], resume: str = "auto") -> Iterat
     load_environment()
     path = Path(folder).resolve()
     plan, rank = load_plan(path), int(os.environ["RANK"])
+    of_island(plan, path, None)
     runtime = runtime_of(plan)
     runtime.prepare_process(plan, own_loop=True)
     check_world(plan)

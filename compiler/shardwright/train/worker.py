@@ -123,17 +123,17 @@ def _train(plan: Plan, folder: Path, rank: int, watch: Watch, lease: Lease | Non
 
 def train_steps(session: Session, watch: Watch, stop: _StopRequest) -> str:
     """Every step still to train. Returns done, or preempted."""
-    steps, status = session.steps(), "done"
+    last, status = session.steps().stop - 1, "done"
     _evaluate(session, watch)  # of the step that is resumed from, where an earlier attempt failed in it
-    for step in steps:
-        watch.at(f"in step {step}", step - 1)
-        session.train(step)
-        if session.saves or step == steps.stop - 1:
+    while session.done < last:  # an island that was behind goes on from another one's step
+        watch.at(f"in step {session.done + 1}", session.done)
+        session.train(session.done + 1)
+        if session.saves or session.done == last:
             # Before the evaluation, which may fail: a run that resumes from here makes it then.
-            watch.at(f"saving step {step}", step)
+            watch.at(f"saving step {session.done}", session.done)
             session.save()
         _evaluate(session, watch)
-        if step < steps.stop - 1 and stop.agreed(session.device):
+        if session.done < last and stop.agreed(session.device):
             status = "preempted"
             break
     watch.at("saving its last step", session.done)

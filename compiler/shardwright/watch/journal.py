@@ -18,6 +18,7 @@ from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.strict_json import strict_json
 
 Record = TypeVar("Record")
+OUTER_STEPS = "run/outer.jsonl"
 PROGRESS = "@shardwright "
 """Marks rank 0's progress lines on the launcher's standard output."""
 
@@ -140,6 +141,21 @@ class Evaluations:
         line = {**figures, "attempt": self.attempt}
         self._file.write(strict_json(line) + "\n")
         print(f"validation at step {step}  loss {loss:.4f}  perplexity {perplexity:.2f}", flush=True)
+
+
+class OuterSteps:
+    """run/outer.jsonl: a line per outer step between islands, cut back like the metrics."""
+
+    def __init__(self, folder: Path, attempt: int, resumed_step: int) -> None:
+        self.attempt = attempt
+        self._file = _open_cut_back(folder / OUTER_STEPS, resumed_step)
+
+    def write(self, step: int, members: tuple[int, ...], seconds: float, sent_bytes: int) -> None:
+        """members: () where another island's state was taken. seconds: that training waited. sent_bytes: by rank 0."""
+        line = {"step": step, "members": list(members), "seconds": seconds, "bytes": sent_bytes}
+        self._file.write(strict_json({**line, "attempt": self.attempt}) + "\n")
+        what = f"islands {', '.join(map(str, members))}" if members else "another island's state taken"
+        print(f"outer step at {step}  {what}  {seconds:.3g} s", flush=True)
 
 
 class Saves:

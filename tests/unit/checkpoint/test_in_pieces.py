@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from shardwright.checkpoint.load import load_checkpoint
 from shardwright.checkpoint.manifest import read_manifest
-from shardwright.checkpoint.write import load_checkpoint, save_checkpoint
+from shardwright.checkpoint.write import save_checkpoint
 from shardwright.compile import compile_recipe
 from shardwright.engines.protocol import LiveFragment, runtime_of
 from shardwright.lower.folder import write_folder

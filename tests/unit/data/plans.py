@@ -58,6 +58,10 @@ class PlanLike:
     model: Any
     validation: ValidationSection | None
 
+    @property
+    def rows_a_step(self) -> int:
+        return self.training.global_batch_size
+
 
 def opened(p: Any, folder: Path, *, limit: int | None = None) -> Dataset:
     prepare(p, folder, limit_bytes=limit)

@@ -50,6 +50,7 @@ BEYOND: dict[str, dict[str, Any]] = {
     "model.freeze": {"model.freeze": ["model.layers.0.*"]},
     "model.task": {"model.task": "image-text-to-text"},
     "model.attention": {"model.attention": "flash_attention_2", "training.precision": "bf16"},
+    "training.outer": {"cluster.nodes": 2, "cluster.islands": 2, "cluster.inter_island_gbits_per_second": 1},
     "lora": {"lora": {"rank": 4}},
     "extra": {"extra": {"memory_breakdown": True}},
 }

@@ -21,6 +21,7 @@ def plan(
     return SimpleNamespace(
         data=SimpleNamespace(kind="text", packing=packing, mixture=()),
         validation=None,
+        outer=None,
         training=SimpleNamespace(global_batch_size=data * micro * accumulation),
         strategy=SimpleNamespace(
             data=data,

@@ -68,6 +68,7 @@ STRATEGY_CODES: dict[str, str] = {
     "SW3168": "Megatron-Core on GPUs was not run by us",
     "SW3171": "not proved for a model that sees",
     "SW3172": "the tower's work is not in the estimate",
+    "SW3173": "not proved over islands",
     "SW3201": "the layout does not fit in memory",
     "SW3202": "no layout fits in memory",
     "SW3203": "no layout is legal",

@@ -35,4 +35,5 @@ DEEPSPEED = Engine(
     axes=frozenset({"context", "expert"}),
     compiles_layers=True,
     sees=True,
+    islands=True,
 )

@@ -51,6 +51,9 @@ REFUSED: Mapping[str, Key] = {
         allowed=("auto", "eager", "sdpa"),
         why="its attention is torch's scaled_dot_product_attention",
     ),
+    "training.outer": Key(
+        value=lambda r: _given(r.training.outer), allowed=(None,), why="islands were not tried under it"
+    ),
     "lora": Key(value=lambda r: _given(r.lora), allowed=(None,), why="adapters are made for Hugging Face's modules"),
     "extra": Key(value=lambda r: _given(r.extra), allowed=(None,), why="they are keys of ds_config.json"),
 }

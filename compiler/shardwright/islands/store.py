@@ -1,0 +1,280 @@
+"""The outer store: a process of its own, on no island's ranks. It decides who takes part in an outer step, adds up what
+they send, and passes a member's state on to who is behind."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from shardwright.islands.membership import Arrival, Decision, Island, Membership, Round
+from shardwright.islands.sums import Aborted
+from shardwright.islands.wire import Broken, Channel, FrameKind, WrongSecret, document_of, give_up_after, meet
+
+HANDSHAKE_SECONDS = 20.0
+MOST_WAIT_SECONDS = 5.0
+"""Between two signs of life to a rank that waits."""
+
+
+class OuterStore:
+    """tell: is called with a line for a person, and with what a committed round was (or None)."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        secret: bytes,
+        digest: str,
+        tell: Callable[[str, dict[str, Any] | None], None],
+    ) -> None:
+        self.membership, self._secret, self._digest, self._tell = membership, secret, digest, tell
+        self._data_digest: str | None = None
+        self._done: set[int] = set()
+        self._change = threading.Condition()
+        self._wait_seconds = min(MOST_WAIT_SECONDS, membership.deadline / 4)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether an island has trained to the last step, and none is here any more."""
+        with self._change:
+            return bool(self._done) and not self.membership.islands
+
+    def serve(self, listener: socket.socket) -> None:
+        """Until the listener is closed."""
+        while True:
+            try:
+                connection, address = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._greet, args=(connection, address), daemon=True).start()
+
+    def _greet(self, connection: socket.socket, address: tuple[str, int]) -> None:
+        connection.settimeout(HANDSHAKE_SECONDS)
+        give_up_after(connection, self.membership.deadline)
+        try:
+            link = meet(connection, self._secret, as_store=True)
+            kind, _, payload = link.receive()
+            if kind != FrameKind.HELLO:
+                raise Broken("it did not say who it is")
+            self._admit(link, document_of(payload))
+        except WrongSecret:
+            self._tell(f"warning[SW6313]: {address[0]} came with another secret, and was turned away", None)
+            connection.close()
+        except Broken as error:
+            self._tell(f"{address[0]} left before it said who it is: {error}", None)
+            connection.close()
+
+    def _admit(self, link: Channel, hello: dict[str, Any]) -> None:
+        try:
+            number, rank, world = int(hello["island"]), int(hello["rank"]), int(hello["world"])
+            start = (int(hello["began"]), int(hello["connection"]))
+            plan, data = str(hello["plan"]), str(hello["data"])
+        except (KeyError, TypeError, ValueError):
+            raise Broken("it did not say who it is") from None
+        why = self._refused(number, rank, world, plan, data)
+        island = None
+        if not why:
+            with self._change:
+                island = self.membership.join(number, start, rank, link)
+                self._change.notify_all()
+            why = "" if island else "SW6319 another run of this island has started since"
+        if island is None:
+            link.say(FrameKind.REFUSED, {"why": why})
+            link.close()
+            self._tell(f"island {number} rank {rank} was refused: {why}", None)
+            return
+        if len(island.links) == self.membership.world:
+            self._tell(f"island {number} is here", None)
+        link.say(FrameKind.WELCOME, {})
+        link.patience(None)
+        try:
+            self._serve(link, island, rank)
+            why = ""
+        except Broken as error:
+            why = f"rank {rank} is gone ({error})"
+        except Exception as error:  # a thread that ends in silence would leave the others waiting
+            why = f"rank {rank}: {type(error).__name__}: {error}"
+        self._drop(island, why)
+
+    def _refused(self, number: int, rank: int, world: int, plan: str, data: str) -> str:
+        m = self.membership
+        if plan != self._digest or world != m.world or not (0 <= number < m.count and 0 <= rank < m.world):
+            return "SW6316 its plan is not the one that this store was started for"
+        with self._change:
+            self._data_digest = self._data_digest or data
+            return "" if data == self._data_digest else "SW6316 its data is not that of the islands before it"
+
+    def _drop(self, island: Island, why: str) -> None:
+        with self._change:
+            known = island.dropped
+            links = self.membership.drop(island, why or "it is done")
+            self._change.notify_all()
+        for link in links:
+            link.close()
+        if why and not known:
+            self._tell(f"island {island.number} is lost: {why}", None)
+
+    def _serve(self, link: Channel, island: Island, rank: int) -> None:
+        """Raises Broken where the rank is lost, or the island with it."""
+        while True:
+            kind, tag, payload = link.receive()
+            island.heard = time.monotonic()
+            if kind == FrameKind.BYE:
+                self._done.update([island.number] if document_of(payload).get("done") else ())
+                return
+            if kind == FrameKind.ARRIVE:
+                decision = self._decided(link, island, rank, document_of(payload))
+                self._act(link, island, rank, decision)
+            elif kind == FrameKind.STATE or kind == FrameKind.STATE_END:
+                self._pass_on(island, rank, kind, payload)
+            elif kind == FrameKind.DELTA:
+                self._deposit(island, rank, tag, payload)
+            else:
+                raise Broken(f"an unexpected {kind.name}")
+
+    def _decided(self, link: Channel, island: Island, rank: int, told: dict[str, Any]) -> Decision:
+        try:
+            arrival = Arrival(
+                base=int(told["base"]),
+                step=int(told["step"]),
+                is_due=bool(told["is_due"]),
+                size=int(told["size"]),
+                check=int(told["check"]),
+            )
+        except (KeyError, TypeError, ValueError):
+            raise Broken("an arrival without its step") from None
+        with self._change:
+            self.membership.arrive(island, rank, arrival)
+            self._change.notify_all()
+        said = time.monotonic()
+        while True:
+            with self._change:
+                gone = self.membership.advance()
+                if gone:
+                    self._change.notify_all()
+                if island.dropped:
+                    raise Broken(island.dropped)
+                if (decision := self.membership.taken(island, rank)) is not None:
+                    self._change.notify_all()
+                elif not gone:
+                    self._change.wait(self._wait_seconds)
+            for each, why in gone:
+                self._drop(each, why)
+            if decision is not None:
+                return decision
+            if time.monotonic() - said >= self._wait_seconds:
+                link.send(FrameKind.WAIT)
+                said = time.monotonic()
+
+    def _wait_for(self, condition: Callable[[], bool]) -> bool:
+        """Whether it holds, before a sign of life is due."""
+        with self._change:
+            return self._change.wait_for(condition, self._wait_seconds)
+
+    def watch(self, ended: threading.Event) -> None:
+        """Drops members that hold a round up. Runs in a thread of its own, until `ended`."""
+        while not ended.wait(self._wait_seconds):
+            with self._change:
+                gone = self.membership.stuck()
+            for island, why in gone:
+                self._drop(island, why)
+
+    def _act(self, link: Channel, island: Island, rank: int, decision: Decision) -> None:
+        found = decision.round
+        if decision.kind == FrameKind.GO or found is None:
+            link.send(FrameKind.GO)
+        elif decision.kind == FrameKind.EXCHANGE:
+            members = [i.number for i in found.members]
+            link.say(FrameKind.EXCHANGE, {"members": members, "step": found.step}, found.attempt)
+            threading.Thread(target=self._send_means, args=(link, island, rank, found), daemon=True).start()
+        else:
+            self._hold_for_state(link, island, rank, found)
+
+    def _deposit(self, island: Island, rank: int, attempt: int, payload: bytearray) -> None:
+        found = self.membership.round
+        if found is None or found.attempt != attempt or island not in found.members or found.outcome:
+            return  # of a round that was given up
+        cell = found.cells[rank]
+        try:
+            cell.deposit(island.number, cell.deposited(island.number), payload)
+        except Aborted:
+            return
+        except (ValueError, IndexError) as error:
+            raise Broken(f"deltas of another size: {error}") from None
+        self._commit_if_whole(found)
+
+    def _commit_if_whole(self, found: Round) -> None:
+        with self._change:
+            before = found.outcome
+            self.membership.try_commit(found)
+            committed = found.outcome == "committed" and before != "committed"
+            self._change.notify_all()
+        if committed:
+            told = self.membership.rounds[-1]
+            joined = f"; {told['joined']} take its state" if told["joined"] else ""
+            self._tell(
+                f"outer step at {told['step']}: islands {told['members']}, {told['seconds']:.3g} s{joined}", told
+            )
+
+    def _send_means(self, link: Channel, island: Island, rank: int, found: Round) -> None:
+        """A thread of its own: averages go down while deltas come up."""
+        cell = found.cells[rank]
+        try:
+            try:
+                for number in range(len(cell.sizes)):
+                    while (found_mean := cell.take(number, self._wait_seconds)) is None:
+                        link.send(FrameKind.WAIT)
+                    link.send(FrameKind.MEAN, found.attempt, found_mean)
+                    cell.sent(island.number, number)
+            except Aborted:
+                pass
+            self._commit_if_whole(found)  # where there was nothing to bring
+            while not self._wait_for(lambda: bool(found.outcome)):
+                link.send(FrameKind.WAIT)
+            if found.outcome == "committed":
+                receivers = [i.number for i in found.receivers] if found.members[0] is island else []
+                link.say(FrameKind.COMMIT, {"receivers": receivers}, found.attempt)
+            else:
+                link.send(FrameKind.RETRY, found.attempt)
+        except Broken as error:
+            self._drop(island, f"rank {rank} is gone ({error})")
+
+    def _hold_for_state(self, link: Channel, island: Island, rank: int, found: Round) -> None:
+        """The provider's thread sends; this one waits until it has."""
+        provider = found.members[0]
+        link.say(FrameKind.RECEIVE, {"step": found.step, "provider": provider.number})
+        with self._change:
+            found.expecting.add((island.number, rank))
+            self._change.notify_all()
+            while rank not in found.passed and not provider.dropped and not island.dropped:
+                self._change.wait()
+            done = rank in found.passed
+        if not done:
+            raise Broken("the island whose state it was to take is lost")
+
+    def _await_receiver(self, found: Round, receiver: Island, rank: int) -> None:
+        """Until its rank has been told what comes."""
+        told = (receiver.number, rank)
+        with self._change:
+            self._change.wait_for(lambda: told in found.expecting or bool(receiver.dropped))
+
+    def _pass_on(self, island: Island, rank: int, kind: FrameKind, payload: bytearray) -> None:
+        found = self.membership.round
+        if found is None or not found.members or found.members[0] is not island:
+            return
+        for receiver in found.receivers:
+            self._await_receiver(found, receiver, rank)
+            if receiver.dropped:
+                continue
+            try:
+                receiver.links[rank].send(kind, found.attempt, payload)
+            except Broken as error:
+                self._drop(receiver, f"rank {rank} is gone ({error})")
+        if kind == FrameKind.STATE_END:
+            with self._change:
+                found.passed.add(rank)
+                if len(found.passed) == self.membership.world:
+                    for receiver in found.receivers:
+                        receiver.current = not receiver.dropped
+                self._change.notify_all()

@@ -1,0 +1,191 @@
+"""Frames between a rank and the outer store, over one TCP connection each.
+
+Both sides prove that they know the secret before anything else is said, and each frame carries an HMAC-SHA256 over a
+key of this connection, its direction and its number: nobody without the secret joins, changes or replays a frame.
+Nothing is encrypted: who can read the link can read the deltas.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+import threading
+from typing import Any
+
+MAGIC = b"shardwright-outer-1\n"
+NONCE = 32
+CHUNK_BYTES = 2**20
+"""Of deltas in a frame: small enough for averages to come back while the rest goes up."""
+_LARGEST = 4 * CHUNK_BYTES
+_HEADER = struct.Struct(">BIQ")
+_KEEPALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 6))
+
+
+class FrameKind(enum.IntEnum):
+    """Of a frame. From a rank: HELLO, ARRIVE, DELTA, STATE, BYE. From the store: the others; STATE is passed on."""
+
+    HELLO = 1
+    WELCOME = 2
+    REFUSED = 3
+    ARRIVE = 4
+    WAIT = 5
+    GO = 6
+    EXCHANGE = 7
+    DELTA = 8
+    MEAN = 9
+    COMMIT = 10
+    RETRY = 11
+    RECEIVE = 12
+    STATE = 13
+    STATE_END = 14
+    BYE = 15
+
+
+class Broken(Exception):
+    """The connection ended, or what came over it is not of this protocol."""
+
+
+class WrongSecret(Broken):
+    """The other side does not know the secret."""
+
+
+class Channel:
+    """One authenticated connection. Frames may be sent by several threads, and are received by one at a time."""
+
+    def __init__(self, connection: socket.socket, key: bytes, sends: bytes, receives: bytes) -> None:
+        self._socket, self._key = connection, key
+        self._directions = {"send": sends, "receive": receives}
+        self._sent = self._received = 0
+        self._lock = threading.Lock()
+
+    def send(self, kind: FrameKind, tag: int = 0, payload: bytes | bytearray | memoryview = b"") -> None:
+        """Raises Broken."""
+        with self._lock:
+            header = _HEADER.pack(kind, tag, len(payload))
+            mac = self._mac("send", self._sent, header, payload)
+            self._sent += 1
+            try:
+                self._socket.sendall(header + mac)
+                if payload:
+                    self._socket.sendall(payload)
+            except OSError as error:
+                raise Broken(str(error)) from None
+
+    def say(self, kind: FrameKind, document: dict[str, Any], tag: int = 0) -> None:
+        self.send(kind, tag, json.dumps(document).encode("utf-8"))
+
+    def receive(self) -> tuple[FrameKind, int, bytearray]:
+        """(kind, tag, payload). Raises Broken, also where nothing comes within the socket's timeout."""
+        head = read_exactly(self._socket, _HEADER.size + hashlib.sha256().digest_size)
+        header, mac = bytes(head[: _HEADER.size]), bytes(head[_HEADER.size :])
+        kind, tag, length = _HEADER.unpack(header)
+        if length > _LARGEST:
+            raise Broken(f"a frame of {length:,} bytes")
+        payload = read_exactly(self._socket, length)
+        if not hmac.compare_digest(mac, self._mac("receive", self._received, header, payload)):
+            raise Broken("a frame that is not what was sent")
+        self._received += 1
+        try:
+            return FrameKind(kind), tag, payload
+        except ValueError:
+            raise Broken(f"a frame of an unknown kind, {kind}") from None
+
+    def patience(self, seconds: float | None) -> None:
+        """How long the other side may be silent; None: for ever."""
+        self._socket.settimeout(seconds)
+
+    def close(self) -> None:
+        """Heard by a thread that waits in `receive` or `send`, too."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _mac(self, way: str, number: int, header: bytes, payload: bytes | bytearray | memoryview) -> bytes:
+        found = hmac.new(self._key, self._directions[way] + number.to_bytes(8, "big") + header, hashlib.sha256)
+        found.update(payload)
+        return found.digest()
+
+
+def document_of(payload: bytes | bytearray) -> dict[str, Any]:
+    """Raises Broken."""
+    try:
+        document = json.loads(payload)
+    except (ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict):
+        raise Broken("a frame that is not a JSON object")
+    return document
+
+
+def read_exactly(connection: socket.socket, count: int) -> bytearray:
+    """Raises Broken."""
+    buffer = bytearray(count)
+    view, at = memoryview(buffer), 0
+    while at < count:
+        try:
+            got = connection.recv_into(view[at:])
+        except OSError as error:  # a timeout is one
+            raise Broken(str(error) or type(error).__name__) from None
+        if got == 0:
+            raise Broken("the connection was closed")
+        at += got
+    return buffer
+
+
+def meet(connection: socket.socket, secret: bytes, *, as_store: bool) -> Channel:
+    """Raises WrongSecret, or Broken."""
+    keep_alive(connection)
+    mine = secrets.token_bytes(NONCE)
+    try:
+        connection.sendall(MAGIC + mine)
+        theirs = bytes(read_exactly(connection, len(MAGIC) + NONCE))
+        if not theirs.startswith(MAGIC):
+            raise Broken("the other side is no outer store, or of another version")
+        theirs = theirs[len(MAGIC) :]
+        store, rank = (mine, theirs) if as_store else (theirs, mine)
+        proofs = {name: _keyed(secret, name, store, rank) for name in (b"store", b"rank")}
+        own, other = (b"store", b"rank") if as_store else (b"rank", b"store")
+        if not as_store:  # who comes shows its proof first
+            connection.sendall(proofs[own])
+        if not hmac.compare_digest(_proof(connection, is_rank=not as_store), proofs[other]):
+            raise WrongSecret("the secrets differ")
+        if as_store:
+            connection.sendall(proofs[own])
+    except OSError as error:
+        raise Broken(str(error)) from None
+    return Channel(connection, _keyed(secret, b"frames", store, rank), own, other)
+
+
+def _proof(connection: socket.socket, *, is_rank: bool) -> bytes:
+    """Of the other side. A store ends the connection at a proof that is none."""
+    try:
+        return bytes(read_exactly(connection, hashlib.sha256().digest_size))
+    except Broken:
+        if is_rank:
+            raise WrongSecret("the secrets differ") from None
+        raise
+
+
+def _keyed(secret: bytes, what: bytes, store: bytes, rank: bytes) -> bytes:
+    return hmac.digest(secret, what + store + rank, "sha256")
+
+
+def give_up_after(connection: socket.socket, seconds: float) -> None:
+    """What was sent and is not acknowledged for so long ends the connection: a route that swallows it is noticed."""
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """A peer whose machine went away is noticed in about a minute and a half."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for name, value in _KEEPALIVE:
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

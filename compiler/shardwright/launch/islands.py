@@ -1,0 +1,142 @@
+"""`outer-store`, and `run --island all`: a plan's islands and their store, as processes of this machine. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from shardwright.diagnostics import refusal
+from shardwright.islands.membership import Membership
+from shardwright.islands.secret import share_secret
+from shardwright.islands.store import OuterStore
+from shardwright.launch.preconditions import own_command
+from shardwright.launchers.table import LAUNCHERS
+from shardwright.plan.islands import island_folders, plan_digest
+from shardwright.plan.plan import Plan
+from shardwright.plan.serialize import load_plan
+
+ROUNDS = "run/rounds.jsonl"
+POLL_SECONDS = 0.2
+INTERRUPTED, NOT_FINISHED = 130, 3
+_BACKLOG = 1024
+
+
+def serve_islands(folder: Path, bind: str | None) -> int:
+    """Until an island has trained to the last step and all have left: 0; or an interrupt: 130. Every committed outer
+    step is a line of run/rounds.jsonl. bind: None is the plan's address."""
+    plan = load_plan(folder)
+    outer = plan.outer
+    folders = island_folders(plan, folder)
+    if outer is None or not folders:
+        help = "Give the compiled folder of a recipe with cluster.islands, not one island's."
+        raise refusal("SW6014", f"{str(folder)!r} is of no islands", help)
+    secret = share_secret(folder, folders)
+    listener = _listening(bind or str(plan.launch.outer_store))
+    members = Membership(outer.islands, plan.strategy.world_size, outer.deadline_seconds, outer.precision)
+    with (folder / ROUNDS).open("a", buffering=1) as record:
+        lock = threading.Lock()
+
+        def tell(line: str, committed: dict[str, Any] | None) -> None:
+            with lock:
+                print(line, flush=True)
+                if committed is not None:
+                    record.write(json.dumps(committed) + "\n")
+
+        store = OuterStore(members, secret, plan_digest(plan), tell)
+        tell(f"listening at {':'.join(map(str, listener.getsockname()[:2]))} for {outer.islands} islands", None)
+        return _serve(store, listener)
+
+
+def _serve(store: OuterStore, listener: socket.socket) -> int:
+    ended, told = threading.Event(), threading.Event()
+    previous = {s: signal.signal(s, lambda *_: told.set()) for s in (signal.SIGINT, signal.SIGTERM)}
+    threads = [
+        threading.Thread(target=store.serve, args=(listener,), daemon=True),
+        threading.Thread(target=store.watch, args=(ended,), daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        while not store.is_over and not told.wait(POLL_SECONDS):
+            pass
+        return INTERRUPTED if told.is_set() else 0
+    finally:
+        ended.set()
+        listener.close()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _listening(address: str) -> socket.socket:
+    """Raises Refusal: SW6318."""
+    host, _, port = address.rpartition(":")
+    try:
+        return socket.create_server((host, int(port)), backlog=_BACKLOG)
+    except (OSError, ValueError, OverflowError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise refusal(
+            "SW6318",
+            f"cannot listen at {address}: {why}",
+            "Give --bind HOST:PORT with an address of this machine, and forward launch.outer_store to it; or end what "
+            "listens there.",
+        ) from None
+
+
+def run_all_islands(folder: Path, resume: str) -> int:
+    """Every island and the store on this machine; island 0's output is shown, the others' is in their folders. Returns
+    the first exit code that is not 0."""
+    plan = load_plan(folder)
+    folders = island_folders(plan, folder)
+    if not folders or LAUNCHERS[plan.launch.launcher].name != "local":
+        why = "has no islands" if not folders else f"starts its ranks by {plan.launch.launcher}, not on this machine"
+        raise refusal("SW6014", f"--island all: the plan of {str(folder)!r} {why}", "Start each island by itself.")
+    share_secret(folder, folders)
+    with _processes(plan, folder, resume) as (store, islands):
+        codes = [process.wait() for process in islands]
+        if not any(codes):
+            codes.append(store.wait())
+        return next((code for code in codes if code), 0)
+
+
+@contextlib.contextmanager
+def _processes(
+    plan: Plan, folder: Path, resume: str
+) -> Iterator[tuple[subprocess.Popen[bytes], list[subprocess.Popen[bytes]]]]:
+    """(the store, the islands), ended with the block."""
+    logs = folder / "run" / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(name: str, *words: str, shown: bool = False) -> subprocess.Popen[bytes]:
+        with (logs / f"{name}.log").open("wb") as log:
+            out = None if shown else log
+            process = subprocess.Popen(own_command(*words), stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+        started.append(process)
+        return process
+
+    assert plan.outer is not None, "asked for before"
+    try:
+        store = start("outer-store", "outer-store", str(folder))
+        islands = [
+            start(f"island-{k}", "run", str(folder), "--island", str(k), "--resume", resume, shown=k == 0)
+            for k in range(plan.outer.islands)
+        ]
+        yield store, islands
+    finally:
+        for process in started:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+        for process in started:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=30)
+            if process.poll() is None:
+                process.kill()
+        sys.stdout.flush()

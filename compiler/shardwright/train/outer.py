@@ -1,0 +1,376 @@
+"""The outer step between islands, on one rank (decision 033).
+
+Works on what a checkpoint is made of: this rank's own ranges of the fp32 masters, one behind the other. The delta is
+the anchor (those ranges after the last outer step) less what they are now; the store returns the islands' mean, in the
+same place, and each rank applies it to its own. Where data ranks have the same masters (ZeRO-0), each takes an equal
+part of them, and the parts are gathered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import distributed as dist
+
+from shardwright.checkpoint.load import read_states
+from shardwright.diagnostics import Diagnostic, Refusal, found, refusal
+from shardwright.engines.protocol import Counters, LiveFragment, Trainer
+from shardwright.islands.client import Answer, Link, Place, Refused
+from shardwright.islands.secret import read_secret
+from shardwright.islands.wire import Broken, FrameKind
+from shardwright.plan.islands import plan_digest
+from shardwright.plan.plan import Plan
+
+T = TypeVar("T")
+MASTER, ANCHOR, MOMENTUM = "fp32", "outer_anchor", "outer_momentum"
+AGAIN_SECONDS = 0.5
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class Unreached(Exception):
+    """The store was not reached for the deadline."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterResult:
+    """What came of an outer step. step: that the weights are at now. members: () where another island's state was
+    taken. sent_bytes: by this island, without copies."""
+
+    step: int
+    members: tuple[int, ...]
+    seconds: float
+    sent_bytes: int
+
+
+class Outer:
+    """base: the step of the last outer step that the weights have."""
+
+    def __init__(self, plan: Plan, folder: Path, trainer: Trainer, rank: int, data_digest: str) -> None:
+        """Collective. Raises Refusal: SW6313 where this host has no secret."""
+        assert plan.outer is not None and plan.outer.island is not None, "asked for before"
+        self.plan, self.outer = plan, plan.outer
+        self._trainer, self._rank = trainer, rank
+        self._secret = read_secret(folder)
+        began: list[Any] = [time.time_ns() if rank == 0 else 0]
+        dist.broadcast_object_list(began, src=0)
+        self._place = Place(
+            island=plan.outer.island,
+            rank=rank,
+            world=plan.strategy.world_size,
+            began=began[0],
+            connection=0,
+            plan=plan_digest(plan),
+            data=data_digest,
+        )
+        self._link: Link | None = None
+        self._last_words = ""
+        self._replicas = _replicas(plan, rank)
+        self.base = 0
+        self._anchor = self._current()
+        self._momentum = torch.zeros_like(self._anchor) if plan.outer.optimizer == "nesterov" else None
+
+    def begin(self, done: int, checkpoint: Path | None) -> int:
+        """Collective. Meets the other islands before the first step. done: the step that `checkpoint` closed. Returns
+        the step to go on from, which is another island's where this one is behind.
+
+        Raises Refusal: SW6314 where the store is not reached, and for what the store refuses.
+        """
+        self._anchor = self._current()
+        has_anchor = checkpoint is not None and self._load(checkpoint)
+        every = self.outer.every_steps
+        self.base = (done - 1) // every * every if has_anchor else done
+        pending = has_anchor and self.outer.is_due(done, self.plan.training.steps)
+        try:
+            return self.meet(done, is_due=pending).step
+        except Unreached as error:
+            raise refusal(
+                "SW6314",
+                f"the outer store was not reached for {self.outer.deadline_seconds:g} s: {error}",
+                "Start `shardwright outer-store DIR` where launch.outer_store says, and see that this host reaches it. "
+                "Nothing was trained.",
+            ) from None
+
+    def meet(self, step: int, *, is_due: bool = True) -> OuterResult:
+        """Collective. The outer step after `step`; without is_due only says that the island is there. Raises Unreached
+        on every rank, and Refusal."""
+        began = time.monotonic()
+        deltas = self._deltas() if is_due else torch.zeros(0)
+        while True:
+            self._reach()
+            done = self._together(lambda: self._try(step, is_due, deltas))
+            if done is not None:
+                break
+            self._hang_up()
+        answer = done.answer
+        if answer.kind == FrameKind.RECEIVE:
+            self._use_state(answer.step, done.updates, done.taken)
+        elif answer.kind == FrameKind.EXCHANGE:
+            self._apply(done.means.float(), step)
+            if done.receivers:
+                self._give_state()
+        else:
+            return OuterResult(step=step, members=(), seconds=0.0, sent_bytes=0)
+        seconds = time.monotonic() - began
+        return OuterResult(step=self.base, members=answer.members, seconds=seconds, sent_bytes=_bytes(deltas).nbytes)
+
+    def leave(self, *, done: bool) -> None:
+        """After every rank's last word. done: trained to the last step."""
+        if self._link is not None:
+            self._link.leave(done=done)
+
+    # What a checkpoint holds beside the trainer's own.
+
+    def saved(self, step: int) -> Trainer:
+        """Collective. The trainer with the outer momentum, and with the anchor in the middle of a round."""
+        states = {} if self._momentum is None else {MOMENTUM: self._whole(self._momentum)}
+        if self.base != step:
+            states[ANCHOR] = self._whole(self._anchor)
+        return cast(Trainer, _Saved(self._trainer, states))
+
+    def _load(self, checkpoint: Path) -> bool:
+        """Whether it was saved in the middle of a round."""
+        states = {ANCHOR: self._whole(self._anchor)}
+        if self._momentum is not None:
+            states[MOMENTUM] = self._whole(self._momentum)
+        present = read_states(self.plan, cast(Trainer, _Saved(self._trainer, states)), checkpoint, tuple(states))
+        for name, target in ((ANCHOR, self._anchor), (MOMENTUM, self._momentum)):
+            if name in present and target is not None:
+                target.copy_(self._own(states[name]))
+        return ANCHOR in present
+
+    # This rank's ranges.
+
+    def _fragments(self) -> tuple[list[LiveFragment], list[LiveFragment]]:
+        """(those that this data rank alone has, those that others have too)."""
+        trained = [f for f in self._trainer.owned() if MASTER in f.states]
+        return [f for f in trained if f.partitioned], [f for f in trained if not f.partitioned]
+
+    def _gathered(self, state: str) -> torch.Tensor:
+        """(own ranges and all of the shared ones), 1-D, in fp32 on the host."""
+        own, shared = self._fragments()
+        parts = [f.states[state].detach().float().cpu() for f in (*own, *shared)]
+        return torch.cat(parts) if parts else torch.zeros(0)
+
+    def _bounds(self) -> tuple[int, int, int]:
+        """(elements that this data rank alone has, shared ones, of which each rank takes this many, the last fewer)."""
+        own, shared = self._fragments()
+        counts = [sum(f.states[MASTER].numel() for f in each) for each in (own, shared)]
+        return counts[0], counts[1], -(-counts[1] // self.plan.strategy.shards)
+
+    def _own(self, whole: torch.Tensor) -> torch.Tensor:
+        """What this rank sends of `_gathered`: its own ranges and its part of the shared ones."""
+        alone, shared, each = self._bounds()
+        first = min(shared, each * self._place_among_replicas())
+        return torch.cat([whole[:alone], whole[alone + first : alone + min(shared, first + each)]])
+
+    def _place_among_replicas(self) -> int:
+        at = self.plan.ranks[self._rank]
+        return at.data * self.plan.strategy.context + at.context
+
+    def _whole(self, own: torch.Tensor) -> torch.Tensor:
+        """Collective. The way back from `_own`."""
+        alone, shared, each = self._bounds()
+        if self._replicas is None or shared == 0:
+            return own.clone()
+        mine = torch.zeros(each)
+        mine[: own.numel() - alone] = own[alone:]
+        found = [torch.zeros(each) for _ in range(self.plan.strategy.shards)]
+        dist.all_gather(found, mine, group=self._replicas)
+        return torch.cat([own[:alone], torch.cat(found)[:shared]])
+
+    def _current(self) -> torch.Tensor:
+        return self._own(self._gathered(MASTER)).clone()
+
+    def _deltas(self) -> torch.Tensor:
+        """Of this rank, as they are sent. Raises Refusal on every rank where one is no finite number: SW6317."""
+        deltas = (self._anchor - self._current()).to(_DTYPES[self.outer.precision])
+        flags: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(flags, bool(deltas.isfinite().all()))
+        if not all(flags):
+            raise refusal(
+                "SW6317",
+                f"island {self.outer.island} has weights that are no finite numbers (rank {flags.index(False)}): they "
+                "stay out of the other islands",
+                "The others go on without it. `shardwright run` goes on from its newest checkpoint with a finite loss, "
+                "and takes their state at the next outer step.",
+            )
+        return deltas
+
+    def _apply(self, mean: torch.Tensor, step: int) -> None:
+        """Collective. SGD with Nesterov momentum as torch.optim.SGD has it, or the average."""
+        if self._momentum is None or self.outer.lr is None or self.outer.momentum is None:
+            self._anchor -= mean
+        else:
+            self._momentum.mul_(self.outer.momentum).add_(mean)
+            self._anchor.sub_(mean + self.outer.momentum * self._momentum, alpha=self.outer.lr)
+        self._write(MASTER, self._anchor)
+        self._trainer.restored(step, self._trainer.counters())
+        self.base = step
+
+    def _write(self, state: str, own: torch.Tensor) -> None:
+        """Collective. The way back from `_gathered`, of what this rank sends."""
+        whole, at = self._whole(own), 0
+        alone, shared = self._fragments()
+        for f in (*alone, *shared):
+            values = f.states[state]
+            values.copy_(whole[at : at + values.numel()])
+            at += values.numel()
+
+    # Another island's state.
+
+    def _state_names(self) -> list[str]:
+        """The same on every rank and island: the master first."""
+        alone, shared = self._fragments()
+        found = [name for f in (*alone, *shared) for name in f.states]
+        return list(dict.fromkeys((MASTER, *found, *([] if self._momentum is None else [MOMENTUM]))))
+
+    def _give_state(self) -> None:
+        """To islands that are behind. A connection that breaks here is found broken at the next outer step."""
+        assert self._link is not None, "it has just committed"
+        own = {MASTER: self._anchor} | ({} if self._momentum is None else {MOMENTUM: self._momentum})
+        parts = (own[n] if n in own else self._own(self._gathered(n)) for n in self._state_names())
+        with contextlib.suppress(Broken):
+            self._link.give_state((_bytes(part) for part in parts), self._trainer.counters().updates)
+
+    def _use_state(self, step: int, updates: int, taken: dict[str, torch.Tensor]) -> None:
+        """Collective."""
+        self._anchor, self._momentum = taken[MASTER], taken.pop(MOMENTUM, None)
+        for state, own in taken.items():
+            self._write(state, own)
+        self._trainer.restored(step, Counters(updates=updates, loss_scale=None))
+        self.base = step
+
+    # The store.
+
+    def _reach(self) -> None:
+        """Collective. A connection on every rank. Raises Unreached, or Refusal, on all."""
+        end = time.monotonic() + self.outer.deadline_seconds
+        while self._link is None:
+            told = self._together(self._connect)
+            if told is not None:
+                return
+            self._hang_up()
+            over: list[Any] = [time.monotonic() > end]
+            dist.broadcast_object_list(over, src=0)
+            if over[0]:
+                raise Unreached(self._last_words)
+            time.sleep(AGAIN_SECONDS)
+
+    def _connect(self) -> bool:
+        address = self.plan.launch.outer_store
+        assert address is not None, "a plan with islands has one"
+        self._link = Link(address, self._secret, self._place, self.outer.deadline_seconds)
+        return True
+
+    def _hang_up(self) -> None:
+        if self._link is not None:
+            self._link.close()
+        self._link = None
+        self._place = replace(self._place, connection=self._place.connection + 1)
+
+    def _together(self, work: Callable[[], T]) -> T | None:
+        """Collective. What `work` gave this rank; None on every rank where the connection of one broke. Raises Refusal
+        on all where the store does not take one."""
+        mine: T | None = None
+        error: tuple[str, str] | None = None
+        try:
+            mine = work()
+        except Refused as refused:
+            error = (refused.code, str(refused))
+        except Broken as broken:
+            error = ("", str(broken))
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, error)
+        failed = [each for each in everyone if each is not None]
+        for code, why in failed:
+            if code:
+                raise Refusal(_not_taken(code, why))
+        self._last_words = failed[0][1] if failed else ""
+        return None if failed else mine
+
+    def _try(self, step: int, is_due: bool, deltas: torch.Tensor) -> _Outcome:
+        """This rank's part. Raises Broken."""
+        link, found = self._link, _Outcome(means=torch.empty_like(deltas))
+        assert link is not None, "reached before"
+        check, size = int(self._anchor.view(torch.int32).sum(dtype=torch.int64)), _bytes(deltas).nbytes
+        while True:
+            found.answer = link.arrive(base=self.base, step=step, is_due=is_due, size=size, check=check)
+            if found.answer.kind == FrameKind.GO:
+                return found
+            if found.answer.kind == FrameKind.RECEIVE:
+                found.taken = {name: torch.empty_like(self._anchor) for name in self._state_names()}
+                found.updates = link.take_state(_bytes(part) for part in found.taken.values())
+                return found
+            receivers = link.exchange(found.answer.attempt, _bytes(deltas), _bytes(found.means))
+            if receivers is not None:
+                found.receivers = receivers
+                return found
+
+
+@dataclass(slots=True, kw_only=True)
+class _Outcome:
+    """What a rank's part of an outer step gave it. taken: of an island whose state it takes."""
+
+    means: torch.Tensor
+    answer: Answer = field(default_factory=lambda: Answer(kind=FrameKind.GO))
+    receivers: list[int] = field(default_factory=list)
+    taken: dict[str, torch.Tensor] = field(default_factory=dict)
+    updates: int = 0
+
+
+class _Saved:
+    """A trainer whose trained fragments have more states. wholes: state -> the values, in the order of `_gathered`."""
+
+    def __init__(self, trainer: Trainer, wholes: dict[str, torch.Tensor]) -> None:
+        self._trainer, self._wholes = trainer, wholes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+    def owned(self) -> Iterator[LiveFragment]:
+        fragments = list(self._trainer.owned())
+        trained = [f for f in fragments if MASTER in f.states]
+        at = {True: 0, False: sum(f.states[MASTER].numel() for f in trained if f.partitioned)}
+        for f in fragments:
+            if MASTER not in f.states:
+                yield f
+                continue
+            start, count = at[f.partitioned], f.states[MASTER].numel()
+            at[f.partitioned] += count
+            more = {name: values[start : start + count] for name, values in self._wholes.items()}
+            yield replace(f, states={**f.states, **more})
+
+
+def _bytes(values: torch.Tensor) -> memoryview:
+    """The tensor's own memory."""
+    flat = values.view(torch.int16) if values.dtype == torch.bfloat16 else values
+    return flat.numpy().data.cast("B") if flat.numel() else memoryview(b"")
+
+
+def _replicas(plan: Plan, rank: int) -> Any:
+    """Collective: each rank makes all of the groups. The data ranks that have the same masters as this one; None where
+    each has its own."""
+    if plan.strategy.zero_stage > 0 or plan.strategy.shards == 1:
+        return None
+    members: dict[tuple[int, int], list[int]] = {}
+    for r in plan.ranks:
+        members.setdefault((r.pipeline, r.tensor), []).append(r.rank)
+    groups = [(ranks, dist.new_group(ranks, backend="gloo")) for ranks in members.values()]
+    return next(group for ranks, group in groups if rank in ranks)
+
+
+_REFUSED = {
+    "SW6313": "Every island's folder has the same run/outer.secret: `outer-store` writes it, and you copy it.",
+    "SW6316": "Copy the island's folder from the compiled one that the store was started with; bring the same data.",
+    "SW6319": "End the other run, or this one: an island is one run.",
+}
+
+
+def _not_taken(code: str, why: str) -> Diagnostic:
+    return found(code, None, f"the outer store does not take this island: {why}", _REFUSED.get(code, ""))

@@ -1,0 +1,171 @@
+"""Islands that die, come back and lose their store: the others go on, and nothing is trained otherwise."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwright.ir.apart import weights_apart
+from tests import warm
+from tests.parity import harness
+from tests.parity.harness import must, shardwright
+from tests.parity.islands import (
+    ISLANDS,
+    OUTER,
+    STEPS,
+    island_losses,
+    one_island,
+    rounds,
+    simulate,
+    weights,
+    write_inputs,
+)
+
+pytestmark = pytest.mark.launch
+CASE, DEADLINE, PATIENCE = one_island(), 20.0, 240.0
+
+
+class Process:
+    """A command of ours that runs beside the test, its output in a file."""
+
+    def __init__(self, log: Path, *words: object) -> None:
+        self.log = log
+        with log.open("wb") as file:
+            command = [sys.executable, "-m", "shardwright", *map(str, words)]
+            self.process = subprocess.Popen(command, stdout=file, stderr=file, env=warm.environment())
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
+    begun: list[Process] = []
+
+    def one(*words: object) -> Process:
+        begun.append(Process(tmp_path / f"log-{len(begun)}", *words))
+        return begun[-1]
+
+    yield one
+    for each in begun:
+        each.end()
+
+
+def until(condition: Callable[[], Any], what: str) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.02)
+
+
+def pids(out: Path, island: int) -> list[int]:
+    return [json.loads(p.read_text())["pid"] for p in (out / f"island-{island}" / "run" / "ranks").glob("rank-*.json")]
+
+
+def to_ranks(out: Path, island: int, number: int) -> None:
+    for pid in pids(out, island):
+        os.kill(pid, number)
+
+
+def step_of(out: Path, island: int) -> int:
+    path = out / f"island-{island}" / "run" / "metrics.jsonl"
+    return len(harness.metrics(out / f"island-{island}")) if path.exists() else 0
+
+
+def listening(start: Callable[..., Process], out: Path) -> Process:
+    store = start("outer-store", out)
+    until(lambda: "listening" in store.said, "the store does not listen")
+    return store
+
+
+def check_end(out: Path, tmp_path: Path, tokens: Any, outer: dict[str, Any]) -> None:
+    """Both islands have the weights that a replay of the recorded memberships has."""
+    wanted = simulate(CASE, tokens, outer, [r["members"] for r in rounds(out)])
+    trained = [weights(out, island, tmp_path / f"hf-{island}") for island in range(ISLANDS)]
+    assert all(torch.equal(p, trained[1][name]) for name, p in trained[0].items())
+    assert weights_apart(trained[0], wanted.weights) <= 1e-5
+    found = island_losses(out, 0)
+    assert list(found) == list(range(1, STEPS + 1))
+    assert max(abs(found[step] - loss) for step, loss in wanted.losses[0].items()) <= 1e-5
+
+
+def test_an_island_killed_in_mid_round_comes_back(tmp_path: Path, start: Callable[..., Process]) -> None:
+    outer = OUTER["nesterov"]
+    tokens = write_inputs(CASE, tmp_path, outer, deadline=DEADLINE)
+    out = tmp_path / "out"
+    store = listening(start, out)
+    a, b = (start("run", out, "--island", k) for k in range(ISLANDS))
+    until(lambda: step_of(out, 1) >= 5, f"no fifth step: {b.said}")
+    to_ranks(out, 1, signal.SIGKILL)
+    until(lambda: any(r["members"] == [0] for r in rounds(out)), f"island 0 waits: {store.said}")
+    to_ranks(out, 0, signal.SIGSTOP)  # or it would be done before the other is back
+    try:
+        assert b.process.wait(PATIENCE) == 3
+        assert rounds(out)[-1]["step"] < STEPS, "it was too fast for this test"
+        again = start("run", out, "--island", 1)
+        until(lambda: store.said.count("island 1 is here") == 2, f"island 1 does not come back: {again.said}")
+    finally:
+        to_ranks(out, 0, signal.SIGCONT)
+    assert (a.process.wait(PATIENCE), again.process.wait(PATIENCE)) == (0, 0), again.said
+    assert store.process.wait(60) == 0
+    assert any(r["joined"] == [1] for r in rounds(out))
+    check_end(out, tmp_path, tokens, outer)
+
+
+def test_without_the_store_islands_save_stop_and_go_on(tmp_path: Path, start: Callable[..., Process]) -> None:
+    outer = OUTER["nesterov"]
+    tokens = write_inputs(CASE, tmp_path, outer, deadline=5.0, save_every=STEPS)
+    out = tmp_path / "out"
+    store = listening(start, out)
+    islands = [start("run", out, "--island", k) for k in range(ISLANDS)]
+    until(lambda: rounds(out), "no outer step")
+    store.process.kill()
+    assert [each.process.wait(PATIENCE) for each in islands] == [3, 3]
+    for k, each in enumerate(islands):
+        assert "SW6315" in each.said
+        status = json.loads(shardwright("status", out, "--json").stdout)["islands"][k]
+        assert status["status"] == "failed" and "outer store was not reached" in status["cause"]
+        assert harness.newest_checkpoint(out / f"island-{k}").name == f"step-{status['step']:08d}"
+    listening(start, out)
+    islands = [start("run", out, "--island", k) for k in range(ISLANDS)]
+    assert [each.process.wait(PATIENCE) for each in islands] == [0, 0], islands[0].said
+    assert [(r["step"], r["members"]) for r in rounds(out)] == [(4, [0, 1]), (8, [0, 1]), (12, [0, 1])]
+    check_end(out, tmp_path, tokens, outer)
+
+
+def test_what_a_user_gets_wrong(tmp_path: Path, start: Callable[..., Process]) -> None:
+    write_inputs(CASE, tmp_path, OUTER["average"], deadline=1.0)
+    out = tmp_path / "out"
+    for words, code in (
+        (["run", out], "SW6014"),
+        (["run", out, "--island", 2], "SW6014"),
+        (["run", out, "--island", "x"], "SW6014"),
+        (["run", out / "island-0", "--island", 0], "SW6014"),
+        (["outer-store", out / "island-0"], "SW6014"),
+        (["outer-store", out, "--bind", "203.0.113.1:1"], "SW6318"),
+        (["stop", out, "--island", 0], "SW6304"),
+    ):
+        told = shardwright(*words)
+        assert told.returncode == 1 and code in told.stderr, (words, told)
+    refused = shardwright("run", out, "--island", 0)
+    assert refused.returncode == 3 and "SW6314" in refused.stderr, refused.stderr
+    must(shardwright("status", out))

@@ -1,0 +1,144 @@
+"""Islands in one process: a plain model and optimizer each, and an outer step every few steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from shardwright.hf.plain_optimizer import PlainOptimizer
+from shardwright.hf.reference import cosine, mean_loss
+from tests.parity import harness
+from tests.parity.harness import BETAS, DECAY, EPS, LR, MODELS, SEED, WARMUP, Case, must, shardwright
+from tests.parity.reference import initial_model, token_rows
+
+EVERY, STEPS, ISLANDS = 4, 12, 2
+OUTER: dict[str, dict[str, Any]] = {
+    "average": {"optimizer": "average"},
+    "nesterov": {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.9},
+}
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """losses: of each island, by step. weights: after the last outer step."""
+
+    losses: list[dict[int, float]]
+    weights: dict[str, torch.Tensor]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def write_inputs(
+    case: Case, folder: Path, outer: dict[str, Any], *, deadline: float = 60.0, save_every: int = EVERY
+) -> np.ndarray:
+    """case: of one island. Returns the tokens of all."""
+    tokens = harness.write_inputs(case, folder)
+    rows = STEPS * case.batch * ISLANDS
+    tokens = np.random.default_rng(SEED).integers(
+        0, MODELS[case.model]["vocab_size"], (rows, tokens.shape[1]), dtype=np.int32
+    )
+    np.save(folder / "tokens.npy", tokens)
+    recipe = json.loads((folder / "recipe.yaml").read_text())
+    recipe["cluster"] |= {"nodes": case.nodes * ISLANDS, "islands": ISLANDS, "inter_island_gbits_per_second": 1}
+    recipe["training"] |= {"global_batch_size": case.batch * ISLANDS, "steps": STEPS}
+    recipe["training"]["outer"] = {"every_steps": EVERY, "precision": "fp32", "deadline_seconds": deadline, **outer}
+    recipe["launch"]["outer_store"] = f"127.0.0.1:{free_port()}"
+    recipe["checkpoint"] = {"every_steps": save_every}
+    (folder / "recipe.yaml").write_text(json.dumps(recipe, indent=1))
+    must(shardwright("compile", folder / "recipe.yaml", "-o", folder / "out"))
+    return tokens
+
+
+def simulate(
+    case: Case, tokens: np.ndarray, outer: dict[str, Any], members: Sequence[Sequence[int]] | None = None
+) -> Simulation:
+    """members: of each outer step, as the store wrote them down; others take the first member's state after it. None:
+    all of them in each."""
+    models = [initial_model(MODELS[case.model], SEED) for _ in range(ISLANDS)]
+    optimizers = [plain(model, case) for model in models]
+    anchor = {name: p.detach().clone() for name, p in models[0].named_parameters()}
+    momentum = {name: torch.zeros_like(p) for name, p in anchor.items()}
+    losses: list[dict[int, float]] = [{} for _ in models]
+    rounds = iter(members or [range(ISLANDS)] * (STEPS // EVERY))
+    for step in range(1, STEPS + 1):
+        [block] = token_rows(tokens, step, case.batch * ISLANDS)
+        rate = LR * step / WARMUP if step <= WARMUP else cosine(LR, step, WARMUP, STEPS)
+        for island, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            rows = {k: v[island * case.batch : (island + 1) * case.batch] for k, v in block.items()}
+            loss = mean_loss(model, [rows], own_loss=True)
+            loss.backward()
+            optimizer.take_gradients()
+            optimizer.step(rate)
+            losses[island][step] = float(loss.detach())
+        if step % EVERY == 0:
+            taking = list(next(rounds))
+            outer_step([models[k] for k in taking], anchor, momentum, outer)
+            for k in set(range(ISLANDS)) - set(taking):
+                models[k].load_state_dict(models[taking[0]].state_dict())
+                optimizers[k] = plain(models[k], case)
+                optimizers[k].adamw.load_state_dict(optimizers[taking[0]].adamw.state_dict())
+    return Simulation(losses, anchor)
+
+
+def plain(model: nn.Module, case: Case) -> PlainOptimizer:
+    return PlainOptimizer(model, betas=BETAS, eps=EPS, weight_decay=DECAY, clipping=case.clipping)
+
+
+@torch.no_grad()
+def outer_step(
+    models: list[nn.Module], anchor: dict[str, torch.Tensor], momentum: dict[str, torch.Tensor], outer: dict[str, Any]
+) -> None:
+    """As torch.optim.SGD makes it."""
+    named = [dict(model.named_parameters()) for model in models]
+    mean = {name: sum(anchor[name] - each[name] for each in named) / len(named) for name in anchor}
+    if outer["optimizer"] == "average":
+        for name, p in anchor.items():
+            p -= mean[name]
+    else:
+        parameters = [nn.Parameter(p.clone()) for p in anchor.values()]
+        sgd = torch.optim.SGD(parameters, lr=outer["lr"], momentum=outer["momentum"], nesterov=True)
+        for parameter, name in zip(parameters, anchor, strict=True):
+            parameter.grad = mean[name]
+            sgd.state[parameter]["momentum_buffer"] = momentum[name]
+        sgd.step()
+        for parameter, name in zip(parameters, anchor, strict=True):
+            anchor[name].copy_(parameter.detach())
+    for each in named:
+        for name, p in each.items():
+            p.copy_(anchor[name])
+
+
+def island_losses(folder: Path, island: int) -> dict[int, float]:
+    lines = harness.metrics(folder / f"island-{island}")
+    return {line["step"]: line["loss"] for line in lines}
+
+
+def rounds(folder: Path) -> list[dict[str, Any]]:
+    """Those that the store committed."""
+    return [json.loads(line) for line in (folder / "run" / "rounds.jsonl").read_text().splitlines()]
+
+
+def weights(folder: Path, island: int, into: Path) -> dict[str, torch.Tensor]:
+    must(shardwright("export", harness.newest_checkpoint(folder / f"island-{island}"), "-o", into))
+    return dict(AutoModelForCausalLM.from_pretrained(into, dtype=torch.float32).named_parameters())
+
+
+def one_island(**changes: Any) -> Case:
+    """Two ranks unless said otherwise."""
+    return dataclasses.replace(
+        Case(model="llama", tensor=1, pipeline=1, data=2, zero_stage=1, micro=1, accumulation=2), **changes
+    )

@@ -1,0 +1,261 @@
+"""Rounds through a real store over sockets, by ranks that only send numbers."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardwright.islands.client import Link, Place, Refused
+from shardwright.islands.membership import Membership
+from shardwright.islands.store import OuterStore
+from shardwright.islands.wire import CHUNK_BYTES, Broken, FrameKind
+
+SECRET, WORLD = b"k" * 32, 2
+SIZE = 3 * CHUNK_BYTES + 400  # bytes of a rank's deltas
+
+
+@dataclass
+class Running:
+    address: str
+    store: OuterStore
+    told: list[str] = field(default_factory=list)
+
+    @property
+    def members(self) -> list[list[int]]:
+        return [each["members"] for each in self.store.membership.rounds]
+
+
+@pytest.fixture
+def running() -> Iterator[Callable[..., Running]]:
+    """Starts a store for so many islands."""
+    closers: list[Callable[[], None]] = []
+
+    def start(islands: int = 2, deadline: float = 5.0) -> Running:
+        listener = socket.create_server(("127.0.0.1", 0))
+        told: list[str] = []
+        members = Membership(islands, WORLD, deadline, "fp32")
+        store = OuterStore(members, SECRET, "plan", lambda line, _: told.append(line))
+        ended = threading.Event()
+        threading.Thread(target=store.serve, args=(listener,), daemon=True).start()
+        threading.Thread(target=store.watch, args=(ended,), daemon=True).start()
+        closers.extend((listener.close, ended.set))
+        return Running(f"127.0.0.1:{listener.getsockname()[1]}", store, told)
+
+    yield start
+    for close in closers:
+        close()
+
+
+class Island:
+    """Both ranks of it, each in a thread when something is asked of them."""
+
+    def __init__(self, running: Running, number: int, *, began: int = 1, **changes: Any) -> None:
+        fields = {"world": WORLD, "began": began, "connection": 0, "plan": "plan", "data": "data", **changes}
+        places = [Place(island=number, rank=rank, **fields) for rank in range(WORLD)]
+        self.number = number
+        self.links = [Link(running.address, SECRET, place, 5.0) for place in places]
+        self.pool = ThreadPoolExecutor(WORLD)
+
+    def arrive(self, base: int, step: int, *, is_due: bool = False, size: int = 0) -> Future[list[Any]]:
+        return self._ask(lambda link: link.arrive(base=base, step=step, is_due=is_due, size=size, check=base))
+
+    def outer(self, base: int, step: int, value: float) -> Future[list[Any]]:
+        """A whole outer step: each rank's mean of the values, or what it has to take."""
+
+        def run(link: Link) -> Any:
+            deltas, means = np.full(SIZE // 4, value, np.float32), np.empty(SIZE // 4, np.float32)
+            while True:
+                answer = link.arrive(base=base, step=step, is_due=True, size=SIZE, check=base)
+                if answer.kind == FrameKind.RECEIVE:
+                    return self._take(link)
+                receivers = link.exchange(answer.attempt, deltas.data.cast("B"), means.data.cast("B"))
+                if receivers is not None:
+                    assert (means == means[0]).all()
+                    if receivers:
+                        link.give_state(iter([means.data.cast("B")]), 17)
+                    return float(means[0])
+
+        return self._ask(run)
+
+    def join(self, base: int, step: int) -> Future[list[Any]]:
+        """Of an island that is behind: the state that each rank takes."""
+
+        def run(link: Link) -> Any:
+            answer = link.arrive(base=base, step=step, is_due=False, size=0, check=base)
+            return self._take(link) if answer.kind == FrameKind.RECEIVE else answer.kind
+
+        return self._ask(run)
+
+    @staticmethod
+    def _take(link: Link) -> tuple[float, int]:
+        state = np.empty(SIZE // 4, np.float32)
+        updates = link.take_state(iter([state.data.cast("B")]))
+        assert (state == state[0]).all()
+        return float(state[0]), updates
+
+    def _ask(self, work: Callable[[Link], Any]) -> Future[list[Any]]:
+        asked = [self.pool.submit(work, link) for link in self.links]
+        return ThreadPoolExecutor(1).submit(lambda: [each.result(20) for each in asked])
+
+    def kill(self) -> None:
+        for link in self.links:
+            link.close()
+
+
+def begun(running: Running, *islands: Island, base: int = 0) -> None:
+    for asked in [island.arrive(base, base) for island in islands]:
+        assert [answer.kind for answer in asked.result(20)] == [FrameKind.GO] * WORLD
+
+
+def test_a_round(running: Callable[..., Running]) -> None:
+    here = running()
+    a, b = Island(here, 0), Island(here, 1)
+    begun(here, a, b)
+    for step in (4, 8):
+        asked = [a.outer(step - 4, step, 1.0), b.outer(step - 4, step, 4.0)]
+        assert [each.result(20) for each in asked] == [[2.5, 2.5]] * 2
+    assert here.members == [[0, 1], [0, 1]]
+    for link in (*a.links, *b.links):
+        link.leave(done=True)
+    assert here.store._wait_for(lambda: here.store.is_over)
+
+
+def test_the_first_meeting_waits_for_all_and_no_longer_than_the_deadline(running: Callable[..., Running]) -> None:
+    here = running(deadline=1.0)
+    a = Island(here, 0)
+    begun(here, a)
+    assert a.outer(0, 4, 3.0).result(20) == [3.0, 3.0]
+    assert here.members == [[0]]
+
+
+@pytest.mark.parametrize("at", ["before it arrives", "once it has arrived", "inside the sum"])
+def test_an_island_that_is_killed_costs_the_others_nothing_but_time(running: Callable[..., Running], at: str) -> None:
+    here = running(islands=3)
+    a, b, c = (Island(here, number) for number in range(3))
+    begun(here, a, b, c)
+    asked = [a.outer(0, 4, 1.0), c.outer(0, 4, 3.0)]
+    if at != "before it arrives":
+        came = b.arrive(0, 4, is_due=True, size=SIZE)
+        if at == "inside the sum":
+            attempt = came.result(20)[0].attempt
+            b.links[0]._channel.send(FrameKind.DELTA, attempt, bytes(CHUNK_BYTES))
+    b.kill()
+    assert [each.result(20) for each in asked] == [[2.0, 2.0]] * 2
+    assert here.members == [[0, 2]]
+    assert any(line.startswith("island 1 is lost") for line in here.told)
+
+
+def test_one_that_stays_away_is_waited_for_once(running: Callable[..., Running]) -> None:
+    here = running(deadline=1.0)
+    a, b = Island(here, 0), Island(here, 1)
+    begun(here, a, b)
+    assert a.outer(0, 4, 1.0).result(20) == [1.0, 1.0]
+    with pytest.raises(Broken):
+        b.outer(0, 4, 5.0).result(20)
+    assert here.members == [[0]]
+
+
+def test_one_that_stops_in_the_sum_is_given_up(running: Callable[..., Running]) -> None:
+    """A link that swallows everything."""
+    here = running(deadline=1.0)
+    a, b = Island(here, 0), Island(here, 1)
+    begun(here, a, b)
+    asked = a.outer(0, 4, 1.0)
+    attempt = b.arrive(0, 4, is_due=True, size=SIZE).result(20)[0].attempt
+    b.links[0]._channel.send(FrameKind.DELTA, attempt, bytes(CHUNK_BYTES))
+    assert asked.result(20) == [1.0, 1.0]
+    assert here.members == [[0]]
+
+
+def test_a_newcomer_takes_a_members_state_and_decides_nothing(running: Callable[..., Running]) -> None:
+    here = running()
+    a, b = Island(here, 0), Island(here, 1)
+    begun(here, a, b)
+    b.kill()
+    assert a.outer(0, 4, 1.0).result(20) == [1.0, 1.0]
+    again = Island(here, 1, began=2)
+    joined = again.join(0, 2)
+    assert a.outer(4, 8, 6.0).result(20) == [6.0, 6.0]
+    assert joined.result(20) == [(6.0, 17)] * WORLD
+    both = [a.outer(8, 12, 1.0), again.outer(8, 12, 2.0)]
+    assert [each.result(20) for each in both] == [[1.5, 1.5]] * 2
+    assert here.members == [[0], [0], [0, 1]]
+    assert [each["joined"] for each in here.store.membership.rounds] == [[], [1], []]
+
+
+def test_one_that_comes_back_in_time_is_a_member(running: Callable[..., Running]) -> None:
+    """From a checkpoint of the last outer step."""
+    here = running()
+    a, b = Island(here, 0), Island(here, 1)
+    begun(here, a, b)
+    b.kill()
+    again = Island(here, 1, began=2)
+    begun(here, again)
+    both = [a.outer(0, 4, 1.0), again.outer(0, 4, 2.0)]
+    assert [each.result(20) for each in both] == [[1.5, 1.5]] * 2
+
+
+def test_islands_that_resume_at_other_steps_start_from_the_furthest(running: Callable[..., Running]) -> None:
+    here = running()
+    a, b = Island(here, 0), Island(here, 1)
+    behind = a.join(4, 4)
+    begun(here, b, base=8)
+    assert b.outer(8, 12, 5.0).result(20) == [5.0, 5.0]
+    assert behind.result(20) == [(5.0, 17)] * WORLD
+
+
+def test_weights_that_differ_make_one_a_newcomer(running: Callable[..., Running]) -> None:
+    here = running()
+    a, b = Island(here, 0), Island(here, 1)
+    begun(here, a, b)
+    drifted = b._ask(lambda link: link.arrive(base=0, step=4, is_due=True, size=SIZE, check=77))
+    assert a.outer(0, 4, 1.0).result(20) == [1.0, 1.0]
+    assert [answer.kind for answer in drifted.result(20)] == [FrameKind.RECEIVE] * WORLD
+    assert here.members == [[0]]
+
+
+def test_the_old_self_of_an_island_is_turned_away(running: Callable[..., Running]) -> None:
+    here = running()
+    a, new = Island(here, 0), Island(here, 1, began=2)
+    with pytest.raises(Refused) as told:
+        Island(here, 1, began=1)
+    assert told.value.code == "SW6319"
+    begun(here, a, new)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [({"plan": "another"}, "SW6316"), ({"world": 3}, "SW6316"), ({"data": "another"}, "SW6316")],
+)
+def test_another_plan_or_data(running: Callable[..., Running], changes: dict[str, Any], code: str) -> None:
+    here = running()
+    Island(here, 0)
+    with pytest.raises(Refused) as told:
+        Island(here, 1, **changes)
+    assert told.value.code == code
+
+
+def test_another_secret(running: Callable[..., Running]) -> None:
+    here = running()
+    place = Place(island=0, rank=0, world=WORLD, began=1, connection=0, plan="plan", data="data")
+    with pytest.raises(Refused) as told:
+        Link(here.address, b"x" * 32, place, 2.0)
+    assert told.value.code == "SW6313"
+    assert here.store._wait_for(lambda: any("SW6313" in line for line in here.told))
+
+
+def test_a_stranger_ends_nothing(running: Callable[..., Running]) -> None:
+    here = running()
+    a, b = Island(here, 0), Island(here, 1)
+    host, port = here.address.split(":")
+    for noise in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(100_000)):
+        with socket.create_connection((host, int(port))) as stranger:
+            stranger.sendall(noise)
+    begun(here, a, b)

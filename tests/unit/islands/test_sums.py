@@ -1,0 +1,107 @@
+"""Means of deltas: exact, in the islands' order, and the same whoever comes first."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from shardwright.islands.membership import chunk_sizes
+from shardwright.islands.sums import WINDOW, Aborted, ChunkSums, decoded, encoded, mean
+from shardwright.islands.wire import CHUNK_BYTES
+
+RANDOM = np.random.default_rng(7)
+
+
+def test_bf16_is_rounded_to_the_nearest_even() -> None:
+    torch = pytest.importorskip("torch")
+    values = np.concatenate(
+        [
+            RANDOM.standard_normal(4096).astype(np.float32),
+            np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 3.0e38, -3.4e38, 1e-40, 1.00390625, 1.01171875], np.float32),
+            RANDOM.integers(0, 2**32, 4096, dtype=np.uint32).view(np.float32),
+        ]
+    )
+    wanted = torch.from_numpy(values.copy()).to(torch.bfloat16).float().numpy()
+    found = decoded(encoded(values, "bf16"), "bf16")
+    np.testing.assert_array_equal(found, wanted)  # NaN is equal to NaN, and to nothing else
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_the_mean_of_one_is_itself(precision: str) -> None:
+    payload = encoded(RANDOM.standard_normal(100).astype(np.float32), precision)
+    assert mean([payload], precision) == payload
+
+
+def test_sums_are_in_fp32_and_rounded_once() -> None:
+    parts = [RANDOM.standard_normal(1000).astype(np.float32) for _ in range(3)]
+    sent = [encoded(part, "bf16") for part in parts]
+    a, b, c = (decoded(payload, "bf16") for payload in sent)
+    assert mean(sent, "bf16") == encoded(((a + b) + c) / np.float32(3), "bf16")
+
+
+def test_not_a_number_stays_none() -> None:
+    parts = [np.array([1.0, np.nan], np.float32), np.array([2.0, 1.0], np.float32)]
+    for precision in ("bf16", "fp32"):
+        found = decoded(mean([encoded(part, precision) for part in parts], precision), precision)
+        assert found[0] == 1.5 and np.isnan(found[1])
+
+
+def test_chunks() -> None:
+    assert chunk_sizes(0) == [] and chunk_sizes(1) == [1]
+    assert chunk_sizes(2 * CHUNK_BYTES + 4) == [CHUNK_BYTES, CHUNK_BYTES, 4]
+
+
+def test_a_fast_member_waits_for_the_others_averages() -> None:
+    payloads = {m: [encoded(np.full(4, m + n, np.float32), "fp32") for n in range(2 * WINDOW)] for m in (0, 5)}
+    cell = ChunkSums([0, 5], [16] * (2 * WINDOW), "fp32")
+
+    def bring(member: int) -> None:
+        for number, payload in enumerate(payloads[member]):
+            cell.deposit(member, number, bytearray(payload))
+
+    fast = threading.Thread(target=bring, args=(0,), daemon=True)
+    fast.start()
+    fast.join(0.2)
+    assert fast.is_alive() and cell.deposited(0) == WINDOW
+    assert cell.laggards() == {5}  # the fast one is held back, and not what the others wait for
+    slow = threading.Thread(target=bring, args=(5,), daemon=True)
+    slow.start()
+    for number in range(2 * WINDOW):
+        found = cell.take(number, 5.0)
+        assert found is not None and decoded(found, "fp32").tolist() == [number + 2.5] * 4
+        for member in (0, 5):
+            cell.sent(member, number)
+    fast.join(5)
+    slow.join(5)
+    assert cell.complete and not cell.laggards()
+
+
+def test_an_abort_frees_who_waits() -> None:
+    cell = ChunkSums([0, 1], [4] * 20, "fp32")
+    raised: list[str] = []
+
+    def wait(name: str) -> None:
+        try:
+            if name == "take":
+                cell.take(0, 30.0)
+            else:
+                for number in range(20):
+                    cell.deposit(0, number, bytearray(4))
+        except Aborted:
+            raised.append(name)
+
+    threads = [threading.Thread(target=wait, args=(name,), daemon=True) for name in ("take", "deposit")]
+    for thread in threads:
+        thread.start()
+    cell.abort()
+    for thread in threads:
+        thread.join(5)
+    assert sorted(raised) == ["deposit", "take"]
+
+
+@pytest.mark.parametrize(("number", "size"), [(1, 4), (0, 5), (0, 3)])
+def test_a_chunk_that_is_not_due(number: int, size: int) -> None:
+    with pytest.raises(ValueError):
+        ChunkSums([0], [4, 4], "fp32").deposit(0, number, bytearray(size))
