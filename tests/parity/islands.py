@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import socket
@@ -90,7 +91,8 @@ def simulate(
             for k in set(range(ISLANDS)) - set(taking):
                 models[k].load_state_dict(models[taking[0]].state_dict())
                 optimizers[k] = plain(models[k], case)
-                optimizers[k].adamw.load_state_dict(optimizers[taking[0]].adamw.state_dict())
+                # A copy: load_state_dict would let both islands go on with the same moments.
+                optimizers[k].adamw.load_state_dict(copy.deepcopy(optimizers[taking[0]].adamw.state_dict()))
     return Simulation(losses, anchor)
 
 

@@ -24,6 +24,9 @@ from tests.unit.model.factory import SMALL_LLAMA
         ({"expert": 2}, "expert"),
         ({"offload": "optimizer"}, "offload"),
         ({"schedule": "dualpipev"}, "schedule"),
+        ({"tensor": 2, "pipeline": 2, "data": 1}, "tensor"),
+        ({"tensor": 2, "data": 2}, None),
+        ({"pipeline": 2, "data": 2}, None),
         ({}, None),
     ],
 )
