@@ -22,6 +22,7 @@ LINK = re.compile(rf"(\]\(\.\./benchmarks/([a-z-]+)\.json\))( {OLDER})?")
 AREAS = {
     "parity": "layouts of Llama, GPT-2 and Qwen2, 8 steps",
     "parity-wide": "expert ranks and context ranks, 8 steps",
+    "islands": "several islands against one process",
     "resume": "resume after losing the last checkpoint",
     "resume-matrix": "resume on another layout, five steps",
     "zoo-zero": "every causal-LM type, data 2, ZeRO-2",
@@ -40,6 +41,7 @@ AREAS = {
 _KEYS = {
     "parity": ("loss_absolute", "norm_relative", "weight_absolute"),
     "zoo": ("loss", "norm", "weights"),
+    "islands": ("loss", "norm", "weight"),
 }
 
 WORDS = {"older": "older than the code that it speaks of", "unstamped": "has no digest: written before files had one"}

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from shardwright.hf.plain_optimizer import PlainOptimizer
 from shardwright.hf.reference import cosine, mean_loss
+from shardwright.watch.rounds import read_rounds, standing
 from tests.parity import harness
 from tests.parity.harness import BETAS, DECAY, EPS, LR, MODELS, SEED, WARMUP, Case, must, shardwright
 from tests.parity.reference import initial_model, token_rows
@@ -44,18 +45,24 @@ def free_port() -> int:
 
 
 def write_inputs(
-    case: Case, folder: Path, outer: dict[str, Any], *, deadline: float = 60.0, save_every: int = EVERY
+    case: Case,
+    folder: Path,
+    outer: dict[str, Any],
+    *,
+    islands: int = ISLANDS,
+    deadline: float = 60.0,
+    save_every: int = EVERY,
 ) -> np.ndarray:
     """case: of one island. Returns the tokens of all."""
     tokens = harness.write_inputs(case, folder)
-    rows = STEPS * case.batch * ISLANDS
+    rows = STEPS * case.batch * islands
     tokens = np.random.default_rng(SEED).integers(
         0, MODELS[case.model]["vocab_size"], (rows, tokens.shape[1]), dtype=np.int32
     )
     np.save(folder / "tokens.npy", tokens)
     recipe = json.loads((folder / "recipe.yaml").read_text())
-    recipe["cluster"] |= {"nodes": case.nodes * ISLANDS, "islands": ISLANDS, "inter_island_gbits_per_second": 1}
-    recipe["training"] |= {"global_batch_size": case.batch * ISLANDS, "steps": STEPS}
+    recipe["cluster"] |= {"nodes": case.nodes * islands, "islands": islands, "inter_island_gbits_per_second": 1}
+    recipe["training"] |= {"global_batch_size": case.batch * islands, "steps": STEPS}
     recipe["training"]["outer"] = {"every_steps": EVERY, "precision": "fp32", "deadline_seconds": deadline, **outer}
     recipe["launch"]["outer_store"] = f"127.0.0.1:{free_port()}"
     recipe["checkpoint"] = {"every_steps": save_every}
@@ -65,18 +72,23 @@ def write_inputs(
 
 
 def simulate(
-    case: Case, tokens: np.ndarray, outer: dict[str, Any], members: Sequence[Sequence[int]] | None = None
+    case: Case,
+    tokens: np.ndarray,
+    outer: dict[str, Any],
+    members: Sequence[Sequence[int]] | None = None,
+    *,
+    islands: int = ISLANDS,
 ) -> Simulation:
     """members: of each outer step, as the store wrote them down; others take the first member's state after it. None:
     all of them in each."""
-    models = [initial_model(MODELS[case.model], SEED) for _ in range(ISLANDS)]
+    models = [initial_model(MODELS[case.model], SEED) for _ in range(islands)]
     optimizers = [plain(model, case) for model in models]
     anchor = {name: p.detach().clone() for name, p in models[0].named_parameters()}
     momentum = {name: torch.zeros_like(p) for name, p in anchor.items()}
     losses: list[dict[int, float]] = [{} for _ in models]
-    rounds = iter(members or [range(ISLANDS)] * (STEPS // EVERY))
+    rounds = iter(members or [range(islands)] * (STEPS // EVERY))
     for step in range(1, STEPS + 1):
-        [block] = token_rows(tokens, step, case.batch * ISLANDS)
+        [block] = token_rows(tokens, step, case.batch * islands)
         rate = LR * step / WARMUP if step <= WARMUP else cosine(LR, step, WARMUP, STEPS)
         for island, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             rows = {k: v[island * case.batch : (island + 1) * case.batch] for k, v in block.items()}
@@ -88,7 +100,7 @@ def simulate(
         if step % EVERY == 0:
             taking = list(next(rounds))
             outer_step([models[k] for k in taking], anchor, momentum, outer)
-            for k in set(range(ISLANDS)) - set(taking):
+            for k in set(range(islands)) - set(taking):
                 models[k].load_state_dict(models[taking[0]].state_dict())
                 optimizers[k] = plain(models[k], case)
                 # A copy: load_state_dict would let both islands go on with the same moments.
@@ -130,8 +142,8 @@ def island_losses(folder: Path, island: int) -> dict[int, float]:
 
 
 def rounds(folder: Path) -> list[dict[str, Any]]:
-    """Those that the store committed."""
-    return [json.loads(line) for line in (folder / "run" / "rounds.jsonl").read_text().splitlines()]
+    """The outer steps behind the weights as they are."""
+    return standing(read_rounds(folder))
 
 
 def weights(folder: Path, island: int, into: Path) -> dict[str, torch.Tensor]:

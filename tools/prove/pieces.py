@@ -105,6 +105,11 @@ PIECES: dict[str, Piece] = {
     "evaluation": Piece(
         tests=("tests/parity/test_evaluation.py",), speaks_of=(*ENGINE, *DATA, *RUN), areas=("evaluation",)
     ),
+    "islands": Piece(
+        tests=("tests/parity/test_islands.py",),
+        speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *RUN, "islands", "launch/islands.py"),
+        areas=("islands",),
+    ),
     "bytes": Piece(tests=("tests/parity/test_bytes.py",), speaks_of=(*ENGINE, *COST), areas=("bytes",)),
     "packing-parity": Piece(tests=("tests/parity/test_packing.py",), speaks_of=(*ENGINE, *DATA)),
     "sight-parity": Piece(tests=("tests/parity/test_sight.py",), speaks_of=(*ENGINE, *DATA), areas=("sight-parity",)),

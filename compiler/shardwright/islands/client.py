@@ -83,8 +83,7 @@ class Link:
         channel.say(FrameKind.HELLO, {name: getattr(place, name) for name in names})
         kind, _, payload = channel.receive()
         if kind == FrameKind.REFUSED:
-            code, _, why = str(document_of(payload).get("why")).partition(" ")
-            raise Refused(code, why)
+            raise _refused(payload)
         if kind != FrameKind.WELCOME:
             raise Broken(f"an unexpected {kind.name}")
         return channel
@@ -101,6 +100,8 @@ class Link:
                 document = document_of(payload)
                 members = tuple(int(number) for number in document.get("members", ()))
                 return Answer(kind=kind, members=members, attempt=attempt, step=int(document["step"]))
+            if kind == FrameKind.REFUSED:
+                raise _refused(payload)
             if kind not in (FrameKind.WAIT, FrameKind.RETRY):
                 raise Broken(f"an unexpected {kind.name}")
 
@@ -177,3 +178,8 @@ class Link:
 
     def close(self) -> None:
         self._channel.close()
+
+
+def _refused(payload: bytes | bytearray) -> Refused:
+    code, _, why = str(document_of(payload).get("why")).partition(" ")
+    return Refused(code, why)

@@ -91,6 +91,7 @@ class Membership:
         self.attempts = 0
         self.round: Round | None = None
         self.rounds: list[dict[str, Any]] = []
+        self.final: int | None = None  # the last step, once an island is trained to it
         self._meeting_since: float | None = None
 
     def join(self, number: int, start: tuple[int, int], rank: int, link: Channel) -> Island | None:
@@ -119,6 +120,16 @@ class Membership:
             self.base, self._meeting_since = None, None  # who is left meets anew
         return list(island.links.values())
 
+    def finish(self) -> None:
+        """An island leaves with the last step trained."""
+        self.final = self.final if self.base is None else self.base
+
+    def is_late(self, island: Island) -> bool:
+        """Whether it still comes for an outer step that the others, who are done, make no more: alone it would end with
+        weights of its own."""
+        ended = self.final is not None and island.decision is None and not island.current
+        return ended and any(a.base != self.final or a.is_due for a in island.arrivals.values())
+
     def arrive(self, island: Island, rank: int, arrival: Arrival) -> None:
         if not island.arrivals:
             island.since = time.monotonic()
@@ -144,6 +155,8 @@ class Membership:
             return [(i, "its ranks are not at the same step") for i in bad]
         if not ready:
             return []
+        if self.base is None and self.final is not None:
+            self.base = self.final  # who comes back to what is trained has nobody to meet
         if self.base is None and not self._met(ready):
             return []
         for island in ready:

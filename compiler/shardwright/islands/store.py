@@ -3,6 +3,7 @@ they send, and passes a member's state on to who is behind."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -16,6 +17,10 @@ from shardwright.islands.wire import Broken, Channel, FrameKind, WrongSecret, do
 HANDSHAKE_SECONDS = 20.0
 MOST_WAIT_SECONDS = 5.0
 """Between two signs of life to a rank that waits."""
+
+
+class _Late(Exception):
+    """The others are done."""
 
 
 class OuterStore:
@@ -86,11 +91,15 @@ class OuterStore:
             return
         if len(island.links) == self.membership.world:
             self._tell(f"island {number} is here", None)
-        link.say(FrameKind.WELCOME, {})
-        link.patience(None)
         try:
+            link.say(FrameKind.WELCOME, {})
+            link.patience(None)
             self._serve(link, island, rank)
             why = ""
+        except _Late as late:
+            why = str(late)
+            with contextlib.suppress(Broken):
+                link.say(FrameKind.REFUSED, {"why": f"SW6320 {why}"})
         except Broken as error:
             why = f"rank {rank} is gone ({error})"
         except Exception as error:  # a thread that ends in silence would leave the others waiting
@@ -121,7 +130,10 @@ class OuterStore:
             kind, tag, payload = link.receive()
             island.heard = time.monotonic()
             if kind == FrameKind.BYE:
-                self._done.update([island.number] if document_of(payload).get("done") else ())
+                if document_of(payload).get("done"):
+                    with self._change:
+                        self._done.add(island.number)
+                        self.membership.finish()
                 return
             if kind == FrameKind.ARRIVE:
                 decision = self._decided(link, island, rank, document_of(payload))
@@ -155,6 +167,9 @@ class OuterStore:
                     self._change.notify_all()
                 if island.dropped:
                     raise Broken(island.dropped)
+                if self.membership.is_late(island):
+                    done = ", ".join(map(str, sorted(self._done)))
+                    raise _Late(f"island {done} has trained to step {self.membership.final}, and this one has not")
                 if (decision := self.membership.taken(island, rank)) is not None:
                     self._change.notify_all()
                 elif not gone:
@@ -208,14 +223,13 @@ class OuterStore:
         with self._change:
             before = found.outcome
             self.membership.try_commit(found)
-            committed = found.outcome == "committed" and before != "committed"
+            if found.outcome == "committed" and before != "committed":  # it is on record before anyone applies it
+                told = self.membership.rounds[-1]
+                joined = f"; {told['joined']} take its state" if told["joined"] else ""
+                self._tell(
+                    f"outer step at {told['step']}: islands {told['members']}, {told['seconds']:.3g} s{joined}", told
+                )
             self._change.notify_all()
-        if committed:
-            told = self.membership.rounds[-1]
-            joined = f"; {told['joined']} take its state" if told["joined"] else ""
-            self._tell(
-                f"outer step at {told['step']}: islands {told['members']}, {told['seconds']:.3g} s{joined}", told
-            )
 
     def _send_means(self, link: Channel, island: Island, rank: int, found: Round) -> None:
         """A thread of its own: averages go down while deltas come up."""

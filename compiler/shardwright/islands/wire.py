@@ -97,8 +97,11 @@ class Channel:
             raise Broken(f"a frame of an unknown kind, {kind}") from None
 
     def patience(self, seconds: float | None) -> None:
-        """How long the other side may be silent; None: for ever."""
-        self._socket.settimeout(seconds)
+        """How long the other side may be silent; None: for ever. Raises Broken where it is closed already."""
+        try:
+            self._socket.settimeout(seconds)
+        except OSError as error:
+            raise Broken(str(error)) from None
 
     def close(self) -> None:
         """Heard by a thread that waits in `receive` or `send`, too."""

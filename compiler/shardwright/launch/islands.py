@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from shardwright.diagnostics import refusal
 from shardwright.islands.membership import Membership
@@ -22,8 +22,8 @@ from shardwright.launchers.table import LAUNCHERS
 from shardwright.plan.islands import island_folders, plan_digest
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import load_plan
+from shardwright.watch.rounds import ROUNDS, read_rounds
 
-ROUNDS = "run/rounds.jsonl"
 POLL_SECONDS = 0.2
 INTERRUPTED, NOT_FINISHED = 130, 3
 _BACKLOG = 1024
@@ -41,18 +41,27 @@ def serve_islands(folder: Path, bind: str | None) -> int:
     secret = share_secret(folder, folders)
     listener = _listening(bind or str(plan.launch.outer_store))
     members = Membership(outer.islands, plan.strategy.world_size, outer.deadline_seconds, outer.precision)
-    with (folder / ROUNDS).open("a", buffering=1) as record:
+    start = 1 + max((int(line.get("store", 0)) for line in read_rounds(folder)), default=0)
+    with (folder / ROUNDS).open("a+", buffering=1) as record:
+        _end_line(record)
         lock = threading.Lock()
 
         def tell(line: str, committed: dict[str, Any] | None) -> None:
             with lock:
                 print(line, flush=True)
                 if committed is not None:
-                    record.write(json.dumps(committed) + "\n")
+                    record.write(json.dumps({**committed, "store": start}) + "\n")
 
         store = OuterStore(members, secret, plan_digest(plan), tell)
         tell(f"listening at {':'.join(map(str, listener.getsockname()[:2]))} for {outer.islands} islands", None)
         return _serve(store, listener)
+
+
+def _end_line(record: TextIO) -> None:
+    """A store that was killed may have left half a line."""
+    record.seek(0)
+    if not (record.read() or "\n").endswith("\n"):
+        record.write("\n")
 
 
 def _serve(store: OuterStore, listener: socket.socket) -> int:

@@ -14,10 +14,14 @@ from shardwright.safe_read import parse_json
 
 
 def plan_to_json(plan: Plan) -> str:
-    """The text of plan.json: field order, one-space indent, a final newline. A rank's place among context ranks stands
-    where there are several, the modules of experts where ranks share them out, `kernels` where they are not Hugging
-    Face's, and a balance loss, frozen parameters, a task beside causal-lm, islands and what is said of pictures where
-    there is one."""
+    """The text of plan.json: one-space indent, a final newline."""
+    return json.dumps(plan_document(plan), indent=1, ensure_ascii=False) + "\n"
+
+
+def plan_document(plan: Plan) -> dict[str, Any]:
+    """What plan.json holds, in field order. A rank's place among context ranks stands where there are several, the
+    modules of experts where ranks share them out, `kernels` where they are not Hugging Face's, and a balance loss,
+    frozen parameters, a task beside causal-lm, islands and what is said of pictures where there is one."""
     document = dataclasses.asdict(plan)
     if plan.strategy.context == 1:
         for rank in document["ranks"]:
@@ -37,7 +41,7 @@ def plan_to_json(plan: Plan) -> str:
     _leave_out_pictures(document["data"])
     if plan.validation is not None and plan.validation.data is not None:
         _leave_out_pictures(document["validation"]["data"])
-    return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+    return document
 
 
 def _leave_out_pictures(data: dict[str, Any]) -> None:

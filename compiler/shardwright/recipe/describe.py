@@ -26,7 +26,7 @@ _TYPES: dict[str, str] = {
 
 # Names from other tools; the value is the key path here.
 _SYNONYMS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("learning_rate", "max_lr"), ("training", "optimizer", "lr")),
+    **dict.fromkeys(("learning_rate", "max_lr", "lr"), ("training", "optimizer", "lr")),
     "adam_beta1": ("training", "optimizer", "betas"),
     **dict.fromkeys(("max_steps", "train_steps", "train_iters"), ("training", "steps")),
     "num_train_epochs": ("training", "epochs"),

@@ -29,6 +29,7 @@ from shardwright.layout.estimate import Training
 from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy, inside_words
 from shardwright.plan.plan import Plan
+from shardwright.plan.serialize import plan_document
 from shardwright.records import carried
 from shardwright.report import charts
 from shardwright.report.cluster_map import AXES, cluster_map, held_layers
@@ -239,15 +240,8 @@ def _artifacts(folder: Path) -> Iterator[tuple[str, int, str, str]]:
 
 def _plan_figures(plan: Plan) -> JsonObject:
     """What of the plan a program may want to read off the page."""
-    return cast(
-        JsonObject,
-        {
-            "name": plan.name,
-            "recipe_hash": plan.recipe_hash,
-            "strategy": dataclasses.asdict(plan.strategy),
-            "predicted": dataclasses.asdict(plan.predicted),
-        },
-    )
+    document = plan_document(plan)
+    return cast(JsonObject, {key: document[key] for key in ("name", "recipe_hash", "strategy", "predicted")})
 
 
 def _embedded(document: Mapping[str, object]) -> Markup:

@@ -9,24 +9,24 @@ from shardwright.engines.table import DEFAULT, ENGINES
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.rule import Candidate
 
-_PROVED: dict[str, int | str] = {"expert": 1, "context": 1, "offload": "none", "schedule": "1f1b"}
+_PROVED: dict[str, int | str] = {"context": 1, "offload": "none", "schedule": "1f1b"}
 
 
 def unproved(x: Candidate) -> Diagnostic | None:
     """The outer step takes each rank's own range of the fp32 masters."""
     wrong = {key: value for key, plain in _PROVED.items() if (value := getattr(x.strategy, key)) != plain}
-    if x.strategy.tensor > 1 and x.strategy.pipeline > 1:
-        wrong["tensor"] = x.strategy.tensor
+    if x.strategy.expert > 1 and x.strategy.zero_stage == 0:  # data ranks then share no masters to slice
+        wrong["expert"] = x.strategy.expert
     if x.recipe.cluster.islands == 1 or not wrong:
         return None
     key, value = next(iter(wrong.items()))
     plain = _PROVED.get(key, 1)
-    beside = " in a pipeline" if key == "tensor" else ""
+    beside = " at ZeRO-0" if key == "expert" else ""
     return found(
         "SW3173",
         f"parallelism.{key}",
         f"{key} {value}{beside} beside {x.recipe.cluster.islands} islands is not compared with a run in one process",
-        f"Use {key}: {plain}. Islands run under ZeRO 0 to 3, and with tensor ranks or 1F1B pipelines.",
+        f"Use {key}: {plain}. Islands run under ZeRO 0 to 3, with tensor and expert ranks and 1F1B pipelines.",
         (plain,),
     )
 

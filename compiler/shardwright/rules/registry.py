@@ -89,7 +89,7 @@ RUNTIME_RULES: dict[str, Rule] = {
     "SW3163": rule(kernels.liger),
     "SW3171": rule(sight.unproved, "schedule", "offload"),
     "SW3172": rule(sight.tower_uncounted),
-    "SW3173": rule(islands.unproved, "tensor", "pipeline", "expert", "context", "offload", "schedule"),
+    "SW3173": rule(islands.unproved, "expert", "zero_stage", "context", "offload", "schedule"),
     "SW3119": rule(layout.fp16_on_cpu),
     "SW3120": rule(layout.zero_3_slow_links, "zero_stage"),
 }

@@ -368,6 +368,7 @@ def _replicas(plan: Plan, rank: int) -> Any:
 _REFUSED = {
     "SW6313": "Every island's folder has the same run/outer.secret: `outer-store` writes it, and you copy it.",
     "SW6316": "Copy the island's folder from the compiled one that the store was started with; bring the same data.",
+    "SW6320": "Its weights lack the others' last outer steps. Take the newest checkpoint of an island that is done.",
     "SW6319": "End the other run, or this one: an island is one run.",
 }
 

@@ -107,7 +107,7 @@ def test_the_outer_step_is_a_part_of_the_step(tmp_path: Path) -> None:
 
 def test_layouts_that_were_not_compared(tmp_path: Path) -> None:
     problem, estimate = estimate_recipe(recipe(tmp_path))
-    for change in ({"context": 2}, {"expert": 2}, {"offload": "optimizer"}, {"schedule": "dualpipev"}):
+    for change in ({"context": 2}, {"expert": 2, "zero_stage": 0}, {"offload": "optimizer"}, {"schedule": "dualpipev"}):
         codes = [d.code for d in check_layout(problem, dataclasses.replace(estimate.strategy, **change))]
         assert "SW3173" in codes
     assert "SW3173" not in [d.code for d in check_layout(problem, estimate.strategy)]

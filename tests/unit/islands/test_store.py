@@ -259,3 +259,55 @@ def test_a_stranger_ends_nothing(running: Callable[..., Running]) -> None:
         with socket.create_connection((host, int(port))) as stranger:
             stranger.sendall(noise)
     begun(here, a, b)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_one_that_comes_when_the_others_are_done_does_not_train_alone(
+    running: Callable[..., Running], waits: bool
+) -> None:
+    """waits: it is connected before they are done, and arrives afterwards."""
+    here = running()
+    a, b = Island(here, 0), Island(here, 1)
+    begun(here, a, b)
+    b.kill()
+    again = Island(here, 1, began=2) if waits else None
+    assert a.outer(0, 4, 1.0).result(20) == [1.0, 1.0]
+    joined = again.join(0, 2) if again else None
+    for link in a.links:
+        link.leave(done=True)
+    assert here.store._wait_for(lambda: here.store.membership.final == 4)
+    joined = joined or Island(here, 1, began=2).join(0, 2)
+    with pytest.raises((Refused, Broken)) as told:
+        joined.result(20)
+    lost = "island 1 is lost: island 0 has trained to step 4"
+    assert here.store._wait_for(lambda: any(lost in line for line in here.told)), here.told
+    if isinstance(told.value, Refused):
+        assert told.value.code == "SW6320"
+    assert here.members == [[0]]
+
+
+def test_who_has_the_last_step_may_come_back(running: Callable[..., Running]) -> None:
+    here = running()
+    a, b = Island(here, 0), Island(here, 1)
+    begun(here, a, b, base=12)
+    for link in a.links:
+        link.leave(done=True)
+    begun(here, Island(here, 0, began=2), base=12)
+
+
+def test_an_outer_step_is_on_record_before_anyone_applies_it(running: Callable[..., Running]) -> None:
+    here = running()
+    a, b = Island(here, 0), Island(here, 1)
+    begun(here, a, b)
+    seen: list[int] = []
+    tell = here.store._tell
+
+    def slow(line: str, committed: Any) -> None:
+        if committed is not None:
+            seen.append(sum(each.done() for each in asked))
+        tell(line, committed)
+
+    here.store._tell = slow
+    asked = [a.outer(0, 4, 1.0), b.outer(0, 4, 4.0)]
+    assert [each.result(20) for each in asked] == [[2.5, 2.5]] * 2
+    assert seen == [0]

@@ -21,12 +21,11 @@ from tests.unit.model.factory import SMALL_LLAMA
     ("change", "key"),
     [
         ({"context": 2}, "context"),
-        ({"expert": 2}, "expert"),
+        ({"expert": 2, "zero_stage": 0}, "expert"),
         ({"offload": "optimizer"}, "offload"),
         ({"schedule": "dualpipev"}, "schedule"),
-        ({"tensor": 2, "pipeline": 2, "data": 1}, "tensor"),
-        ({"tensor": 2, "data": 2}, None),
-        ({"pipeline": 2, "data": 2}, None),
+        ({"tensor": 2, "pipeline": 2, "data": 1}, None),
+        ({"expert": 2, "zero_stage": 1}, None),
         ({}, None),
     ],
 )

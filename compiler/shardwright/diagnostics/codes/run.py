@@ -80,6 +80,7 @@ RUN_CODES: dict[str, str] = {
     "SW6317": "an island whose weights are not finite",
     "SW6318": "the outer store cannot listen where it is told",
     "SW6319": "two runs of one island",
+    "SW6320": "an island that comes back when the others are done",
     "SW6501": "a tracker's package is not installed",
     "SW6401": "export cannot write its folder",
     "SW6402": "a folder that cannot generate text",
