@@ -26,6 +26,7 @@ from shardwright.launchers.lower import is_launch_file
 from shardwright.launchers.table import plan_launch
 from shardwright.layout.estimate import Estimate, PredictionError
 from shardwright.layout.problem import Problem
+from shardwright.layout.rule import Candidate
 from shardwright.lower.folder import check_checkpoint_folder
 from shardwright.lower.inputs import copied_inputs, model_companions
 from shardwright.lower.lower import lower, sealed
@@ -213,6 +214,10 @@ def _planned(
         None if inputs.own_code is None else inputs.own_code[1],
         _balance(problem),
     )
+    if engine.transformer_engine is not None:
+        candidate = Candidate(recipe=recipe, graph=graph, cluster=problem.cluster, strategy=estimate.strategy)
+        model = dataclasses.replace(plan.model, transformer_engine=engine.transformer_engine(candidate))
+        plan = dataclasses.replace(plan, model=model)
     plan = dataclasses.replace(plan, zero=lowering_of(recipe.target).plan_section(plan))
     plan.verify()
     return plan

@@ -11,8 +11,8 @@ from shardwright.diagnostics import Diagnostic
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
-from shardwright.ir.words import Fabric
-from shardwright.layout.rule import Rule
+from shardwright.ir.words import Choice, Fabric
+from shardwright.layout.rule import Candidate, Rule
 from shardwright.plan.plan import Plan
 
 
@@ -75,6 +75,7 @@ class Engine:
     check_extra: what it does not take of the recipe's `extra`.
     axes: keys of a layout, beyond those of every engine, that it has.
     compiles_layers: whether it runs `model.kernels: compile`.
+    transformer_engine: whether its ranks take layers of Transformer Engine in a layout; None where it has none.
     sees: whether it trains models on rows with pictures.
     types: those of models that it has modules of its own for; None where Hugging Face's own run.
     islands: whether it trains islands.
@@ -99,6 +100,7 @@ class Engine:
     check_extra: Callable[[Recipe], tuple[Diagnostic, ...]] = lambda recipe: ()
     axes: frozenset[str] = frozenset()
     compiles_layers: bool = False
+    transformer_engine: Callable[[Candidate], Choice] | None = None
     sees: bool = False
     types: frozenset[str] | None = None
     islands: bool = False

@@ -12,6 +12,7 @@ from shardwright.ir.lora import LoraSection
 from shardwright.ir.measured import MeasuredFile
 from shardwright.ir.words import (
     Checkpointing,
+    Choice,
     Fabric,
     Kernels,
     Loss,
@@ -44,6 +45,7 @@ class ModelSection:
     router_aux_loss: float | None = None
     task: TaskName | Literal["auto"] = "auto"
     freeze: tuple[str, ...] = ()
+    transformer_engine: Choice = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,11 +202,8 @@ class DataSection:
     mixture: tuple[DataSection, ...] = ()
 
 
-TOKENIZED_KINDS = ("text", "jsonl", "parquet", "chat")
-"""The others hold token ids already."""
-
-DOCUMENT_KINDS = (*TOKENIZED_KINDS, "megatron")
-"""Those that are made of documents, which packing keeps apart."""
+TOKENIZED_KINDS = ("text", "jsonl", "parquet", "chat")  # the others hold token ids already
+DOCUMENT_KINDS = (*TOKENIZED_KINDS, "megatron")  # those that are made of documents, which packing keeps apart
 STDLIB, DRAWN = "python-stdlib", "drawn-shapes"
 MADE_HERE = {STDLIB: "text", DRAWN: "chat"}
 """Data that every machine has or makes, by the word that stands for its path: the kind that takes it."""

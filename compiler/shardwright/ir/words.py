@@ -16,6 +16,8 @@ TaskName = Literal["causal-lm", "image-text-to-text"]
 Kernels = Literal["hf", "compile"]
 """What a decoder layer runs as: Hugging Face's modules, one kernel an operator, or torch.compile of them."""
 Precision = Literal["bf16", "fp16", "fp32"]
+Choice = Literal["off", "auto", "on"]
+"""auto: where it can be had."""
 Objective = Literal["throughput", "memory", "cost"]
 
 Fabric = Literal["infiniband", "roce", "efa", "ethernet"]

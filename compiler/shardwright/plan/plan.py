@@ -26,7 +26,7 @@ from shardwright.ir.recipe import (
     TrainingRecord,
     ValidationSection,
 )
-from shardwright.ir.words import Kernels, Loss, TaskName
+from shardwright.ir.words import Choice, Kernels, Loss, TaskName
 from shardwright.layout.axes import coordinates
 from shardwright.layout.estimate import Memory, Time, Training
 from shardwright.layout.strategy import Strategy
@@ -57,6 +57,7 @@ class PlanModel:
     router_aux_loss: None where routers get no balance loss.
     frozen: parameters that are not trained, by name, or by pattern with * for numbers where all of them are.
     tower_blocks: paths of the blocks of a tower, which full checkpointing recomputes as it does decoder layers.
+    transformer_engine: whether GPU ranks take Megatron-Core's layers of it; auto: where it is installed.
     """
 
     model_type: str
@@ -83,6 +84,7 @@ class PlanModel:
     task: TaskName = "causal-lm"
     frozen: tuple[str, ...] = ()
     tower_blocks: tuple[str, ...] = ()
+    transformer_engine: Choice = "off"
 
     def is_frozen(self, parameter: str) -> bool:
         """By `model.freeze`, or because nothing ever reaches it."""

@@ -20,8 +20,9 @@ def plan_to_json(plan: Plan) -> str:
 
 def plan_document(plan: Plan) -> dict[str, Any]:
     """What plan.json holds, in field order. A rank's place among context ranks stands where there are several, the
-    modules of experts where ranks share them out, `kernels` where they are not Hugging Face's, and a balance loss,
-    frozen parameters, a task beside causal-lm, islands and what is said of pictures where there is one."""
+    modules of experts where ranks share them out, `kernels` where they are not Hugging Face's, `transformer_engine`
+    where ranks may take its layers, and a balance loss, frozen parameters, a task beside causal-lm, islands and what is
+    said of pictures where there is one."""
     document = dataclasses.asdict(plan)
     if plan.strategy.context == 1:
         for rank in document["ranks"]:
@@ -34,6 +35,8 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         del document["model"]["router_aux_loss"]
     if not plan.model.sees:
         del document["model"]["task"], document["model"]["tower_blocks"]
+    if plan.model.transformer_engine == "off":
+        del document["model"]["transformer_engine"]
     if not plan.model.frozen:
         del document["model"]["frozen"]
     if plan.outer is None:

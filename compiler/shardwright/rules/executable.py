@@ -60,6 +60,13 @@ EXECUTABLE: tuple[Limit, ...] = (
             ("ignore_memory", lambda r: r.assume.ignore_memory, (False,)),
         )
     ),
+    Limit(
+        code="SW1925",
+        key=("model", "transformer_engine"),
+        value=lambda r: "auto" if ENGINES[r.target].transformer_engine else r.model.transformer_engine,
+        allowed=("auto", "off"),
+        help="Leave it out, or write `target: megatron`.",
+    ),
     *(
         Limit(
             code="SW1909",

@@ -21,6 +21,7 @@ BEYOND: dict[str, list[dict[str, Any]]] = {
     "assume.kernels": [{"assume": {"kernels": "compiled"}}],
     "assume.mfu": [{"assume": {"mfu": 0.4}}],
     "assume.ignore_memory": [{"assume": {"ignore_memory": True}}],
+    "model.transformer_engine": [{"model.transformer_engine": "on"}],
     "parallelism.expert": [{"parallelism.expert": 2, "target": "reference"}],
     "parallelism.context": [{"parallelism.context": 2, "target": "reference"}],
     "parallelism.expert_tensor": [{"parallelism.expert_tensor": 1}],

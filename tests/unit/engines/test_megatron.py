@@ -106,7 +106,7 @@ def test_a_layout_that_it_does_not_run(code: str, changes: dict[str, Any], write
         strategy = Strategy(**{**plain, "gradient_accumulation_steps": 8 // (2 * layout["data"]), **layout})
         return {d.code for d in check_layout(problem, strategy) if d.severity == "error"} & set(RULES)
 
-    assert set(ILLEGAL) | {"SW3168"} == set(RULES)
+    assert set(ILLEGAL) | {"SW3168", "SW3169"} == set(RULES)
     assert code in codes({**LAYOUT, **changes}) and code not in codes(LAYOUT)
 
 

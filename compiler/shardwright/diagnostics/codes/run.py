@@ -12,6 +12,7 @@ RUN_CODES: dict[str, str] = {
     "SW6009": "flash attention needs flash-attn",
     "SW6013": "torch.compile needs a compiler",
     "SW6014": "which island is meant",
+    "SW6015": "Transformer Engine is not what the ranks need",
     "SW6010": "a file of the compiled folder was edited",
     "SW6011": "hosts with different plans, files or data",
     "SW6012": "values of launch.env_from that did not reach a host",

@@ -66,6 +66,7 @@ STRATEGY_CODES: dict[str, str] = {
     "SW3166": "Megatron-Core does not cut experts that have biases",
     "SW3167": "experts are cut over all tensor ranks or over none",
     "SW3168": "Megatron-Core on GPUs was not run by us",
+    "SW3169": "Transformer Engine's layers are not taken in the layout",
     "SW3171": "not proved for a model that sees",
     "SW3172": "the tower's work is not in the estimate",
     "SW3173": "not proved over islands",

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -23,6 +26,7 @@ from shardwright.engines.megatron.core_attention import Attention
 from shardwright.engines.megatron.families import FAMILIES, Family, Unsupported
 from shardwright.engines.megatron.modules import ExpertColumns, GateAndUpColumns, LatentAttention, Norm
 from shardwright.engines.megatron.pieces import Heads, Source
+from shardwright.engines.megatron.transformer_engine import plain_name
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # 0.16.1 asks for it everywhere (megatron/core/transformer/moe/moe_utils.py:1192), and imports it where Transformer
@@ -102,7 +106,16 @@ def _untouched(parameter: torch.Tensor) -> torch.Tensor:
     return parameter
 
 
-def layer_spec(config: TransformerConfig, family: Family, *, experts: bool) -> ModuleSpec:
+def layer_spec(
+    config: TransformerConfig, family: Family, *, experts: bool, transformer_engine: bool = False
+) -> ModuleSpec:
+    if transformer_engine:
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts if experts else None,
+            moe_grouped_gemm=experts,
+            qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=config.multi_latent_attention,
+        )
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if experts else None,
         moe_grouped_gemm=False,
@@ -144,11 +157,14 @@ def build_model(
     first: bool = True,
     last: bool = True,
     virtual_stage: int | None = None,
+    transformer_engine: bool = False,
 ) -> GPTModel:
     """One stage's part, without values. config: Hugging Face's; length: of a row. first, last: whether the stage has
     the embedding and the head."""
     family = family_of(config)
-    block = _block_spec(megatron, family, virtual_stage)
+    if rotary is not None:
+        _scale_scores(megatron, rotary)
+    block = _block_spec(megatron, family, virtual_stage, transformer_engine)
     model = GPTModel(
         config=megatron,
         transformer_layer_spec=block,
@@ -161,7 +177,7 @@ def build_model(
         vp_stage=virtual_stage,
     )
     if rotary is not None:
-        _turn_as(model, megatron, rotary)
+        _turn_as(model, rotary)
     _mark_experts(model, megatron)
     if first and family.scaled_embedding:
         scale = torch.tensor(config.hidden_size**0.5, dtype=megatron.params_dtype)
@@ -170,7 +186,13 @@ def build_model(
 
 
 def build_chunks(
-    config: Any, megatron: TransformerConfig, rotary: Rotary | None, *, length: int, pipeline_rank: int
+    config: Any,
+    megatron: TransformerConfig,
+    rotary: Rotary | None,
+    *,
+    length: int,
+    pipeline_rank: int,
+    transformer_engine: bool = False,
 ) -> list[GPTModel]:
     """Those of one pipeline rank, in the order of its virtual stages."""
     last, chunks = megatron.pipeline_model_parallel_size - 1, megatron.virtual_pipeline_model_parallel_size
@@ -183,12 +205,15 @@ def build_chunks(
             first=pipeline_rank == 0 and number == 0,
             last=pipeline_rank == last and number == (chunks or 1) - 1,
             virtual_stage=number if chunks else None,
+            transformer_engine=transformer_engine,
         )
         for number in range(chunks or 1)
     ]
 
 
-def _block_spec(config: TransformerConfig, family: Family, virtual_stage: int | None) -> TransformerBlockSubmodules:
+def _block_spec(
+    config: TransformerConfig, family: Family, virtual_stage: int | None, transformer_engine: bool
+) -> TransformerBlockSubmodules:
     """Of the layers that the stage has, some with experts and some without."""
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
@@ -197,23 +222,28 @@ def _block_spec(config: TransformerConfig, family: Family, virtual_stage: int | 
     own = layout.get_layer_id_list(LayerType.decoder, virtual_stage) if layout is not None else range(count)
     every = config.moe_layer_freq
     which = [bool(config.num_moe_experts) and (not isinstance(every, list) or bool(every[number])) for number in own]
-    specs = {experts: layer_spec(config, family, experts=experts) for experts in set(which)}
-    return TransformerBlockSubmodules(layer_specs=[specs[experts] for experts in which], layer_norm=Norm)
+    specs = {
+        experts: layer_spec(config, family, experts=experts, transformer_engine=transformer_engine)
+        for experts in set(which)
+    }
+    norm = TENorm if transformer_engine else Norm
+    return TransformerBlockSubmodules(layer_specs=[specs[experts] for experts in which], layer_norm=norm)
 
 
-def _turn_as(model: GPTModel, config: TransformerConfig, rotary: Rotary) -> None:
-    """Hugging Face's frequencies, wherever Megatron keeps its own. What scales both queries and keys scales the scores,
-    where all of a head is turned."""
+def _scale_scores(config: TransformerConfig, rotary: Rotary) -> None:
+    """What scales both queries and keys scales the scores, where all of a head is turned."""
+    if rotary.scaling == 1.0:
+        return
+    if 2 * len(rotary.frequencies) != config.kv_channels or config.multi_latent_attention:
+        raise Unsupported(f"a rope that scales a part of queries and keys, by {rotary.scaling:.6g}")
+    config.softmax_scale = config.kv_channels**-0.5 * rotary.scaling**2
+
+
+def _turn_as(model: GPTModel, rotary: Rotary) -> None:
+    """Hugging Face's frequencies, wherever Megatron keeps its own."""
     places = [m.rotary_pos_emb for m in model.modules() if getattr(m, "rotary_pos_emb", None) is not None]
     for place in places:
         place.inv_freq = rotary.frequencies.to(torch.cuda.current_device())
-    if rotary.scaling == 1.0:
-        return
-    if 2 * len(rotary.frequencies) != config.kv_channels:
-        raise Unsupported(f"a rope that scales a part of queries and keys, by {rotary.scaling:.6g}")
-    for attention in (m for m in model.modules() if isinstance(m, Attention)):
-        scale = config.kv_channels**-0.5 if attention.scale is None else attention.scale
-        attention.scale = scale * rotary.scaling**2
 
 
 def _mark_experts(model: GPTModel, config: TransformerConfig) -> None:
@@ -257,6 +287,7 @@ def _source(family: Family, model: Any, path: str) -> tuple[str, Source, int]:
     if not path.startswith("decoder.layers."):
         return "", family.outside[path], 0
     local, leaf = path.removeprefix("decoder.layers.").split(".", 1)
+    leaf = plain_name(leaf)
     number = model.decoder.layers[int(local)].layer_number - 1
     expert = _EXPERT.search(leaf)
     leaf = _EXPERT.sub(".N.", leaf)

@@ -7,6 +7,7 @@ from shardwright.engines.megatron.families import FAMILIES
 from shardwright.engines.megatron.keys import check_keys
 from shardwright.engines.megatron.names import ARGUMENTS_FILE
 from shardwright.engines.megatron.rules import OWN_MODULES, RULES
+from shardwright.engines.megatron.transformer_engine import choice
 from shardwright.ir.model_graph import ModelGraph
 
 
@@ -48,5 +49,6 @@ MEGATRON = Engine(
     axes=frozenset({"context", "expert", "expert_tensor", "virtual_stages", "sequence_parallel"}),
     types=frozenset(FAMILIES),
     pads_vocabulary=True,
+    transformer_engine=choice,
     lacks=_lacks,
 )

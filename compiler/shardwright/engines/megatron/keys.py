@@ -63,6 +63,7 @@ RUNS: tuple[str, ...] = (
     *("version", "name", "extends", "target", "objective", "cluster", "data", "validation"),
     *("launch", "checkpoint", "tracking", "assume"),
     *("model.source", "model.config", "model.revision", "model.weights", "model.trust_remote_code"),
+    "model.transformer_engine",
     *("training.sequence_length", "training.global_batch_size", "training.steps", "training.tokens"),
     *("training.epochs", "training.optimizer", "training.scheduler", "training.gradient_clipping"),
     *("training.stop_after_nonfinite", "training.seed", "training.days_at_most"),

@@ -6,6 +6,7 @@ Its argument parser lets some of these through, and the first step, or nothing a
 from __future__ import annotations
 
 from shardwright.diagnostics import Diagnostic, found
+from shardwright.engines.megatron.transformer_engine import REASONS, told_of_gpus, wanted_in_vain
 from shardwright.ir.words import PartialCheckpointing
 from shardwright.layout.experts import expert_modules, experts_of
 from shardwright.layout.rule import Candidate, Rule, rule
@@ -196,9 +197,8 @@ def on_gpus(x: Candidate) -> Diagnostic | None:
         "SW3168",
         "target",
         "target: megatron on GPUs: not run by us",
-        "On CPU ranks it computes what one process of Hugging Face does. On a GPU the same modules run: this project's "
-        "attention, norms and experts in Megatron-Core, without Transformer Engine. `shardwright verify DIR` on your "
-        "machine first.",
+        f"{told_of_gpus(x)} Compare its first losses there with those of `target: deepspeed`: weights and data are "
+        "the same.",
         severity="warning",
     )
 
@@ -217,7 +217,8 @@ RULES: dict[str, Rule] = {
     "SW3165": rule(expert_groups, "expert", "expert_tensor", "tensor", "data", "context"),
     "SW3166": rule(expert_biases, "expert_tensor", "tensor"),
     "SW3167": rule(expert_tensor, "expert_tensor", "tensor"),
-    "SW3168": rule(on_gpus),
+    "SW3168": rule(on_gpus, *REASONS),
+    "SW3169": rule(wanted_in_vain, *REASONS),
 }
 OWN_MODULES = frozenset({"SW3141", "SW3142", "SW3143", "SW3145", "SW3147"})
 """Rules about this project's modules of context and expert ranks, which this engine does without."""

@@ -26,6 +26,12 @@ class Master:
         return self.states["fp32"].numel()
 
 
+def _counts_by_group(part: Any) -> bool:
+    """Updates: where Transformer Engine or Apex is installed, Megatron takes its FusedAdam
+    (megatron/core/optimizer/__init__.py), whose groups have the number once the first is made."""
+    return not isinstance(part.optimizer, (torch.optim.Adam, torch.optim.AdamW))
+
+
 class States:
     """The optimizers behind Megatron's own: one, or one for experts beside it."""
 
@@ -57,7 +63,7 @@ class States:
     def _state(self, part: Any, master: torch.Tensor) -> dict[str, Any]:
         """AdamW makes it in its first update; what saves or restores needs it earlier."""
         state: dict[str, Any] = part.optimizer.state[master]
-        if not state:
+        if not state and not _counts_by_group(part):
             state["step"] = torch.tensor(0.0)
         for moment in MOMENTS:
             if moment not in state:
@@ -76,7 +82,7 @@ class States:
     def updates(self, count: int) -> None:
         for part in self.parts:
             for group in part.optimizer.param_groups:
-                if "step" in group:  # fused AdamWs count by group
+                if _counts_by_group(part):
                     group["step"] = count
             for master in self._masters(part):
                 state = self._state(part, master)
@@ -87,6 +93,8 @@ class States:
         return [p for group in part.optimizer.param_groups for p in group["params"]]
 
     def _steps(self, part: Any, master: torch.Tensor) -> int:
+        if _counts_by_group(part):
+            return max(int(group.get("step", 0)) for group in part.optimizer.param_groups)
         return int(self._state(part, master)["step"])
 
     def use_masters(self, chunks: list[Any]) -> None:

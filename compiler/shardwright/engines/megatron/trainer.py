@@ -18,6 +18,7 @@ from torch import nn
 from shardwright.engines.megatron.build import ParameterPiece, build_chunks, fill, pieces, rotary_of, transformer_config
 from shardwright.engines.megatron.layout import parallel_settings
 from shardwright.engines.megatron.states import States
+from shardwright.engines.megatron.transformer_engine import is_taken, report
 from shardwright.engines.megatron.zigzag import own_piece, own_places
 from shardwright.engines.protocol import Counters, HeldParameter, LiveFragment, StepResult
 from shardwright.ir.partition import ParameterSplit
@@ -39,7 +40,17 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Megatro
     rotary, transposed = rotary_of(model), conv1d_to_linear(model)
     settings = transformer_config(config, **parallel_settings(plan))
     mine = plan.ranks[dist.get_rank()]
-    chunks = build_chunks(config, settings, rotary, length=plan.training.sequence_length, pipeline_rank=mine.pipeline)
+    fused = is_taken(plan)
+    if not plan.is_cpu and mine.rank == 0:
+        print(report(plan, taken=fused), flush=True)
+    chunks = build_chunks(
+        config,
+        settings,
+        rotary,
+        length=plan.training.sequence_length,
+        pipeline_rank=mine.pipeline,
+        transformer_engine=fused,
+    )
     tied = {alias: group[0] for group in plan.model.tied for alias in group}
     found = [p for chunk in chunks for p in pieces(config, chunk, tensor_rank=mine.tensor, tied=tied)]
     shards = Shards(plan, weights, transposed)

@@ -110,7 +110,8 @@ def _engine(x: Examined) -> HostCheck:
     """What nobody has tried says so before it starts."""
     named = engine_of(x.plan)
     untried = not x.plan.is_cpu and "SW3168" in named.rules
-    told = f"{named.title} on GPUs: not run by us, without Transformer Engine" if untried else f"{named.title}"
+    layers = {"off": "without", "on": "with", "auto": "with or without"}[x.plan.model.transformer_engine]
+    told = f"{named.title} on GPUs: not run by us, {layers} Transformer Engine" if untried else named.title
     return HostCheck(name="engine", told=told, checked=not untried)
 
 
