@@ -4,15 +4,29 @@ pipeline, and over data ranks of which some have no picture in a micro-batch."""
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from tests.parity.harness import LOSS_ABSOLUTE, NORM_RELATIVE, WEIGHT_ABSOLUTE
+from shardwright.ir.apart import weights_apart
+from tests.figures import lines_apart
+from tests.parity.harness import (
+    LOSS_ABSOLUTE,
+    NORM_RELATIVE,
+    WEIGHT_ABSOLUTE,
+    metrics,
+    must,
+    newest_checkpoint,
+    shardwright,
+)
 from tests.parity.launched import launched
-from tests.parity.sight import FEW_STEPS, MODELS, SightCase
+from tests.parity.sight import FEW_STEPS, MODELS, SightCase, recipe, reference, write_pictures
 
 pytestmark = pytest.mark.launch
 
@@ -100,3 +114,36 @@ def test_four_ranks(tmp_path: Path, proved: Record) -> None:
         tmp_path,
         proved,
     )
+
+
+def test_checkpoints_go_on_in_another_layout_and_export(tmp_path: Path) -> None:
+    """Four steps in a pipeline, four over data ranks at ZeRO-3: as one process trains all eight."""
+    write_pictures(tmp_path)
+    first, second = SightCase("llava", pipeline=2, micro=2), SightCase("llava", data=2, zero_stage=3)
+    for name, case in (("first", first), ("second", second)):
+        document = recipe(case)
+        document["checkpoint"]["every_steps"] = 4
+        (tmp_path / f"{name}.json").write_text(json.dumps(document))
+        must(shardwright("compile", tmp_path / f"{name}.json", "-o", tmp_path / name))
+    must(shardwright("run", tmp_path / "first"))
+    must(shardwright("run", tmp_path / "second", "--resume", tmp_path / "first" / "checkpoints" / "step-00000004"))
+    wanted = reference("llava", False, tmp_path, tmp_path / "first" / "tokenizer")
+    before, after = metrics(tmp_path / "first"), metrics(tmp_path / "second")
+    assert [line["step"] for line in after] == [5, 6, 7, 8]
+    for lines in (before, [*before[:4], *after]):
+        figures = lines_apart(lines, wanted)
+        assert figures["loss"] <= LOSS_ABSOLUTE and figures["norm"] <= NORM_RELATIVE, figures
+
+    hf = tmp_path / "hf"
+    must(shardwright("export", newest_checkpoint(tmp_path / "second"), "-o", hf))
+    model = AutoModelForImageTextToText.from_pretrained(hf, dtype=torch.float32)
+    assert weights_apart(dict(model.named_parameters()), wanted.weights) <= WEIGHT_ABSOLUTE
+    processor = AutoProcessor.from_pretrained(hf)
+    question = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}]
+    text = processor.apply_chat_template(question, add_generation_prompt=True)
+    assert text == "<user><image>What is it?\n<assistant>"
+    (name, *_) = sorted((tmp_path / "pictures").iterdir())
+    inputs = processor(text=[text], images=[Image.open(name).convert("RGB")], return_tensors="pt")
+    assert model(**inputs).logits.isfinite().all()
+    said = must(shardwright("generate", hf, "--prompt", "What is it?", "--image", name, "--tokens", 4, "--json"))
+    assert json.loads(said.stdout)["prompt_tokens"] == inputs["input_ids"].shape[1]

@@ -126,6 +126,11 @@ EXACT: dict[str, int] = {
     "stabilityai/stablelm-3b-4e1t": 2_795_443_200,
     "bigcode/starcoder2-3b": 3_030_371_328,
     "bigcode/starcoder2-7b": 7_173_923_840,
+    "HuggingFaceTB/SmolVLM-256M-Instruct": 256_484_928,
+    "llava-hf/llava-1.5-7b-hf": 7_063_427_072,
+    "Qwen/Qwen2.5-VL-7B-Instruct": 8_292_166_656,
+    "Qwen/Qwen3-VL-8B-Instruct": 8_767_123_696,
+    "google/gemma-3-27b-it": 27_432_406_640,
 }
 # Where the page has a rounded number only, or counts something else (StableLM: without the key bias; V3: no MTP layer).
 ROUNDED: dict[str, float] = {
