@@ -36,6 +36,17 @@ EXCEPTIONS: dict[tuple[str, str], Instead] = {
         part="shardwright compile recipes/tiny-llama-cpu.yaml -o build/demo",
     ),
     ("docs/tour.md", "shardwright stop build/tiny"): Instead("refused", "the run above it has ended by itself"),
+    ("docs/vision.md", "shardwright run build/sight"): Instead(
+        "prove", "250 steps on four ranks, two minutes; tests/launch/test_tiny_vision.py has it, too"
+    ),
+    **{
+        ("docs/vision.md", f"shardwright {command}"): Instead("prove", "asks for what the run above has trained")
+        for command in (
+            "generate build/sight/checkpoints/step-00000250 --image build/held-out/pictures/00002-triangle.png "
+            '--prompt "What is it?" --tokens 9',
+            "export build/sight/checkpoints/step-00000250 -o build/sight-hf",
+        )
+    },
     ("docs/tour.md", "shardwright verify my.yaml"): Instead("prove", "two launches; tests/verify has its own"),
     ("docs/python-api.md", "deepspeed --no_local_rank --num_gpus 4 loop.py build/loop"): Instead(
         "prove", "a launch; tests/launch/test_own_loop.py trains with the same script"

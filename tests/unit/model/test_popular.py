@@ -213,6 +213,8 @@ def test_published_sizes(model_id: str, asked: list[str]) -> None:
         assert total == EXACT[model_id]
     else:
         assert total == pytest.approx(ROUNDED[model_id], rel=0.005)
+    text = plain.get("text_config")
+    plain = text if isinstance(text, dict) else plain  # of a model that sees
     # What a size does not show: a wrong number of heads gives a head dimension that no kernel has.
     heads, hidden = _get(plain, "num_attention_heads", "n_head"), _get(plain, "hidden_size", "n_embd")
     head_dim = plain.get("head_dim") or plain.get("v_head_dim") or hidden / heads
