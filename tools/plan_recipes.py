@@ -153,8 +153,10 @@ def _beside() -> str:
         estimate += f"{theirs.time.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, MFU {theirs.time.mfu:.1%}"
         broken = [d.code for d in theirs.diagnostics if d.severity == "error"]
         estimate += f" ({', '.join(broken)})" if broken else ""
-        ours = f"{found.best.time.step_seconds:.3g} s"
-        cells = (run["recipe"], f"{keys} ({run['source']})", run["measured"], estimate, layout(found.best), ours)
+        ours = (layout(found.best), f"{found.best.time.step_seconds:.3g} s")
+        if any(key.startswith("model.config.") for key in run.get("set", ())):
+            ours = ("of another model", "")
+        cells = (run["recipe"], f"{keys} ({run['source']})", run["measured"], estimate, *ours)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

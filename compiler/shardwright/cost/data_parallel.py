@@ -52,9 +52,8 @@ def _by_group(layout: Layout, rank: int, numel: int) -> list[tuple[int, Group]]:
     experts = layout.experts_of(layout.ranks[rank])
     found = [(numel - experts, layout.group(s.shards, s.tensor))]
     if experts:
-        copies = s.shards * s.tensor // (s.expert * s.expert_tensor_ranks)
         apart = s.expert * s.expert_tensor_ranks
-        found.append((int(experts / s.expert_parts), layout.group(copies, apart)))
+        found.append((int(experts / s.expert_parts), layout.group(s.expert_copies, apart)))
     return found
 
 

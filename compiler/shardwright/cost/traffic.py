@@ -175,10 +175,9 @@ def _over_data_ranks(layout: Layout, rank: int) -> dict[str, float]:
     if s.zero_stage == 3 and s.shards > 1:
         gathers, held = s.gradient_accumulation_steps * (1 + gathered_again(layout, blocks)), layout.numel(rank)
     own = experts / s.expert_parts
-    copies = s.shards * s.tensor // (s.expert * s.expert_tensor_ranks)
     for of_trained, of_held, ranks in (
         (trained - experts, held - experts, s.shards),
-        (own, own, copies),  # over the ranks that hold the same experts
+        (own, own, s.expert_copies),  # over the ranks that hold the same experts
     ):
         if ranks > 1:
             reduced += times * gradient * of_trained

@@ -233,7 +233,7 @@ class ParallelismSection:
     offload: Offload | None
     memory_headroom: float | None
     expert: int | None
-    expert_tensor: int | Literal["tensor"] = "tensor"
+    expert_tensor: int | Literal["tensor"] | None = "tensor"
     context: int | None
     virtual_stages: int | None
     sequence_parallel: bool | None

@@ -16,7 +16,7 @@ from shardwright.ir.recipe import Recipe
 from shardwright.ir.words import CHECKPOINTING, OFFLOAD, SCHEDULES, PartialCheckpointing
 from shardwright.layout.context import context_degrees
 from shardwright.layout.divisors import divisors
-from shardwright.layout.experts import expert_degrees
+from shardwright.layout.experts import expert_degrees, expert_modules
 from shardwright.layout.problem import Problem
 
 ZERO_STAGES = (0, 1, 2, 3)
@@ -138,7 +138,7 @@ AXES: tuple[Axis, ...] = (
         holds=True,
         cuts=True,
         inside=True,
-        values=lambda problem, degrees: expert_degrees(problem.graph, degrees["data"] * degrees["context"]),
+        values=lambda problem, degrees: expert_degrees(problem.graph, _expert_ranks(problem, degrees)),
         yields=True,
         runs=False,
         short="EP",
@@ -150,6 +150,10 @@ AXES: tuple[Axis, ...] = (
         plain="tensor",
         default="tensor",
         holds=True,
+        values=lambda problem, degrees: (
+            ("tensor", 1) if degrees["tensor"] > 1 and expert_modules(problem.graph) else ("tensor",)
+        ),
+        yields=True,
         runs=False,
         note="expert-tensor {}",
         machinery="expert-tensor ranks",
@@ -218,6 +222,12 @@ AXES: tuple[Axis, ...] = (
     Axis(name="loss", plain="full", section="model"),  # auto: settled once the layout is
     Axis(name="hpz_partition_size", section="", note="hpZ"),
 )
+
+
+def _expert_ranks(problem: Problem, degrees: Degrees) -> int:
+    """Ranks that expert ranks may be taken out of: those of a stage, where tensor ranks can hold whole experts."""
+    cut = problem.recipe.parallelism.expert_tensor == "tensor"
+    return degrees["data"] * degrees["context"] * (1 if cut else degrees["tensor"])
 
 
 def virtual_stages(layers: int, pipeline: int) -> range:

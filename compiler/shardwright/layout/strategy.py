@@ -63,6 +63,12 @@ class Strategy:
         return self.expert * self.expert_tensor_ranks / self.tensor
 
     @property
+    def expert_copies(self) -> int:
+        """Ranks of a stage that hold the same part of the experts; 1 too where a layout that no rule lets through has
+        fewer ranks than parts."""
+        return max(1, self.shards * self.tensor // (self.expert * self.expert_tensor_ranks))
+
+    @property
     def stages(self) -> int:
         """Pipeline stages to cut the layers into: DualPipeV holds two on each pipeline rank."""
         return 2 * self.pipeline if self.schedule == "dualpipev" else self.pipeline
