@@ -70,15 +70,17 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
         each.end()
 
 
-def until(condition: Callable[[], Any], what: str) -> None:
+def until(condition: Callable[[], Any], what: str, *processes: Process) -> None:
     end = time.monotonic() + PATIENCE
     while not condition():
-        assert time.monotonic() < end, what
+        assert time.monotonic() < end, (what, *(each.said for each in processes))
         time.sleep(0.02)
 
 
 def pids(out: Path, island: int) -> list[int]:
-    return [json.loads(p.read_text())["pid"] for p in (out / f"island-{island}" / "run" / "ranks").glob("rank-*.json")]
+    """Of its ranks, in their order."""
+    ranks = sorted((out / f"island-{island}" / "run" / "ranks").glob("rank-*.json"))
+    return [json.loads(path.read_text())["pid"] for path in ranks]
 
 
 def to_ranks(out: Path, island: int, number: int) -> None:
@@ -108,26 +110,46 @@ def check_end(out: Path, tmp_path: Path, tokens: Any, outer: dict[str, Any]) -> 
     assert max(abs(found[step] - loss) for step, loss in wanted.losses[0].items()) <= 1e-5
 
 
-def test_an_island_killed_in_mid_round_comes_back(tmp_path: Path, start: Callable[..., Process]) -> None:
+def comes(out: Path, store: Process, a: Process, start: Callable[..., Process], gone: Process | None) -> None:
+    """Island 1, started while island 0 stands still, which would be done before it is there. gone: its former self."""
+    to_ranks(out, 0, signal.SIGSTOP)
+    try:
+        assert gone is None or gone.process.wait(PATIENCE) == 3
+        assert rounds(out)[-1]["step"] < STEPS, "it was too fast for this test"
+        again = start("run", out, "--island", 1)
+        until(lambda: "island 1 is behind" in store.said, "island 1 does not come back", again, store)
+    finally:
+        to_ranks(out, 0, signal.SIGCONT)
+    assert (a.process.wait(PATIENCE), again.process.wait(PATIENCE)) == (0, 0), a.said + again.said
+    assert store.process.wait(60) == 0
+    assert any(r["joined"] == [1] for r in rounds(out))
+
+
+@pytest.mark.parametrize("ranks", ["all", pytest.param("rank 0", marks=pytest.mark.prove)])
+def test_an_island_killed_in_mid_round_comes_back(tmp_path: Path, start: Callable[..., Process], ranks: str) -> None:
     outer = OUTER["nesterov"]
     tokens = write_inputs(CASE, tmp_path, outer, deadline=DEADLINE)
     out = tmp_path / "out"
     store = listening(start, out)
     a, b = (start("run", out, "--island", k) for k in range(ISLANDS))
-    until(lambda: step_of(out, 1) >= 5, f"no fifth step: {b.said}")
-    to_ranks(out, 1, signal.SIGKILL)
-    until(lambda: any(r["members"] == [0] for r in rounds(out)), f"island 0 waits: {store.said}")
-    to_ranks(out, 0, signal.SIGSTOP)  # or it would be done before the other is back
-    try:
-        assert b.process.wait(PATIENCE) == 3
-        assert rounds(out)[-1]["step"] < STEPS, "it was too fast for this test"
-        again = start("run", out, "--island", 1)
-        until(lambda: store.said.count("island 1 is here") == 2, f"island 1 does not come back: {again.said}")
-    finally:
-        to_ranks(out, 0, signal.SIGCONT)
-    assert (a.process.wait(PATIENCE), again.process.wait(PATIENCE)) == (0, 0), again.said
-    assert store.process.wait(60) == 0
-    assert any(r["joined"] == [1] for r in rounds(out))
+    until(lambda: step_of(out, 1) >= 5, "no fifth step", b)
+    for pid in pids(out, 1)[: None if ranks == "all" else 1]:
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: any(r["members"] == [0] for r in rounds(out)), "island 0 waits", store)
+    comes(out, store, a, start, b)
+    check_end(out, tmp_path, tokens, outer)
+
+
+@pytest.mark.prove
+def test_a_late_newcomer(tmp_path: Path, start: Callable[..., Process]) -> None:
+    outer = OUTER["nesterov"]
+    tokens = write_inputs(CASE, tmp_path, outer, deadline=5.0)
+    out = tmp_path / "out"
+    store = listening(start, out)
+    a = start("run", out, "--island", 0)
+    until(lambda: rounds(out), "island 0 waits", store)
+    comes(out, store, a, start, None)
+    assert rounds(out)[0]["members"] == [0]
     check_end(out, tmp_path, tokens, outer)
 
 
@@ -167,5 +189,5 @@ def test_what_a_user_gets_wrong(tmp_path: Path, start: Callable[..., Process]) -
         told = shardwright(*words)
         assert told.returncode == 1 and code in told.stderr, (words, told)
     refused = shardwright("run", out, "--island", 0)
-    assert refused.returncode == 3 and "SW6314" in refused.stderr, refused.stderr
+    assert refused.returncode == 1 and "SW6314" in refused.stderr, refused.stderr
     must(shardwright("status", out))

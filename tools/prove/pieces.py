@@ -106,7 +106,7 @@ PIECES: dict[str, Piece] = {
         tests=("tests/parity/test_evaluation.py",), speaks_of=(*ENGINE, *DATA, *RUN), areas=("evaluation",)
     ),
     "islands": Piece(
-        tests=("tests/parity/test_islands.py",),
+        tests=("tests/launch/test_islands.py", "tests/parity/test_islands.py"),
         speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *RUN, "islands", "launch/islands.py"),
         areas=("islands",),
     ),

@@ -130,6 +130,11 @@ class Membership:
         ended = self.final is not None and island.decision is None and not island.current
         return ended and any(a.base != self.final or a.is_due for a in island.arrivals.values())
 
+    def is_behind(self, island: Island) -> bool:
+        """Whether it waits for the others' next outer step, to take a member's state."""
+        arrived = len(island.arrivals) == self.world and island.decision is None
+        return arrived and self.base is not None and not island.current
+
     def arrive(self, island: Island, rank: int, arrival: Arrival) -> None:
         if not island.arrivals:
             island.since = time.monotonic()

@@ -159,7 +159,7 @@ class OuterStore:
         with self._change:
             self.membership.arrive(island, rank, arrival)
             self._change.notify_all()
-        said = time.monotonic()
+        said, noted = time.monotonic(), rank != 0
         while True:
             with self._change:
                 gone = self.membership.advance()
@@ -170,12 +170,16 @@ class OuterStore:
                 if self.membership.is_late(island):
                     done = ", ".join(map(str, sorted(self._done)))
                     raise _Late(f"island {done} has trained to step {self.membership.final}, and this one has not")
+                behind = not noted and self.membership.is_behind(island)
                 if (decision := self.membership.taken(island, rank)) is not None:
                     self._change.notify_all()
-                elif not gone:
+                elif not gone and not behind:
                     self._change.wait(self._wait_seconds)
             for each, why in gone:
                 self._drop(each, why)
+            if behind:
+                noted = True
+                self._tell(f"island {island.number} is behind, and waits for the others' next outer step", None)
             if decision is not None:
                 return decision
             if time.monotonic() - said >= self._wait_seconds:

@@ -27,7 +27,7 @@ _SIGNALS = {
     -11: "segmentation fault (signal 11)",
     -15: "ended by signal 15: somebody, or a scheduler, told it to end",
 }
-DID_NOT_FINISH = ("SW6301", "SW6205", "SW6208", "SW6216", "SW6210", "SW6011", "SW6311")
+DID_NOT_FINISH = ("SW6301", "SW6205", "SW6208", "SW6216", "SW6210", "SW6011", "SW6311", "SW6315", "SW6317")
 """Causes that end a training run; other codes refuse to start one."""
 LOST = "gone without a word: killed, or its host lost power or network"
 

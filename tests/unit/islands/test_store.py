@@ -182,6 +182,7 @@ def test_a_newcomer_takes_a_members_state_and_decides_nothing(running: Callable[
     assert a.outer(0, 4, 1.0).result(20) == [1.0, 1.0]
     again = Island(here, 1, began=2)
     joined = again.join(0, 2)
+    assert here.store._wait_for(lambda: any(line.startswith("island 1 is behind") for line in here.told))
     assert a.outer(4, 8, 6.0).result(20) == [6.0, 6.0]
     assert joined.result(20) == [(6.0, 17)] * WORLD
     both = [a.outer(8, 12, 1.0), again.outer(8, 12, 2.0)]
