@@ -1,4 +1,5 @@
-"""The support matrix, composed from what `make prove` measured: `make proof` writes model/support.json.
+"""The support matrices, composed from what `make prove` measured: `make proof` writes model/support.json, and of models
+that see model/sight_support.json.
 
 A type that a benchmark does not name is untested there; one that ended in an error or differed is not proved.
 """
@@ -13,6 +14,7 @@ from typing import Any
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 )
@@ -22,6 +24,7 @@ from tests.zoo.overrides import IMPOSSIBLE
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 SUPPORT = ROOT / "compiler" / "shardwright" / "model" / "support.json"
+SIGHT_SUPPORT = SUPPORT.with_name("sight_support.json")
 
 # column -> (benchmark, the recipe's parallelism keys that it was measured with)
 COLUMNS: dict[str, tuple[str, str]] = {
@@ -33,6 +36,11 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "expert": ("zoo-expert", "data=2 expert=2 zero_stage=1"),
     "context": ("zoo-context", "context=2 zero_stage=1"),
 }
+SIGHT_COLUMNS: dict[str, tuple[str, str]] = {
+    "apart": ("zoo-sight", "a picture in each row"),
+    "pipeline": ("zoo-sight-pipeline", "pipeline=2 zero_stage=1"),
+    "zero": ("zoo-sight-zero", "data=2 zero_stage=3"),
+}
 FIGURES = ("loss", "norm", "weights", "sharded")
 LEAST_SHARDED = 0.95
 """A type counts as sharded where each of two ranks holds a part of at least this share of the layers' matrices."""
@@ -40,13 +48,7 @@ LEAST_SHARDED = 0.95
 
 def compose(benchmarks: Path = BENCHMARKS) -> dict[str, Any]:
     """The whole document of support.json."""
-    measured: dict[str, dict[str, Any]] = {}
-    columns: dict[str, Any] = {}
-    for column, (name, layout) in COLUMNS.items():
-        path = benchmarks / f"{name}.json"
-        document = json.loads(path.read_text()) if path.exists() else {"cases": {}, "date": ""}
-        measured[column] = document["cases"]
-        columns[column] = {"benchmark": name, "layout": layout, "date": document["date"]}
+    measured, columns = _measured(COLUMNS, benchmarks)
     two_parts = _two_parts()
     others = sorted(set(CONFIG_MAPPING_NAMES) - set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
     return {
@@ -59,6 +61,44 @@ def compose(benchmarks: Path = BENCHMARKS) -> dict[str, Any]:
         "decoders": sorted(two_parts & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)),
         "others": {t: "encoder-decoder" if t in two_parts else "" for t in others},
     }
+
+
+def compose_sight(benchmarks: Path = BENCHMARKS) -> dict[str, Any]:
+    """The whole document of sight_support.json."""
+    measured, columns = _measured(SIGHT_COLUMNS, benchmarks)
+    return {
+        "transformers": metadata.version("transformers"),
+        "columns": columns,
+        "types": {
+            t: {column: _sight_cell(cases.get(t)) for column, cases in measured.items()}
+            for t in sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+        },
+        "decoders": [],
+        "others": {},
+    }
+
+
+def _measured(
+    wanted: dict[str, tuple[str, str]], benchmarks: Path
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, str]]]:
+    """(column -> type -> case, column -> what is said of it)"""
+    measured, columns = {}, {}
+    for column, (name, layout) in wanted.items():
+        path = benchmarks / f"{name}.json"
+        document = json.loads(path.read_text()) if path.exists() else {"cases": {}, "date": ""}
+        measured[column] = document["cases"]
+        columns[column] = {"benchmark": name, "layout": layout, "date": document["date"]}
+    return measured, columns
+
+
+def _sight_cell(case: dict[str, Any] | None) -> dict[str, Any]:
+    if case is None:
+        return {"verdict": "untested", "reason": "no run of it under this layout"}
+    figures = {name: float(f"{case[name]:.2g}") for name in FIGURES if case.get(name) is not None}
+    if case["verdict"] == "proved":
+        return {"verdict": "proved", **figures}
+    verdict = "refused" if case["verdict"] == "refused" else "untested"
+    return {"verdict": verdict, "code": case.get("refused") or "", "reason": case.get("reason") or case["verdict"]}
 
 
 def _cell(column: str, model_type: str, case: dict[str, Any] | None) -> dict[str, Any]:
@@ -91,5 +131,6 @@ def text(document: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    SUPPORT.write_text(text(compose()), encoding="utf-8")
-    print(SUPPORT)
+    for path, document in ((SUPPORT, compose()), (SIGHT_SUPPORT, compose_sight())):
+        path.write_text(text(document), encoding="utf-8")
+        print(path)

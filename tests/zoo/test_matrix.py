@@ -15,6 +15,23 @@ from tools import support_matrix as matrix
 
 def test_support_json_is_what_the_benchmarks_compose_to() -> None:
     assert support.support_text() == matrix.text(matrix.compose()), "run `make proof`"
+    assert support.support_text("image-text-to-text") == matrix.text(matrix.compose_sight()), "run `make proof`"
+
+
+def test_what_the_zoo_says_of_types_that_see(tmp_path: Path) -> None:
+    cases = {
+        "llava": {"verdict": "proved", "loss": 1.234e-6, "norm": 1e-7, "weights": 1e-8},
+        "udop": {"verdict": "refused", "refused": "SW2017", "reason": "an encoder-decoder", "why": "it is"},
+        "fuyu": {"verdict": "not proved", "reason": "no tower"},
+    }
+    (tmp_path / "zoo-sight-zero.json").write_text(json.dumps({"date": "2026-01-02", "cases": cases}))
+    document = matrix.compose_sight(tmp_path)
+    assert document["columns"]["zero"]["date"] == "2026-01-02" and set(document["types"]) == support.seeing_types()
+    found = {t: document["types"][t]["zero"] for t in cases}
+    assert found["llava"] == {"verdict": "proved", "loss": 1.2e-6, "norm": 1e-7, "weights": 1e-8}
+    assert found["udop"] == {"verdict": "refused", "code": "SW2017", "reason": "an encoder-decoder"}
+    assert found["fuyu"] == {"verdict": "untested", "code": "", "reason": "no tower"}
+    assert document["types"]["llava"]["pipeline"]["verdict"] == "untested"
 
 
 def test_every_type_has_every_column() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from shardwright.cli.arguments import add_json
 from shardwright.cli.console import use_color
 from shardwright.diagnostics import Refusal
+from shardwright.ir.words import TaskName
 from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
@@ -17,9 +18,11 @@ if TYPE_CHECKING:
 
 _COLORS = {"proved": "\x1b[32m", "refused": "\x1b[31m", "untested": "\x1b[2m"}
 _RESET = "\x1b[0m"
+IMAGE_TEXT: TaskName = "image-text-to-text"
 
 # column -> what it means in words
 _TITLES: dict[str, str] = {
+    "apart": "taken apart bit for bit",
     "zero": "ZeRO over data ranks",
     "pipeline": "pipeline",
     "tensor_sharded": "tensor parallel, sharded",
@@ -32,37 +35,50 @@ _TITLES: dict[str, str] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("type", nargs="?", metavar="TYPE", help="a model_type of config.json, or a model's name")
+    parser.add_argument(
+        "--task",
+        choices=("causal-lm", IMAGE_TEXT),
+        help="of the types that are trained for it; without it a TYPE is looked for under both",
+    )
     add_json(parser, "print one JSON object: the whole matrix, or one type")
 
 
 def run(args: argparse.Namespace) -> int:
     from shardwright.model.support import support, support_text
 
-    table = support()
+    table = support(args.task or "causal-lm")
     if args.type is None:
-        sys.stdout.write(support_text() if args.json else overview(table, color=use_color(sys.stdout)))
+        text = support_text(args.task or "causal-lm")
+        sys.stdout.write(text if args.json else overview(table, color=use_color(sys.stdout)))
         return 0
-    name = type_of(args.type, table)
+    name = type_of(args.type, table, support(IMAGE_TEXT) if args.task is None else table)
+    table = table if name in table.types else support(IMAGE_TEXT)
     sys.stdout.write(as_json(name, table) if args.json else details(name, table))
     return 0
 
 
-def type_of(text: str, table: Support) -> str:
-    """A type's own name, or that of a model that comes with shardwright. Raises Refusal: SW2003, SW2004, SW2017."""
-    if text in table.types:
-        return text
-    if text not in table.others:
-        from shardwright.model.popular.shipped import shipped_config, shipped_name
+def type_of(text: str, table: Support, second: Support) -> str:
+    """A type's own name, or that of a model that comes with shardwright. Raises Refusal: SW2003, SW2004, SW2017,
+    SW2019."""
+    from shardwright.model.popular.shipped import shipped_config, shipped_name
 
-        config = shipped_config(shipped_name(text) or "")
-        if config is not None:
-            return str(config["model_type"])
-    raise _not_here(text, table)
+    known = {*table.types, *second.types}
+    if text in known:
+        return text
+    config = None if text in table.others else shipped_config(shipped_name(text) or "")
+    if config is not None and config["model_type"] in known:
+        return str(config["model_type"])
+    raise _not_here(text if config is None else str(config["model_type"]), table)
 
 
 def _not_here(text: str, table: Support) -> Refusal:
-    from shardwright.model.refusals import encoder_decoder, no_causal_lm, unknown_type
+    from shardwright.model.refusals import encoder_decoder, no_causal_lm, no_pictures, unknown_type
+    from shardwright.model.support import support
 
+    if _sees(table):
+        causal = support()
+        is_known = text in causal.types or text in causal.others
+        return Refusal(no_pictures(text, table.types, None) if is_known else unknown_type(text, table.types, None))
     if text not in table.others:
         return Refusal(unknown_type(text, table.types, None))
     if table.others[text] == "encoder-decoder":
@@ -85,7 +101,8 @@ def overview(table: Support, *, color: bool) -> str:
         counts = [str(sum(cells[name].verdict == verdict for cells in table.types.values())) for name in names]
         lines.append(_row(verdict, width, counts, widths))
     lines.append("")
-    lines.append(f"{len(table.types)} causal-LM types of transformers {table.transformers}, each a tiny model against")
+    what = IMAGE_TEXT if _sees(table) else "causal-LM"
+    lines.append(f"{len(table.types)} {what} types of transformers {table.transformers}, each a tiny model against")
     lines.append("one plain process. `shardwright models TYPE` tells the reasons and the differences measured.")
     return "\n".join(lines) + "\n"
 
@@ -115,8 +132,27 @@ def details(model_type: str, table: Support) -> str:
             )
         if cell.sharded and cell.verdict == "proved":
             lines.append(f"    {cell.sharded:.0%} of its layers' matrices is cut")
-    lines += ["", "in a recipe", *(f"    {line}" for line in [*recipe_keys(cells), _engines(model_type)])]
+    keys = sight_keys(cells) if _sees(table) else [*recipe_keys(cells), _engines(model_type)]
+    lines += ["", "in a recipe", *(f"    {line}" for line in keys)]
     return "\n".join(lines) + "\n"
+
+
+def _sees(table: Support) -> bool:
+    return "apart" in table.columns
+
+
+def sight_keys(cells: dict[str, Cell]) -> list[str]:
+    """What the verdicts mean for a recipe that trains a type with pictures."""
+    proved = {name for name, cell in cells.items() if cell.verdict == "proved"}
+    if not proved:
+        return ["no layout of this type is proved"]
+    return [
+        f"task: {IMAGE_TEXT}",
+        "zero_stage: 0 to 3 with pipeline: 1" if "zero" in proved else "zero_stage: 3 is not proved over data ranks",
+        "pipeline: up to one stage a layer, with zero_stage: 1" if "pipeline" in proved else "pipeline: 1",
+        "expert: 1",
+        "context: 1",
+    ]
 
 
 def _engines(model_type: str) -> str:

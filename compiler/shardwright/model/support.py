@@ -1,6 +1,7 @@
-"""The support matrix: what the zoo proved of each causal-LM type. Data (support.json), read without torch.
+"""The support matrices: what the zoo proved of each causal-LM type, and of each type that sees. Data (support.json,
+sight_support.json), read without torch.
 
-support.json is written by `make proof` from benchmarks/zoo-*.json; nobody types it.
+Both are written by `make proof` from benchmarks/zoo-*.json; nobody types them.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import resources
 
+from shardwright.ir.words import TaskName
+
 COLUMNS: tuple[str, ...] = (
     *("zero", "pipeline", "tensor_sharded", "tensor_fallback", "pipeline_tensor"),
     *("expert", "context"),
 )
+SIGHT_COLUMNS: tuple[str, ...] = ("apart", "pipeline", "zero")
+"""Of types that see."""
 VERDICTS: tuple[str, ...] = ("proved", "refused", "untested")
 
 # Some popular families are written in another way than transformers names them.
@@ -53,8 +58,8 @@ class Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Support:
-    """types: causal-LM type -> column -> cell. decoders: those of them that are the decoder of an encoder-decoder.
-    others: every other type of transformers -> "encoder-decoder" or ""."""
+    """types: type of a task -> column -> cell. Of causal LMs alone: decoders: those of them that are the decoder of an
+    encoder-decoder; others: every other type of transformers -> "encoder-decoder" or ""."""
 
     transformers: str
     columns: dict[str, Column]
@@ -63,8 +68,8 @@ class Support:
     others: dict[str, str]
 
 
-def support_text() -> str:
-    return _text("support.json")
+def support_text(task: TaskName = "causal-lm") -> str:
+    return _text("sight_support.json" if task == "image-text-to-text" else "support.json")
 
 
 def _text(name: str) -> str:
@@ -72,8 +77,8 @@ def _text(name: str) -> str:
 
 
 @functools.cache
-def support() -> Support:
-    document = json.loads(support_text())
+def support(task: TaskName = "causal-lm") -> Support:
+    document = json.loads(support_text(task))
     types = document["types"].items()
     return Support(
         transformers=document["transformers"],

@@ -8,7 +8,7 @@ import pytest
 
 from shardwright.cli import main as cli
 from shardwright.cli import models
-from shardwright.model.support import COLUMNS, Cell, support, support_text
+from shardwright.model.support import COLUMNS, SIGHT_COLUMNS, Cell, seeing_types, support, support_text
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -81,9 +81,35 @@ def test_recipe_keys_say_no_more_than_was_proved() -> None:
         ("xyzzy", "SW2003", "`shardwright models` lists them"),
         ("vit", "SW2004", "AutoModelForCausalLM must know"),
         ("t5", "SW2017", "decoder-only model"),
+        ("llama --task image-text-to-text", "SW2019", "takes no pictures"),
+        ("xyzzy --task image-text-to-text", "SW2003", "unknown model_type"),
+        ("qwen2_5_vl --task causal-lm", "SW2004", "is no causal language model"),
         ("a\x1b[31m", "SW2003", "unknown model_type"),
     ],
 )
 def test_other_names(name: str, code: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    exit_code, out, err = run(capsys, name)
+    exit_code, out, err = run(capsys, *(name.split() if "--task" in name else [name]))
     assert (exit_code, out) == (1, "") and f"error[{code}]" in err and words in err and "\x1b" not in err
+
+
+def test_types_that_see(capsys: pytest.CaptureFixture[str]) -> None:
+    sight = support("image-text-to-text")
+    assert set(sight.types) == seeing_types() and tuple(sight.columns) == SIGHT_COLUMNS
+    code, out, err = run(capsys, "--task", "image-text-to-text")
+    assert (code, err) == (0, "") and f"{len(sight.types)} image-text-to-text types of transformers" in out
+    assert [row.split()[0] for row in out.split("\n\n")[0].splitlines()] == ["type", *sight.types]
+    assert run(capsys, "--task", "image-text-to-text", "--json")[1] == support_text("image-text-to-text")
+    found = run(capsys, "qwen2_5_vl")
+    assert found == run(capsys, "Qwen/Qwen2.5-VL-7B-Instruct") and found[0] == 0
+    assert "taken apart bit for bit (a picture in each row)" in found[1]
+    assert "context ranks" in run(capsys, "gemma3")[1], "of a type that has both, text is the default"
+    assert "taken apart" in run(capsys, "gemma3", "--task", "image-text-to-text")[1]
+
+
+def test_keys_of_types_that_see_say_no_more_than_was_proved() -> None:
+    def keys(**verdicts: str) -> str:
+        return " | ".join(models.sight_keys({name: cell(verdicts.get(name, "untested")) for name in SIGHT_COLUMNS}))
+
+    assert keys() == "no layout of this type is proved"
+    assert "pipeline: 1 " in keys(apart="proved") and "3 is not proved" in keys(pipeline="proved")
+    assert "0 to 3" in keys(zero="proved") and "one stage a layer" in keys(pipeline="proved")
