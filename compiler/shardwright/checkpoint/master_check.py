@@ -35,9 +35,9 @@ def check_masters(fragments: Iterable[LiveFragment]) -> bool:
             raise refusal(
                 "SW6210",
                 f"rank {rank} would save other weights than it trains: of {name}, {count:,} of {of:,} elements of "
-                "DeepSpeed's fp32 master are not those of the live parameter",
+                "the optimizer's fp32 master are not those of the live parameter",
                 "Nothing was written; earlier checkpoints are as they were. A key of `extra` that rearranges "
-                "DeepSpeed's optimizer does this: take `extra` out of the recipe and compile again. Without one it is "
+                "the optimizer does this: take `extra` out of the recipe and compile again. Without one it is "
                 "a defect: report it with plan.json.",
             )
     return all(finite for _, finite in everyone)

@@ -26,7 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "schema": ("shardwright.cli.schema", "print the JSON Schema of a recipe, with every default"),
     "check": ("shardwright.cli.check", "check recipes and the files they name"),
     "models": ("shardwright.cli.models", "list the model types and what has been proved for each"),
-    "lint": ("shardwright.cli.lint", "check DeepSpeed configs that you already have"),
+    "lint": ("shardwright.cli.lint", "check DeepSpeed configs and Megatron-LM arguments that you already have"),
     "explain": ("shardwright.cli.explain", "explain a plan, why it is not another layout, or a code"),
     "plan": ("shardwright.cli.plan", "search the layouts of a recipe and rank them"),
     "estimate": ("shardwright.cli.estimate", "predict the memory and step time of the pinned layout"),
@@ -131,7 +131,7 @@ def _help() -> str:
     return (
         "usage: shardwright COMMAND ...\n\n"
         "A recipe (a Hugging Face model, a cluster, a training run) goes in;\n"
-        "a verified 3D-parallel DeepSpeed run comes out.\n\n"
+        "a verified parallel run on DeepSpeed or Megatron-Core comes out.\n\n"
         f"commands:\n{rows}\n\n"
         "options:\n"
         "  -h, --help     this page; `shardwright COMMAND --help` for one command\n"

@@ -50,6 +50,7 @@ ARTIFACTS: dict[str, str] = {
     "plan.json": "every decision: the lock, and all that the runtime reads",
     "ds_config.json": "DeepSpeed's configuration",
     "ds_config.autotp.json": "the same tensor-parallel map for DeepSpeed's AutoTP",
+    "megatron_args.sh": "the same plan as options of Megatron-LM's pretrain_gpt.py",
     "recipe.resolved.json": "the recipe with every default",
     "model/config.json": "the complete Hugging Face configuration",
     "train.py": "what deepspeed starts on each rank",

@@ -154,6 +154,19 @@ def test_a_package_that_is_not_there(wanted: str, said: str, monkeypatch: pytest
     assert told.code == "SW1923" and said in told.message and "shardwright[megatron]" in (told.help or "")
 
 
+@pytest.mark.parametrize(
+    ("version", "is_tested"),
+    [("0.16.1", True), ("0.19.2", True), ("0.16.0", False), ("0.17.0", False), ("0.18.3", False), ("0.20.0", False)],
+)
+def test_minors_of_megatron_core(version: str, is_tested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its constructors' signatures change between minors: a compile refuses those that nobody tried."""
+    have = {"megatron-core": version, "deepspeed": "0.19.8"}
+    monkeypatch.setattr("importlib.metadata.version", lambda name: have[name])
+    told = table.package_errors(table.ENGINES["megatron"])
+    assert [d.code for d in told] == ([] if is_tested else ["SW1923"])
+    assert is_tested or f"megatron-core {version} was not tested" in told[0].message
+
+
 def test_rows_of_fused_parameters() -> None:
     """Each way there and back: the rows of a rank's shards, put together as Megatron reads them."""
     q, k, v = (torch.arange(rows) + start for rows, start in ((24, 0), (8, 100), (8, 200)))
