@@ -29,6 +29,7 @@ from shardwright.modules.learning_rate import learning_rate
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
 from shardwright.recipe.load import load_recipe
+from shardwright.train.leaving import leave
 from tests.launch.resume_matrix import LAST, SAVED, case
 from tests.parity import harness
 from tests.parity.groups import share_groups
@@ -93,6 +94,7 @@ def main() -> None:
         (OUT / f"done-{dist.get_world_size()}").touch()
     dist.barrier()
     dist.destroy_process_group()
+    leave(0)
 
 
 if __name__ == "__main__":

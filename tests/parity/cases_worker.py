@@ -31,6 +31,7 @@ from shardwright.modules.learning_rate import learning_rate
 from shardwright.modules.loss import CausalLoss
 from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
+from shardwright.train.leaving import leave
 from tests.figures import training_apart
 from tests.parity.groups import share_groups
 from tests.parity.harness import STEPS, Case, reference, write_inputs
@@ -121,6 +122,7 @@ def main(measure: Callable[[Any, Path], dict[str, float]] = measure, kind: type 
             os._exit(1)  # the other ranks may be inside a collective
     dist.barrier()
     dist.destroy_process_group()
+    leave(0)
 
 
 if __name__ == "__main__":

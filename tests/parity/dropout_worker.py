@@ -26,6 +26,7 @@ from shardwright.modules.batches import Batches
 from shardwright.modules.dropout import seed_dropout
 from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
+from shardwright.train.leaving import leave
 from tests.parity.dropout_cases import LAYOUTS, MODELS
 from tests.parity.groups import share_groups
 
@@ -161,6 +162,7 @@ def main() -> None:
         (out / "figures.json").write_text(json.dumps(figures))
     dist.barrier()
     dist.destroy_process_group()
+    leave(0)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from shardwright.ir.apart import series_apart, tensor_apart, worst
 from shardwright.layout.hpz import HPZ
 from shardwright.modules.batches import HeldOut
 from shardwright.plan.plan import Plan
+from shardwright.train.leaving import leave
 from tests.parity.cases_worker import begin, compiled, difference, train
 from tests.parity.harness import STEPS, Case, reference
 from tests.parity.models import LLAMA, MODELS
@@ -150,6 +151,7 @@ def main() -> None:
     (out / f"figures-{dist.get_rank()}.json").write_text(json.dumps(figures))
     dist.barrier()
     dist.destroy_process_group()
+    leave(0)
 
 
 if __name__ == "__main__":

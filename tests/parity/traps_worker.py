@@ -22,6 +22,7 @@ from torch import nn
 from shardwright.ir.apart import tensor_apart
 from shardwright.ir.partition import ModuleSplit, ParameterSplit, shard_sizes
 from shardwright.modules.tensor.split import TensorSplitter
+from shardwright.train.leaving import leave
 
 Layer = Callable[[nn.Linear, dist.ProcessGroup], nn.Module]
 
@@ -150,6 +151,7 @@ def main() -> None:
         Path(os.environ["SHARDWRIGHT_TRAPS_OUT"]).write_text(json.dumps(figures))
     dist.barrier()
     dist.destroy_process_group()
+    leave(0)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ from shardwright.modules.learning_rate import learning_rate
 from shardwright.modules.names import is_padding
 from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
+from shardwright.train.leaving import leave
 from tests.figures import training_apart
 from tests.parity.groups import share_groups
 from tests.parity.reference import Reference, token_rows, train
@@ -258,6 +259,7 @@ def main(measure: Callable[[str, Path], dict[str, Any]] = measure) -> None:
             os._exit(1)  # the other rank may be inside a collective: the next launch goes on behind this type
     dist.barrier()
     dist.destroy_process_group()
+    leave(0)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from shardwright.diagnostics import Refusal
 from shardwright.engines.protocol import runtime_of
@@ -18,6 +18,7 @@ from shardwright.modules.host_memory import keep_freed_memory
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
 from shardwright.train.confidential import blotter, take_environment
+from shardwright.train.leaving import leave
 from shardwright.train.ownership import RANKS, check_alone, lease_of, take_on_rank_0
 from shardwright.watch.events import RankFailed, event_object, is_echo
 from shardwright.watch.journal import read_attempt_record, write_json
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 ECHO_GRACE_SECONDS = 4.0
 
 
-def main() -> int:
+def main() -> NoReturn:
     """Trains as plan.json and run/attempt.json say. The working directory is not relied on."""
     unsent = take_environment()
     folder = Path(sys.argv[0]).resolve().parent
@@ -47,7 +48,7 @@ def main() -> int:
     try:
         if unsent is not None:
             raise unsent
-        return _train(plan, folder, rank, watch, lease)
+        status = _train(plan, folder, rank, watch, lease)
     except BaseException as error:
         if rank != 0:
             traceback.print_exc()  # into its own log; rank 0's is what the user watches
@@ -66,6 +67,7 @@ def main() -> int:
         if lease is not None:
             lease.release()
         os._exit(1)
+    leave(status)
 
 
 def _redirect_output(path: Path) -> None:

@@ -24,6 +24,7 @@ from shardwright.modules.context.ranks import CONTEXT
 from shardwright.modules.context.rows import own_piece
 from shardwright.modules.loss import CausalLoss, ChunkedLoss, compute_loss_inside, micro_batch_loss
 from shardwright.modules.recompute import apply_recompute
+from shardwright.train.leaving import leave
 from tests.zoo.configs import tiny_config
 
 CASES: dict[str, dict[str, Any]] = {
@@ -147,6 +148,7 @@ def main(rank: int, ranks: int, port: int, out: Path) -> None:
     (out / f"rank-{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
+    leave(0)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwright.hf.experts import number_of_experts
 from shardwright.modules.expert.spread import ExpertSpreader
+from shardwright.train.leaving import leave
 from tests.zoo.configs import tiny_config
 
 TYPES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
@@ -101,6 +102,7 @@ def main(rank: int, ranks: int, port: int, out: Path) -> None:
     (out / f"rank-{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
+    leave(0)
 
 
 if __name__ == "__main__":
