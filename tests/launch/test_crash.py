@@ -18,6 +18,7 @@ SMALL = {
     "gpt2-pp2": Case(model="gpt2", pipeline=2, accumulation=2),
     "llama-zero3-dp2": Case(model="llama", data=2, zero_stage=3),
     "mixtral-s2-e2": Case(model="mixtral", context=2, expert=2),
+    "mixtral-pp2-dp2-e2": Case(model="mixtral", pipeline=2, data=2, expert=2),
 }
 
 

@@ -29,7 +29,17 @@ CASES: dict[str, Case] = {
     for loss in ("full", "chunked")
     for rows in ("whole", "packed")
 }
-SAMPLE = ("dualpipev-pp2-chunked-packed", "1f1b-pp2-full-whole")
+_WIDE: dict[str, Case] = {
+    "experts": Case(model="mixtral", data=2, expert=2, accumulation=3),
+    "experts-zero3": Case(model="mixtral", data=2, expert=2, accumulation=3, zero_stage=3),
+    "pipelined-experts": Case(model="mixtral", pipeline=2, data=2, expert=2, accumulation=3),
+    "context": Case(model="llama-tied", context=2, accumulation=3, loss="chunked"),
+    "pipelined-context": Case(model="llama-tied", pipeline=2, context=2, accumulation=3),
+    "context-of-experts": Case(model="mixtral", context=2, data=2, expert=2, accumulation=3),
+}
+"""A data rank without a held-out row of its own still takes part in its peers' all-to-all."""
+CASES |= {f"{name}-{rows}": case for name, case in _WIDE.items() for rows in ("whole", "packed")}
+SAMPLE = ("dualpipev-pp2-chunked-packed", "1f1b-pp2-full-whole", "experts-whole")
 FAILING = "failing"
 """The case of a run whose validations fail and are made again."""
 
