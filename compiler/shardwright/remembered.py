@@ -16,6 +16,37 @@ MOST = 20_000
 """Results of one function; beyond them it starts anew."""
 
 
+class Settled:
+    """A key whose hash is worked out once: what a search asks thousands of times is the same of all its layouts."""
+
+    __slots__ = ("_hash", "_key")
+
+    def __init__(self, key: Hashable) -> None:
+        self._key, self._hash = key, hash(key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Settled) and self._key == other._key)
+
+
+def settled(key: Callable[P, Hashable]) -> Callable[P, Settled]:
+    """key: of arguments that do not change, and that are the same objects from one question to the next."""
+    known: dict[tuple[int, ...], tuple[object, Settled]] = {}
+
+    def ask(*args: P.args, **kwargs: P.kwargs) -> Settled:
+        asked = tuple(map(id, args))
+        found = known.get(asked)
+        if found is None:
+            if len(known) >= MOST:
+                known.clear()
+            found = known[asked] = (args, Settled(key(*args, **kwargs)))  # with the arguments, so that ids stay theirs
+        return found[1]
+
+    return ask
+
+
 def remembered(key: Callable[P, Hashable]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """key: of the function's arguments, all that its result depends on."""
 

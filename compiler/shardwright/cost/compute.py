@@ -29,7 +29,7 @@ from shardwright.ir.recipe import ELEMENT_BYTES, Recipe
 from shardwright.ir.words import Precision
 from shardwright.layout.strategy import Strategy
 from shardwright.layout.tower import largest_row
-from shardwright.remembered import remembered
+from shardwright.remembered import remembered, settled
 
 # A product has two in its backward pass, each of its own size: the inputs' gradient and the weights'.
 BACKWARD_OVER_FORWARD = 2.0
@@ -38,7 +38,7 @@ BACKWARD_OVER_FORWARD = 2.0
 FUSED_BACKWARD_OVER_FORWARD = 2.5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerSeconds:
     """Prefix sums over graph.layers (length layers + 1). again: recomputed, of a layer that is checkpointed."""
 
@@ -59,7 +59,8 @@ def stops_early(graph: ModelGraph, kernels: str) -> bool:
     return kernels in ("hf", "compiled") or (kernels == "auto" and graph.max_dropout == 0)
 
 
-def _depends_on(recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Strategy, c: Constants) -> Hashable:
+@settled
+def _of_all_layouts(recipe: Recipe, graph: ModelGraph, gpu: Gpu, c: Constants) -> Hashable:
     return (
         graph.identity,
         (gpu.hbm_bytes_per_second, gpu.watts, gpu.cache_bytes, gpu.compute_units, gpu.is_cpu),
@@ -68,14 +69,20 @@ def _depends_on(recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Strategy, c: Con
         (
             recipe.assume.kernels,
             recipe.assume.mfu,
-            traits_of(recipe.target, recipe.assume.kernels, s),
             recipe.lora is not None,
             recipe.model.freeze,
             largest_row(recipe, graph),
         ),
-        (s.tensor, s.context, s.expert, s.micro_batch_size, s.sequence_parallel, s.checkpointing, s.loss),
         (recipe.cluster.measured and recipe.cluster.measured.sha256, recipe.target),
         c,
+    )
+
+
+def _depends_on(recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Strategy, c: Constants) -> Hashable:
+    return (
+        _of_all_layouts(recipe, graph, gpu, c),
+        traits_of(recipe.target, recipe.assume.kernels, s),
+        (s.tensor, s.context, s.expert, s.micro_batch_size, s.sequence_parallel, s.checkpointing, s.loss),
     )
 
 

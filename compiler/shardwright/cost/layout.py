@@ -45,6 +45,7 @@ class Layout:
     constants: Constants
     shapes: ModelShapes
     activations: Activations
+    traits: Traits
     element_bytes: int
     accumulation_dtype: str
     checkpointed: Activations | None = None  # of the first layers of each stage, where those are checkpointed alone
@@ -64,10 +65,6 @@ class Layout:
     @property
     def cluster(self) -> Cluster:
         return self.problem.cluster
-
-    @property
-    def traits(self) -> Traits:
-        return traits_of(self.recipe.target, self.recipe.assume.kernels, self.strategy)
 
     def group(self, ranks: int, stride: int) -> Group:
         """`ranks` ranks, each `stride` after the last, over the recipe's fabric or that of the runs it asks for."""
@@ -92,7 +89,7 @@ class Layout:
         return micro_batch * chunk_length(micro_batch, self.length)
 
     def has_head(self, blocks: tuple[Block, ...]) -> bool:
-        layers = len(self.graph.layers)
+        layers = len(self.shapes.kind_of)
         return any(block.start < block.stop == layers for block in blocks)
 
     def decoder_layers(self, block: Block) -> int:
@@ -173,6 +170,7 @@ def lay_out(problem: Problem, strategy: Strategy, constants: Constants) -> Layou
         constants=constants,
         shapes=model_shapes(graph, strategy.tensor),
         activations=kept("none" if is_partial else strategy.checkpointing),
+        traits=traits_of(recipe.target, recipe.assume.kernels, strategy),
         checkpointed=kept("full") if is_partial else None,
         element_bytes=element_bytes,
         accumulation_dtype=accumulation_dtype(recipe.training),

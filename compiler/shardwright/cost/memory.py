@@ -6,6 +6,8 @@ context) degree d from stage 1 (optimizer), 2 (gradients), 3 (parameters). Activ
 
 from __future__ import annotations
 
+from collections import Counter
+
 from shardwright.cost.activations import Share, own_modules
 from shardwright.cost.constants import default_constants
 from shardwright.cost.experts import exchanged_bytes
@@ -81,6 +83,9 @@ class RankBytes:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._framework = framework_bytes(layout)
+        self._kept: dict[tuple[int, int], float] = {}
+        self._gathers = layout.strategy.zero_stage >= 3 and layout.strategy.shards > 1
+        self._frozen, self._fragmentation = layout.has_frozen, layout.constants.fragmentation
         self._working = {
             (head, again): _working_bytes(layout, head, again)
             for head in (False, True)
@@ -112,13 +117,13 @@ class RankBytes:
         """Parameters, gradients, optimizer states, activations, workspace."""
         layout = self._layout
         held = layout.numel_of(blocks)
-        numel = layout.trained_of(blocks)
-        states = states_bytes(layout, held, numel if layout.has_frozen else None, layout.experts_of(blocks))
-        activations = sum(_kept_bytes(layout, block) * block.in_flight for block in blocks)
+        numel = layout.trained_of(blocks) if self._frozen else held
+        states = states_bytes(layout, held, numel if self._frozen else None, layout.experts_of(blocks))
+        activations = sum([self._kept_bytes(block) * block.in_flight for block in blocks])
         bucket = _bucket_bytes(layout, numel)
         # Two phases that never meet: the last backward pass, and the optimizer's step, when no activation is left.
         backward = activations + self._working[layout.has_head(blocks), _is_made_again(layout, blocks)]
-        backward += _whole_bytes(layout, blocks)
+        backward += _whole_bytes(layout, blocks) if self._gathers else 0.0
         if layout.strategy.pipeline == 1:
             backward += bucket
         step = bucket + _copied_bytes(layout, numel)
@@ -127,8 +132,16 @@ class RankBytes:
         live = parameters + gradients + optimizer + kept + workspace
         # The allocator keeps freed blocks for later, those of the other phase too (a step's buffers are too large for
         # the holes that activations leave), and gives them back when the device is nearly full.
-        slack = round(layout.constants.fragmentation * live + min(backward, step))
+        slack = round(self._fragmentation * live + min(backward, step))
         return parameters, gradients, optimizer, kept, workspace + max(0, min(slack, usable - live))
+
+    def _kept_bytes(self, block: Block) -> float:
+        """Of one micro-batch."""
+        key = (block.start, block.stop)
+        kept = self._kept.get(key)
+        if kept is None:
+            kept = self._kept[key] = _kept_bytes(self._layout, block)
+        return kept
 
 
 def framework_bytes(layout: Layout) -> float:
@@ -179,7 +192,8 @@ def _exchanged(layout: Layout, block: Block) -> float:
     if layout.checkpointed is None and layout.strategy.checkpointing == "full":
         return 0.0
     start = layout.checkpointed_stop(block.start, block.stop)
-    return sum(exchanged_bytes(layout, kinds[kind]) for kind in kind_of[start : block.stop] if kind >= 0)
+    layers = Counter(kind_of[start : block.stop])
+    return sum(exchanged_bytes(layout, kinds[kind]) * count for kind, count in layers.items() if kind >= 0)
 
 
 def _is_made_again(layout: Layout, blocks: tuple[Block, ...]) -> bool:
@@ -223,8 +237,6 @@ def _whole_bytes(layout: Layout, blocks: tuple[Block, ...]) -> float:
     """ZeRO-3's gathered weights: the layer in use and the one fetched ahead, as far as DeepSpeed lets them live
     together, or those that stay whole from the forward to the backward pass."""
     s = layout.strategy
-    if s.zero_stage < 3 or s.shards == 1:
-        return 0.0
     layers, widest = 2 * layout.shapes.largest_layer(s.expert), layout.shapes.largest_product(s.expert)
     kept = 0.0 if layout.traits.gathers_layers else whole_weights(layout, blocks).kept
     return max(min(layers, LIVE_NUMEL + widest), kept) * layout.element_bytes

@@ -5,18 +5,25 @@ All of it adds up over the layers, so a stage of any partition is a difference o
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Hashable, Iterable, Sequence
+import functools
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardwright.cost.collectives import all_reduce_seconds, gather_seconds, send_seconds
 from shardwright.cost.compute import layer_seconds
+from shardwright.cost.constants import Constants
 from shardwright.cost.experts import exchanged_seconds
 from shardwright.cost.layout import Block, Layout
 from shardwright.cost.replaced import host_seconds
 from shardwright.cost.traffic import hidden_bytes, layer_reductions, traded_bytes
 from shardwright.ir.recipe import ELEMENT_BYTES
-from shardwright.remembered import remembered
+from shardwright.layout.problem import Problem
+from shardwright.remembered import remembered, settled
+
+Floats = NDArray[np.float64]
 
 # Of what a micro-batch costs beyond its layers; a backward pass is two forward passes.
 FORWARD_SHARE = 1 / 3
@@ -43,55 +50,64 @@ class Passes:
     is_host_bound: bool  # the host's launches bound a layer's forward pass, not the GPU
 
 
-def _depends_on(layout: Layout) -> Hashable:
-    """But for where ranks stand, all that layers' seconds do."""
-    s, r, cluster = layout.strategy, layout.recipe, layout.cluster
+@settled
+def _of_all_layouts(problem: Problem, c: Constants) -> Hashable:
+    r, cluster = problem.recipe, problem.cluster
     return (
-        layer_seconds(r, layout.graph, cluster.gpu, s, layout.constants),
         (cluster.nodes > 1, cluster.gpus_per_node, cluster.fabric, cluster.fabric_is_given),
         (cluster.intra_node_bytes_per_second, cluster.inter_node_bytes_per_second),
-        (cluster.gpu.hbm_bytes_per_second, cluster.gpu.is_cpu, layout.graph.identity, r.training.sequence_length),
-        (layout.element_bytes, layout.accumulation_dtype, layout.adapters, layout.frozen),
-        (layout.traits, r.assume.kernels, r.assume.mfu is None),
-        (s.schedule, s.pipeline > 1, s.context, s.expert, s.tensor, s.micro_batch_size, s.shards * (s.expert > 1)),
+        (cluster.gpu.hbm_bytes_per_second, cluster.gpu.is_cpu, problem.graph.identity, r.training.sequence_length),
+        (r.assume.kernels, r.assume.mfu is None),
+        c,
+    )
+
+
+def _depends_on(layout: Layout) -> Hashable:
+    """But for where ranks stand, all that layers' seconds do."""
+    s = layout.strategy
+    return (
+        _of_all_layouts(layout.problem, layout.constants),
+        layer_seconds(layout.recipe, layout.graph, layout.cluster.gpu, s, layout.constants),
+        (layout.element_bytes, layout.accumulation_dtype, layout.adapters, layout.frozen, layout.traits),
+        # Where a tied tensor stands; nothing else of a layer's seconds is the schedule's.
+        layout.shapes.shared_numel > 0 and s.schedule,
+        (s.pipeline > 1, s.context, s.expert, s.tensor, s.micro_batch_size, s.shards * (s.expert > 1)),
         s.expert_tensor,
         (s.checkpointing, layout.checkpointed is None, s.sequence_parallel),
-        layout.constants,
     )
 
 
 def passes(layout: Layout) -> Passes:
     """Of the layout's model and strategy, wherever its layers are placed. The same for each ZeRO stage,
     unless what the engine adds was measured."""
-    per_rank = _host_seconds(layout) if layout.recipe.assume.mfu is None else 0.0
-    return replace(_of_layers(layout), per_rank_seconds=per_rank, send_seconds=_message_seconds(layout))
+    return replace(_of_layers(layout), per_rank_seconds=rank_seconds(layout), send_seconds=message_seconds(layout))
 
 
 @remembered(_depends_on)
 def _of_layers(layout: Layout) -> Passes:
     s, c, gpu = layout.strategy, layout.constants, layout.cluster.gpu
     seconds = layer_seconds(layout.recipe, layout.graph, gpu, s, c)
-    partly = [0.0] * len(layout.graph.layers)
+    partly = np.zeros(len(layout.graph.layers))
     if layout.checkpointed is not None:
-        partly = [0.0, *_each(seconds.again)[1:-1], 0.0]  # the ends are never checkpointed; a chunked loss stays
-    again = [a - part for a, part in zip(_each(seconds.again), partly, strict=True)]
-    backward = [b + a for b, a in zip(_each(seconds.backward), again, strict=True)]
+        partly[1:-1] = _each(seconds.again)[1:-1]  # the ends are never checkpointed; a chunked loss stays
+    again = _each(seconds.again) - partly
+    backward = _each(seconds.backward) + again
     if layout.recipe.assume.mfu is None:
-        backward = [b + added for b, added in zip(backward, _accumulation_seconds(layout), strict=True)]
+        backward = backward + _accumulation_seconds(layout)
     forward_comm, backward_comm, again_comm = _tensor_comm_seconds(layout, _each(seconds.forward), backward, partly)
     is_floor = s.tensor > 1 and layout.traits.tensor_host == "floor"
     launches = 2 * LAUNCHED_FORWARD * _host_of_collective(layout) if is_floor else 0.0
     # The host is the bound where a layer is as long as its launches.
-    is_host_bound = len(forward_comm) > 2 and forward_comm[1] + _each(seconds.forward)[1] <= launches * (1 + 1e-9)
-    exchange = _exchange_seconds(layout)
-    partial = layout.checkpointed is not None
-    repeated = not partial and s.checkpointing != "none"
-    whole = not partial and s.checkpointing == "full"  # the attention module has no experts
-    for at, (layer, rows) in enumerate(zip(layout.graph.layers, exchanged_seconds(layout), strict=True)):
-        if layer.kind == "decoder":
-            forward_comm[at] += exchange + rows
-            backward_comm[at] += (1 + repeated) * exchange + (1 + whole) * rows
-            again_comm[at] += (exchange + rows) * partial
+    is_host_bound = bool(len(forward_comm) > 2 and forward_comm[1] + _each(seconds.forward)[1] <= launches * (1 + 1e-9))
+    if s.context > 1 or s.expert > 1:
+        exchange = np.array([_exchange_seconds(layout) * (layer.kind == "decoder") for layer in layout.graph.layers])
+        rows = np.array(exchanged_seconds(layout))
+        partial = layout.checkpointed is not None
+        repeated = not partial and s.checkpointing != "none"
+        whole = not partial and s.checkpointing == "full"  # the attention module has no experts
+        forward_comm += exchange + rows
+        backward_comm += (1 + repeated) * exchange + (1 + whole) * rows
+        again_comm += (exchange + rows) * partial
     return Passes(
         forward_compute=seconds.forward,
         backward_compute=_sums(backward),
@@ -105,41 +121,42 @@ def _of_layers(layout: Layout) -> Passes:
     )
 
 
-def _host_seconds(layout: Layout) -> float:
+def rank_seconds(layout: Layout) -> float:
+    """Beyond the layers, of a micro-batch on a pipeline rank."""
+    if layout.recipe.assume.mfu is not None:
+        return 0.0
     otherwise = 0.0 if layout.cluster.gpu.is_cpu else layout.constants.micro_batch_seconds
     return host_seconds(layout.recipe, layout.graph, layout.strategy, otherwise)
 
 
-def _each(sums: tuple[float, ...] | tuple[int, ...]) -> list[float]:
-    return [stop - start for start, stop in itertools.pairwise(sums)]
+def _each(sums: tuple[float, ...] | tuple[int, ...]) -> Floats:
+    return np.diff(np.array(sums, dtype=np.float64))
 
 
-def _sums(values: list[float]) -> tuple[float, ...]:
-    return tuple(itertools.accumulate(values, initial=0.0))
+def _sums(values: Floats) -> tuple[float, ...]:
+    return (0.0, *np.cumsum(values).tolist())
 
 
-def _accumulation_seconds(layout: Layout) -> list[float]:
+def _accumulation_seconds(layout: Layout) -> Floats:
     """Each micro-batch's gradient is read and added to the accumulated one, in its own type."""
     s = layout.strategy
     numel = _each(layout.adapters or layout.shapes.numel)
-    if layout.frozen:
-        numel = [n - frozen for n, frozen in zip(numel, _each(layout.frozen), strict=True)]
-    if s.spreads_experts:
-        numel = [
-            n - x * (1 - 1 / s.expert_parts) for n, x in zip(numel, _each(layout.shapes.expert_numel), strict=True)
-        ]
     if layout.traits.fuses_accumulation:
-        return [0.0] * len(numel)
+        return np.zeros(len(numel))
+    if layout.frozen:
+        numel -= _each(layout.frozen)
+    if s.spreads_experts:
+        numel -= _each(layout.shapes.expert_numel) * (1 - 1 / s.expert_parts)
     if not layout.adapters and (layout.strategy.pipeline == 1 or layout.strategy.schedule == "dualpipev"):
         numel[-1] -= layout.shapes.shared_numel  # the embedding is on the head's rank, and a tied tensor there is one
     moved = layout.element_bytes + 2 * ELEMENT_BYTES[layout.accumulation_dtype]
     rate = layout.cluster.gpu.hbm_bytes_per_second * layout.constants.memory_efficiency
-    return [moved * n / rate for n in numel]
+    return moved * numel / rate
 
 
 def _tensor_comm_seconds(
-    layout: Layout, ahead_compute: Sequence[float], back_compute: Sequence[float], again_compute: Sequence[float]
-) -> tuple[list[float], list[float], list[float]]:
+    layout: Layout, ahead_compute: Floats, back_compute: Floats, again_compute: Floats
+) -> tuple[Floats, Floats, Floats]:
     """Per decoder layer, forward, backward, and backward where partial checkpointing recomputes it: all-reduces (see
     traffic.layer_reductions), and the gathers of the linears whose output is whole. The embedding reduces its rows
     forward, the head its input's gradient backward. The rest: seconds of each layer's compute, beside which the host
@@ -148,35 +165,37 @@ def _tensor_comm_seconds(
     s, c, cluster, shapes = layout.strategy, layout.constants, layout.cluster, layout.shapes
     layers = len(layout.graph.layers)
     if s.tensor == 1:
-        return [0.0] * layers, [0.0] * layers, [0.0] * layers
+        return np.zeros(layers), np.zeros(layers), np.zeros(layers)
     group, message = layout.group(s.tensor, 1), layout.tokens * layout.element_bytes
     reduce = all_reduce_seconds(cluster, c, group, message * layout.graph.hidden_size)
     ahead, again = layer_reductions(layout)
     partly = 0 if layout.checkpointed is None else again
     back = ahead + again - partly
-    # The output gathered forward, the input's gradient reduced backward: half of both each.
-    gathered = list(zip(_each(shapes.gathered_features), _each(shapes.gathered_products), strict=True))
-    seconds_of = {
-        (features, products): gather_seconds(cluster, c, group, features * message / 2, products)
-        for features, products in set(gathered)
-    }
+    features, gathers = _each(shapes.gathered_features), _each(shapes.gathered_products)
+    moved = np.zeros(layers)
+    if features.any():
+        # The output gathered forward, the input's gradient reduced backward: half of both each.
+        seconds_of = functools.cache(lambda f, n: gather_seconds(cluster, c, group, f * message / 2, n))
+        moved = np.array(list(map(seconds_of, features.tolist(), map(int, gathers.tolist()))))
     host, added = _host_of_collective(layout), layout.traits.tensor_host == "added"
 
-    def idle(launched: float, collectives: float, moved: float, compute: float) -> float:
-        """Of one layer: how long the GPU waits for the host's launches, which bound both from below, or are added."""
-        return collectives * host if added else max(0.0, launched * host - moved - compute)
+    def idle(launched: Floats, collectives: Floats, moved: Floats, compute: Floats) -> Floats:
+        """Of each layer: how long the GPU waits for the host's launches, which bound both from below, or are added."""
+        return collectives * host if added else np.maximum(0.0, launched * host - moved - compute)
 
+    again_launched, launched = np.full(layers, float(partly)), ahead + gathers
+    forward = ahead * reduce + moved
+    forward += idle(LAUNCHED_FORWARD * launched, launched, forward, ahead_compute)
+    backward = back * reduce + moved
+    launched_back = LAUNCHED_BACKWARD * launched + LAUNCHED_FORWARD * (back - ahead)
+    backward += idle(launched_back, back + gathers, backward, back_compute)
+    parts = partly * reduce + np.zeros(layers)
+    parts += idle(LAUNCHED_FORWARD * again_launched, again_launched, parts, again_compute)
     ends = reduce + (host if added else 0.0)
-    forward, backward, parts = [ends], [0.0], [0.0]
-    for at, pair in list(enumerate(gathered))[1:-1]:
-        moved, gathers = seconds_of[pair], pair[1]
-        ahead_moved, back_moved = ahead * reduce + moved, back * reduce + moved
-        launched = LAUNCHED_FORWARD * (ahead + gathers), LAUNCHED_BACKWARD * (ahead + gathers)
-        launched_again = LAUNCHED_FORWARD * (back - ahead)
-        forward.append(ahead_moved + idle(launched[0], ahead + gathers, ahead_moved, ahead_compute[at]))
-        backward.append(back_moved + idle(launched[1] + launched_again, back + gathers, back_moved, back_compute[at]))
-        parts.append(partly * reduce + idle(LAUNCHED_FORWARD * partly, partly, partly * reduce, again_compute[at]))
-    return [*forward, 0.0], [*backward, ends], [*parts, 0.0]
+    forward[0], forward[-1] = ends, 0.0
+    backward[0], backward[-1] = 0.0, ends
+    parts[0] = parts[-1] = 0.0
+    return forward, backward, parts
 
 
 def _host_of_collective(layout: Layout) -> float:
@@ -211,7 +230,7 @@ def _exchange_seconds(layout: Layout) -> float:
     return gather_seconds(layout.cluster, layout.constants, group, traded_bytes(layout), calls)
 
 
-def _message_seconds(layout: Layout) -> float:
+def message_seconds(layout: Layout) -> float:
     """An activation or a gradient to the neighbour, which is data x context x tensor ranks away. DeepSpeed
     (pipe_partitioned) and Megatron (scatter-gather, arXiv 2104.04473) send a share from each tensor rank and gather it
     there; DualPipeV sends the whole. Megatron sends both ways at once, DeepSpeed one after the other."""

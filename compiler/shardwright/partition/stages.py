@@ -48,6 +48,7 @@ def least_slowest_cut(
     return (cut_mirrored if schedule == "dualpipev" else cut_evenly)(costs, stages)
 
 
+@remembered(lambda graph, sequence_length, parts: (graph.identity, sequence_length, parts))
 def interleaved_cut(graph: ModelGraph, sequence_length: int, parts: int) -> tuple[int, ...]:
     """Boundaries, in layers, of the parts that pipeline ranks hold in turns: an interleaved schedule goes at the pace
     of the slowest part. There are enough layers, none of which has to stay beside another."""

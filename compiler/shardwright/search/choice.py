@@ -34,7 +34,12 @@ def expected_seconds(recipe: Recipe, estimate: Estimate) -> float:
 
 def weighed_seconds(recipe: Recipe, estimate: Estimate) -> float:
     """Each moving part has to win more than what predictions are off by."""
-    return expected_seconds(recipe, estimate) * (1 + bench().time.error) ** len(moving_parts(estimate.strategy))
+    return outweighed(estimate.strategy, expected_seconds(recipe, estimate))
+
+
+def outweighed(s: Strategy, seconds: float) -> float:
+    """With the price of the layout's moving parts."""
+    return seconds * (1 + bench().time.error) ** len(moving_parts(s))
 
 
 def moving_parts(s: Strategy) -> frozenset[str]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import math
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from shardwright.cost.estimate import does_not_fit, price
 from shardwright.cost.layout import Layout
@@ -18,9 +19,9 @@ from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.rules.registry import UNCOUNTABLE_CODES, check_layout
 from shardwright.search.bound import FEW, WORTH_PRICING, Bound
-from shardwright.search.choice import weighed_seconds
-from shardwright.search.partial import recompute_less
-from shardwright.search.settle import estimate_strategy, settle
+from shardwright.search.choice import outweighed, weighed_seconds
+from shardwright.search.partial import may_recompute_less, recompute_less
+from shardwright.search.settle import estimate_strategy, may_fit, settle
 from shardwright.search.space import as_today, candidates, nearest
 from shardwright.search.walk import RejectedRegion, Rejections, legal_layouts
 
@@ -58,18 +59,67 @@ def search(problem: Problem) -> SearchResult:
     return found
 
 
-MOST_FOR_COMPARISON = 100
-"""Layouts that are priced where the best alone is asked for, those with the least bound."""
-
-
 def best_of(problem: Problem) -> Estimate | None:
-    """The best feasible layout as another plan is compared with: no other one is kept, and of many those that could be
-    the best are priced alone, the likeliest MOST_FOR_COMPARISON."""
-    result = _search(problem, worth=1.0, most=MOST_FOR_COMPARISON)
-    return result.ranked[0] if result.ranked else None
+    """The best feasible layout as another plan is compared with: no other one is kept. By branch and bound, the least
+    bound first, until none that is left can be better."""
+    recipe, bound = problem.recipe, Bound(problem)
+    recomputes_less = may_recompute_less(problem)
+    groups = list(legal_layouts(problem, Rejections()))
+    # With no layer recomputed first, for which three layouts have one bound.
+    waiting = [
+        (bound.least_kept_seconds(strategy), number, place, False)
+        for number, group in enumerate(groups)
+        for place, (strategy, _) in enumerate(group)
+    ]
+    heapq.heapify(waiting)
+    fitting: dict[int, int] = {}
+    """Of a group, how many micro-batches may fit, from the smallest on."""
+    best, found = math.inf, []
+    while waiting:
+        least, number, place, is_own = heapq.heappop(waiting)
+        if least > best:
+            break
+        group = groups[number]
+        if number not in fitting:  # where the smallest has no room, none has
+            fitting[number] = len(group) if may_fit(problem, group[0][0]) else 0
+        if place >= fitting[number]:
+            continue
+        strategy, warnings = group[place]
+        if not is_own:
+            # One that recomputes all layers stands for those that recompute fewer, too.
+            stands = recomputes_less and strategy.activation_checkpointing == "full"
+            own = outweighed(strategy, least if stands else bound.least_seconds(strategy))
+            if own > least:
+                heapq.heappush(waiting, (own, number, place, True))
+                continue
+        layout, memory = settle(problem, strategy)
+        if not memory.fits:
+            fitting[number] = place
+            continue
+        priced = _priced(problem, bound, layout, memory, warnings, best)
+        found += priced
+        best = min(best, *(weighed_seconds(recipe, e) for e in priced))
+    return min(found, key=lambda e: rank_key(recipe, e), default=None)
 
 
-def _search(problem: Problem, *, worth: float = WORTH_PRICING, most: int | None = None) -> SearchResult:
+def _priced(
+    problem: Problem,
+    bound: Bound | None,
+    layout: Layout,
+    memory: Memory,
+    warnings: tuple[Diagnostic, ...],
+    best: float,
+) -> list[Estimate]:
+    """A layout that fits; beside one that recomputes all layers, the one that recomputes as few of them as fit, where
+    that one can be better than the best."""
+    found = [price(layout, memory, warnings)]
+    if bound is None or bound.least_kept_seconds(layout.strategy) <= best:
+        less = recompute_less(problem, layout, memory)
+        found += [price(*less, warnings)] if less else []
+    return found
+
+
+def _search(problem: Problem) -> SearchResult:
     """Never raises for a layout that is illegal: that one is in `rejected`. Deterministic but for `seconds`.
 
     Exhaustive, with three bounds: a rule forbids all that it does not read about; where a micro-batch does not fit no
@@ -79,15 +129,15 @@ def _search(problem: Problem, *, worth: float = WORTH_PRICING, most: int | None 
     """
     recipe = problem.recipe
     started = time.perf_counter()
-    tried = 0
     feasible: list[Estimate] = []
     beyond: list[tuple[Layout, Memory, tuple[Diagnostic, ...]]] = []
     slow: list[tuple[float, Strategy]] = []
     rejections = Rejections()
     best = math.inf
-    for group in _groups(problem, rejections):
-        for place, (least, least_kept, strategy, warnings) in enumerate(group):
-            if least > worth * best or (most is not None and tried >= most):
+    bound, groups = _groups(problem, rejections)
+    for group in groups:
+        for place, (least, strategy, warnings) in enumerate(group):
+            if least > WORTH_PRICING * best:
                 slow.append((least, strategy))
                 continue
             layout, memory = settle(problem, strategy)
@@ -95,11 +145,7 @@ def _search(problem: Problem, *, worth: float = WORTH_PRICING, most: int | None 
                 rejections.add(does_not_fit(memory, strategy), strategy, len(group) - place)
                 beyond.append((layout, memory, warnings))
                 break
-            tried += 1
-            found = [price(layout, memory, warnings)]
-            if least_kept <= best:
-                less = recompute_less(problem, layout, memory)
-                found += [price(*less, warnings)] if less else []
+            found = _priced(problem, bound, layout, memory, warnings, best)
             feasible += found
             best = min(best, *(weighed_seconds(recipe, e) for e in found))
     feasible.sort(key=lambda e: rank_key(recipe, e))
@@ -119,23 +165,18 @@ def _search(problem: Problem, *, worth: float = WORTH_PRICING, most: int | None 
     )
 
 
-Bounded = tuple[float, float, Strategy, tuple[Diagnostic, ...]]
-"""What it takes at least, as it is and with no layer recomputed (with a part of them it takes longer); its warnings."""
+Bounded = tuple[float, Strategy, tuple[Diagnostic, ...]]
+"""What it takes at least; its warnings."""
 
 
-def _groups(problem: Problem, rejections: Rejections) -> list[list[Bounded]]:
-    """Of legal_layouts; where there are many, the group that can be fastest first."""
+def _groups(problem: Problem, rejections: Rejections) -> tuple[Bound | None, list[list[Bounded]]]:
+    """Of legal_layouts; where there are many, the group that can be fastest first, and the bound that says so."""
     legal = list(legal_layouts(problem, rejections))
     if sum(map(len, legal)) <= FEW or problem.recipe.objective == "memory":
-        return [[(0.0, 0.0, s, found) for s, found in group] for group in legal]
+        return None, [[(0.0, s, found) for s, found in group] for group in legal]
     bound = Bound(problem)
-
-    def bounded(s: Strategy, found: tuple[Diagnostic, ...]) -> Bounded:
-        kept = replace(s, activation_checkpointing="none")
-        return bound.least_seconds(s), bound.least_seconds(kept), s, found
-
-    groups = [[bounded(s, found) for s, found in group] for group in legal]
-    return sorted(groups, key=lambda group: min(least for least, *_ in group))
+    groups = [[(bound.least_seconds(s), s, found) for s, found in group] for group in legal]
+    return bound, sorted(groups, key=lambda group: min(least for least, *_ in group))
 
 
 def rank_key(recipe: Recipe, estimate: Estimate) -> tuple[float | int | str, ...]:

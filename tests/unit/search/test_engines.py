@@ -12,8 +12,10 @@ import pytest
 
 from shardwright.cli.main import main
 from shardwright.compile import compile_recipe, size_recipe
+from shardwright.cost.estimate import price
 from shardwright.diagnostics import Refusal
 from shardwright.folder import read_folder
+from shardwright.layout.estimate import Estimate
 from shardwright.layout.problem import Problem
 from shardwright.lower.folder import write_folder
 from shardwright.recipe.load import load_recipe
@@ -91,15 +93,20 @@ def test_figures_that_are_not_a_run_of_ours_have_no_other_engine() -> None:
     assert other_engine(problem("reference", **PINS), chosen) is None
 
 
-def test_the_comparison_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As good as the whole search where that prices no more than so many."""
-    asked = problem("deepspeed")
-    whole = search(asked)
-    monkeypatch.setattr("shardwright.search.search.MOST_FOR_COMPARISON", len(whole.ranked) + 1)
+@pytest.mark.parametrize("target", ["deepspeed", "megatron"])
+def test_the_comparison_finds_the_best_and_prices_fewer(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, priced = problem(target), 0
+
+    def counted(*arguments: Any) -> Estimate:
+        nonlocal priced
+        priced += 1
+        return price(*arguments)
+
+    monkeypatch.setattr("shardwright.search.search.price", counted)
+    whole, every = search(asked), priced
+    priced = 0
     assert best_of(asked) == whole.ranked[0]
-    monkeypatch.setattr("shardwright.search.search.MOST_FOR_COMPARISON", 1)
-    few = best_of(asked)
-    assert few is not None and few in whole.ranked
+    assert 0 < priced < every
 
 
 def test_a_recipe_for_any_engine_compiles_for_one(write_recipe: Callable[..., Path], tmp_path: Path) -> None:
