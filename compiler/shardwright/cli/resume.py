@@ -44,7 +44,7 @@ def resume_under(a: Resumable, b: Resumable) -> Resume:
     notes = (*_samples(answer), *_settings(a.recipe, b.recipe))
     if answer.layout:
         changed = ", ".join(each.key for each in answer.layout)
-        how = f"`run` cuts weights and optimizer states anew as it loads them, by itself; other are {changed}"
+        how = f"`run` cuts weights and optimizer states anew as it loads them, by itself; what differs: {changed}"
         return Resume(verdict=CONVERTED, how=how, notes=notes)
     ours, theirs = a.facts.strategy, b.facts.strategy
     order = [k for k in _compute_keys(ours) if getattr(ours, k) != getattr(theirs, k)]
