@@ -91,9 +91,9 @@ def _tower(document: Mapping[str, Any], real: Mapping[str, Any], text_width: int
             out[name] = real[name]  # which blocks a model takes features from is told by their numbers
         elif name in _TO_TEXT and isinstance(value, int) and text_width is not None:
             out[name] = text_width
-    times, rest = divmod(real.get("intermediate_size") or 1, real.get("hidden_size") or 2)
-    if times and not rest:  # what is as wide as so many patches
-        out["intermediate_size"] = times * out["hidden_size"]
+    width, inner = real.get("hidden_size"), real.get("intermediate_size")
+    if width and inner and not inner % width:  # what is as wide as so many patches
+        out["intermediate_size"] = inner // width * out["hidden_size"]
     if isinstance(document.get("patch_size"), int):
         out["patch_size"] = PATCH
     if isinstance(document.get("window_size"), int):
