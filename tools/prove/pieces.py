@@ -112,6 +112,9 @@ PIECES: dict[str, Piece] = {
     ),
     "bytes": Piece(tests=("tests/parity/test_bytes.py",), speaks_of=(*ENGINE, *COST), areas=("bytes",)),
     "packing-parity": Piece(tests=("tests/parity/test_packing.py",), speaks_of=(*ENGINE, *DATA)),
+    "contrastive-parity": Piece(
+        tests=("tests/parity/test_contrastive.py",), speaks_of=(*ENGINE, *DATA), areas=("contrastive-parity",)
+    ),
     "sight-parity": Piece(tests=("tests/parity/test_sight.py",), speaks_of=(*ENGINE, *DATA), areas=("sight-parity",)),
     "tiny-vision": Piece(
         tests=("tests/launch/test_tiny_vision.py",),

@@ -122,7 +122,7 @@ def _exported(
             stored = first.get(name, name)
             if name not in trained and stored not in reader.manifest.tensors:
                 continue  # a buffer outside every pipeline layer: from_pretrained makes it
-            tensor = whole_parameter(plan, reader, stored)
+            tensor = whole_parameter(plan, reader, stored).reshape(wanted[name].shape)
             tensors[name] = tensor.to(dtype) if name in trained and tensor.is_floating_point() else tensor
         yield from revert_weight_conversion(model, tensors).items()
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from shardwright.cost.activations import keeps_products
 from shardwright.cost.constants import Constants
+from shardwright.cost.contrastive import comparing_seconds
 from shardwright.cost.experts import UNEVEN
 from shardwright.cost.kernels import (
     device_of,
@@ -72,6 +73,7 @@ def _of_all_layouts(recipe: Recipe, graph: ModelGraph, gpu: Gpu, c: Constants) -
             recipe.lora is not None,
             recipe.model.freeze,
             largest_row(recipe, graph),
+            recipe.training.global_batch_size if graph.contrastive else 0,
         ),
         (recipe.cluster.measured and recipe.cluster.measured.sha256, recipe.target),
         c,
@@ -118,7 +120,7 @@ class _Micro:
         self.frozen = recipe.lora is not None or decoder_is_frozen(graph, recipe.model.freeze)
         self.length = recipe.training.sequence_length
         self.tokens = s.micro_batch_size * self.length // s.context
-        self.is_cpu = gpu.is_cpu
+        self.is_cpu, self.fp32_flops = gpu.is_cpu, peak_flops(gpu, "fp32")
         self.shapes = model_shapes(graph, s.tensor)
         self.device = device_of(gpu, peak_flops(gpu, precision), ELEMENT_BYTES[precision], c)
 
@@ -163,6 +165,8 @@ class _Micro:
     def head(self, width: int) -> tuple[float, float, float]:
         """The last norm, the product with the vocabulary, and the loss (a third of its traffic in forward); a chunked
         loss makes its logits again."""
+        if self.graph.contrastive:
+            return self._compared()
         if self.mfu is not None:
             forward = self._at_mfu(self.graph.layers[-1].matmul_flops_per_token, self.s.tensor)
             return forward, self._backward_at_mfu(forward), forward if self.s.loss == "chunked" else 0.0
@@ -175,6 +179,18 @@ class _Micro:
         norm = traffic_seconds(self.device, self.c, moved)
         again = forward + loss / 3 if self.s.loss == "chunked" else 0.0
         return forward + loss / 3 + norm, backward + loss * 2 / 3 + 2 * norm, again
+
+    def _compared(self) -> tuple[float, float, float]:
+        """Instead of a vocabulary: the last norm, the projection of each row, and the similarities of all pairs."""
+        graph, rows = self.graph, self.s.micro_batch_size
+        forward, backward = comparing_seconds(self.recipe, graph, rows, self.device, self.fp32_flops, self.c)
+        if self.mfu is not None:
+            projected = self._at_mfu(graph.layers[-1].matmul_flops_per_token, 1)
+            return forward + projected, backward + self._backward_at_mfu(projected), 0.0
+        product = self._product(rows, graph.features, graph.hidden_size, 1)
+        moved = self.tokens * graph.layers[-1].activation_elements_per_token * self._element
+        norm = traffic_seconds(self.device, self.c, moved)
+        return forward + product[0] + norm, backward + product[1] + 2 * norm, 0.0
 
     @property
     def _element(self) -> int:

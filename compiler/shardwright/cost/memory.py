@@ -10,6 +10,7 @@ from collections import Counter
 
 from shardwright.cost.activations import Share, own_modules
 from shardwright.cost.constants import default_constants
+from shardwright.cost.contrastive import comparing_bytes
 from shardwright.cost.experts import exchanged_bytes
 from shardwright.cost.layout import Block, Layout
 from shardwright.cost.whole import whole_weights
@@ -221,7 +222,9 @@ def _working_bytes(layout: Layout, with_head: bool, again: bool) -> float:
     layer = again * held(recomputed) + c.backward_share * held(found.largest)
     layer += 2 * max((exchanged_bytes(layout, kind) for kind in layout.shapes.kinds), default=0.0)
     loss = 0.0
-    if with_head:
+    if with_head and layout.graph.contrastive:
+        loss = comparing_bytes(layout) + held(found.head)
+    elif with_head:
         kernels = layout.recipe.assume.kernels
         logits = c.logit_bytes("auto" if own_modules(layout.graph, kernels) else kernels) * layout.shapes.head_width
         kept = _kept_output_bytes(layout)

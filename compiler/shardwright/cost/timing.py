@@ -13,6 +13,7 @@ from typing import NamedTuple
 from shardwright.cost.activations import keeps_products
 from shardwright.cost.collectives import all_reduce_seconds, gather_seconds
 from shardwright.cost.compute import peak_flops
+from shardwright.cost.contrastive import exchange_seconds, similarity_flops
 from shardwright.cost.data_parallel import data_comm_seconds, zero_efficiency
 from shardwright.cost.layout import Layout
 from shardwright.cost.offload import host_transfer_seconds, host_update_seconds
@@ -112,6 +113,7 @@ def estimate_time(layout: Layout) -> Time:
     pipeline_comm = min(m * worst.pipeline_comm, schedule - m * (worst.compute + worst.tensor_comm))
     bubble = max(0.0, schedule - m * (worst.compute + worst.tensor_comm) - pipeline_comm)
     data_comm = max(data_comm_seconds(layout, rank, stages[rank].compute) for rank in range(s.pipeline))
+    data_comm += exchange_seconds(layout)
     if s.offload != "none":  # another link, at the same time
         data_comm = max(data_comm, host_transfer_seconds(layout, slowest, worst.compute))
     optimizers = [optimizer_seconds(layout, rank) for rank in range(s.pipeline)]
@@ -129,6 +131,7 @@ def estimate_time(layout: Layout) -> Time:
     forwards = FORWARDS_PER_STEP - layout.text_is_frozen
     model_flops = forwards * forward_flops_per_token(layout.shapes, length) * tokens
     model_flops += sum(tower_flops(layout.recipe, layout.graph)) * layout.recipe.training.global_batch_size
+    model_flops += FORWARDS_PER_STEP * similarity_flops(layout.recipe, layout.graph)
     hardware_flops = model_flops + recomputed_flops_per_token(layout) * tokens
     peak = peak_flops(layout.cluster.gpu, layout.recipe.training.precision)
     return Time(

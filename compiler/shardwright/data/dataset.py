@@ -13,6 +13,8 @@ import numpy.typing as npt
 from shardwright.atomic import write_atomically
 from shardwright.data.megatron import open_megatron
 from shardwright.data.order import EpochOrder, MixtureOrder, Order
+from shardwright.data.pairs import is_of_pairs, pair_rows
+from shardwright.data.pictures import open_pictures
 from shardwright.data.prepare import data_folder, prepared_folder, writing
 from shardwright.data.rows import ArrayRows, Indices, JoinedRows, Rows, SomeRows, StreamRows
 from shardwright.data.sources import parts_of
@@ -148,6 +150,10 @@ def _open(plan: Plan, part: DataSection, folder: Path, limit: int | None) -> Row
         raise _outside(part, manifest.largest_id, vocabulary)
     if part.kind == "chat":
         return whole_rows(here, open_documents(here), length, packed=part.packing)
+    if is_of_pairs(part):
+        pictures = open_pictures(here)
+        assert pictures is not None, "its folder was prepared with them"
+        return pair_rows(here, open_documents(here), length, pictures)
     return StreamRows(open_documents(here), length, part.packing)
 
 
@@ -213,6 +219,8 @@ def _more_sequences(plan: Plan, count: int) -> str:
     ways = ["add text", "lower training.sequence_length"]
     if kinds == {"tokens"}:
         ways = ["add rows"]
+    elif all(is_of_pairs(part) for part in parts_of(plan.data)):
+        ways = ["add pairs"]
     elif kinds == {"chat"}:
         ways = ["add conversations"]
         if not count:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from shardwright.atomic import write_atomically
 from shardwright.data import chat
+from shardwright.data.pairs import PairReader, PairSight, is_of_pairs
 from shardwright.data.pictures import PictureWriter
 from shardwright.data.progress import ReadingProgress
 from shardwright.data.records import records, text_pieces, texts
@@ -216,6 +217,10 @@ def _reading(
     part = source.part
     if pictures is None or part.images is None:
         return _read(part, source.files, tokenizer, writer, shown)
+    if is_of_pairs(part):
+        return PairReader(part, PairSight(folder / str(part.tokenizer), part.images), writer, pictures).read(
+            source.files, shown
+        )
     sight = Sight(folder / str(part.tokenizer), part.images)
     return SeenReader(part, tokenizer, sight, writer, pictures).read(source.files, shown)
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from shardwright.data.dataset import Dataset
 from shardwright.data.megatron import open_megatron
+from shardwright.data.pairs import is_of_pairs
 from shardwright.data.pictures import Counts, open_pictures, read_counts
 from shardwright.data.prepare import prepared_folder
 from shardwright.data.rows import TokenBlock
@@ -82,6 +83,9 @@ def _part(plan: Plan, part: DataSection, folder: Path) -> PartSummary:
         cut = int((lengths > length).sum())
         lengths = np.minimum(lengths, length)
         padding = 1 - int(lengths.sum()) / max(1, len(rows) * length)
+    if is_of_pairs(part):
+        cut, lengths = int((lengths > length).sum()), np.minimum(lengths, length)
+        padding = 1 - int(lengths.sum()) / max(1, len(lengths) * length)
     tokens = int(lengths.sum())
     alone = int((-(-lengths // length)).sum()) * length
     return PartSummary(
@@ -103,7 +107,9 @@ def _part(plan: Plan, part: DataSection, folder: Path) -> PartSummary:
 
 
 def _trained(documents: Documents, part: DataSection) -> int:
-    """What nothing stands before cannot be predicted."""
+    """What nothing stands before cannot be predicted, and of a caption nothing is."""
+    if is_of_pairs(part):
+        return 0
     firsts = np.concatenate([[0], documents.ends[:-1]])
     if documents.trained is not None:
         return int(documents.trained.sum()) - int(documents.trained[firsts].sum())

@@ -76,7 +76,7 @@ class Engine:
     axes: keys of a layout, beyond those of every engine, that it has.
     compiles_layers: whether it runs `model.kernels: compile`.
     transformer_engine: whether its ranks take layers of Transformer Engine in a layout; None where it has none.
-    sees: whether it trains models on rows with pictures.
+    sees: whether it trains models on rows with pictures. compares: whether on pairs of a picture and a caption.
     types: those of models that it has modules of its own for; None where Hugging Face's own run.
     islands: whether it trains islands.
     pads_vocabulary: to a multiple of the tensor ranks; the last ones have fewer tokens.
@@ -102,6 +102,7 @@ class Engine:
     compiles_layers: bool = False
     transformer_engine: Callable[[Candidate], Choice] | None = None
     sees: bool = False
+    compares: bool = False
     types: frozenset[str] | None = None
     islands: bool = False
     pads_vocabulary: bool = False

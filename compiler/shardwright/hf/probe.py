@@ -73,7 +73,7 @@ def probe(model: nn.Module, input_ids: torch.Tensor, beside: Batch | None = None
         raise NotCuttable("its logits are not one row a token")
     untrained, causal = _untrained(model, cut.stack, input_ids, beside), is_causal(model, input_ids, beside)
     cut = replace(cut, untrained=untrained, loss=loss, causal=causal)
-    return Probed(cut=cut, embedding=embedding, head=head, attention=_attention(model, cut))
+    return Probed(cut=cut, embedding=embedding, head=head, attention=attention_module(model, cut))
 
 
 @torch.no_grad()
@@ -92,8 +92,8 @@ def _edges(
     skeleton = Skeleton(model, cut, _tokens(input_ids))
     with _none_frozen(outside):
         state = skeleton.embed(input_ids, None, beside)
-        embedding = _reached_from([t for t in (state.hidden, *state.payload) if t is not None], outside)
-        head = _reached_from([skeleton.head(State(hidden=state.hidden.detach(), batch=state.batch))], outside)
+        embedding = reached_from([t for t in (state.hidden, *state.payload) if t is not None], outside)
+        head = reached_from([skeleton.head(State(hidden=state.hidden.detach(), batch=state.batch))], outside)
     # What neither shows by gradient goes with the head, where it is saved; a constant table (sinusoidal positions,
     # looked up without a gradient) shows by what comes of its absence. Of a model that sees these are parts of its
     # tower, which stays in one piece.
@@ -126,7 +126,7 @@ def _untrained(model: nn.Module, stack: str, input_ids: torch.Tensor, beside: Ba
     tower's parameters by name: a model may take its features from the last block but one."""
     named = dict(model.named_parameters())
     with _none_frozen(named):
-        reached = _reached_from([logits_of(model, input_ids, beside)], named)
+        reached = reached_from([logits_of(model, input_ids, beside)], named)
     trained = {pattern(n) for n in reached}
     outside = [n for n in named if beside and not n.startswith(stack + ".")]
     return (
@@ -146,14 +146,15 @@ def _none_frozen(parameters: dict[str, nn.Parameter]) -> Iterator[None]:
         p.requires_grad_(False)
 
 
-def _reached_from(tensors: list[torch.Tensor], parameters: dict[str, nn.Parameter]) -> set[str]:
+def reached_from(tensors: list[torch.Tensor], parameters: dict[str, nn.Parameter]) -> set[str]:
     """Names of the parameters that the tensors have a gradient for."""
     total = torch.stack([t.square().sum() for t in tensors if t.requires_grad]).sum()
     gradients = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
     return {n for n, g in zip(parameters, gradients, strict=True) if g is not None}
 
 
-def _attention(model: nn.Module, cut: Cut) -> str:
+def attention_module(model: nn.Module, cut: Cut) -> str:
+    """Its name inside a decoder layer, "" where they have none in common."""
     found = [
         {name for name, m in layer.named_modules() if "attention" in type(m).__name__.lower() and name}
         for layer in model.get_submodule(cut.stack).children()

@@ -9,20 +9,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForZeroShotImageClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING,
 )
 
 from shardwright.hf.pictures import picture_example
 from shardwright.hf.shrink import VOCABULARY, shrink
 from shardwright.hf.skeleton import Batch
-from shardwright.hf.tower import small_tower
-from shardwright.ir.words import TaskName
+from shardwright.hf.tower import small_tower, with_one_width
+from shardwright.ir.words import PAIR_TYPES, SEEING, TaskName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +38,8 @@ class Task:
 
     auto_class: of transformers. types: model_type -> the class's name, of those that transformers itself has.
     registered: configuration class -> model class, with those that came with a model (hf/own_code.py).
-    example_shape: rows x tokens that a tiny copy is shown. peft_type: peft's name of the task."""
+    example_shape: rows x tokens that a tiny copy is shown. peft_type: peft's name of the task. any_of_mapping: also
+    types that `types` leaves out and the mapping has."""
 
     name: TaskName
     auto_class: Any
@@ -39,12 +47,12 @@ class Task:
     registered: Mapping[type[PretrainedConfig], type]
     example_shape: tuple[int, int]
     peft_type: str
+    any_of_mapping: bool = True
 
     def trains(self, model_type: str) -> bool:
         """Whether transformers' own mapping has it, or a model's own code has registered its class for the task."""
-        return model_type in self.types or (
-            model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] in self.registered
-        )
+        known = model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] in self.registered
+        return model_type in self.types or (known and self.any_of_mapping)
 
     def build(self, config: PretrainedConfig, attention: str | None = None) -> PreTrainedModel:
         """The whole model in fp32, its weights drawn. attention: None takes what transformers picks for the type.
@@ -63,12 +71,19 @@ class Task:
     @property
     def sees(self) -> bool:
         """Whether its rows hold pictures."""
-        return self.name == "image-text-to-text"
+        return self.name in SEEING
+
+    @property
+    def contrastive(self) -> bool:
+        """Whether its rows are pairs of a picture and a caption."""
+        return self.name == "contrastive"
 
     def small(self, document: Mapping[str, Any], *, depth: bool = True, widths: bool = True) -> dict[str, Any]:
         """A complete configuration, made tiny (hf/shrink.py)."""
         made = shrink(document, depth=depth, widths=widths)
-        return small_tower(made, document) if self.sees and widths else made
+        if not self.sees or not widths:
+            return made
+        return with_one_width(small_tower(made, document)) if self.contrastive else small_tower(made, document)
 
     def shown(self, model: PreTrainedModel) -> tuple[torch.Tensor, Batch | None]:
         """(ids, what stands beside them) that a tiny copy is taken apart with. Raises NoPictures."""
@@ -97,7 +112,17 @@ IMAGE_TEXT = Task(
     peft_type="CAUSAL_LM",
 )
 
-TASKS = (CAUSAL_LM, IMAGE_TEXT)
+CONTRASTIVE = Task(
+    name="contrastive",
+    auto_class=AutoModelForZeroShotImageClassification,  # the class that has both sides
+    types=PAIR_TYPES,
+    registered=MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING,
+    example_shape=(4, 12),
+    peft_type="FEATURE_EXTRACTION",
+    any_of_mapping=False,
+)
+
+TASKS = (CAUSAL_LM, IMAGE_TEXT, CONTRASTIVE)
 """A model is trained for the first whose types have its own, where the recipe names none."""
 
 

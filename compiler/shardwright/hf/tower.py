@@ -41,6 +41,20 @@ def small_tower(document: Mapping[str, Any], real: Mapping[str, Any], text_width
     return {**out, **_of_towers(out, real)}
 
 
+def with_one_width(document: Mapping[str, Any]) -> dict[str, Any]:
+    """document: as small_tower made it, of a model that compares features of texts and pictures: both are as wide."""
+    sides = {name: value for name, value in document.items() if name in _TEXT and isinstance(value, dict)}
+    tower = next((v for v in document.values() if isinstance(v, dict) and "patch_size" in v), {})
+    return {
+        **document,
+        **{
+            name: {**side, "projection_size": tower["hidden_size"]}
+            for name, side in sides.items()
+            if "projection_size" in side
+        },
+    }
+
+
 def _of_towers(document: Mapping[str, Any], real: Mapping[str, Any]) -> dict[str, Any]:
     """What a configuration says of its tower beside it."""
     names = [name for name, value in document.items() if isinstance(value, dict) and "patch_size" in value]

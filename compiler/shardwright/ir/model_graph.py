@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from shardwright.ir.cut import Cut
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.vision import Vision
-from shardwright.ir.words import Checkpointing, TaskName
+from shardwright.ir.words import SEEING, Checkpointing, TaskName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +168,19 @@ class ModelGraph:
     @property
     def sees(self) -> bool:
         """Whether its rows hold pictures."""
-        return self.task == "image-text-to-text"
+        return self.task in SEEING
+
+    @property
+    def contrastive(self) -> bool:
+        """Whether its rows are pairs of a picture and a caption, and the loss compares all of a batch."""
+        return self.task == "contrastive"
+
+    @property
+    def features(self) -> int:
+        """Width of what is compared of a pair: what the text side's last matrix gives. 0 of other models."""
+        if not self.contrastive:
+            return 0
+        return next((p.shape[0] for p in reversed(self.layers[-1].parameters) if len(p.shape) == 2), self.hidden_size)
 
     @property
     def decoder_layers(self) -> int:

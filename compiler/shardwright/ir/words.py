@@ -11,8 +11,12 @@ Checkpointing = Literal["none", "selective", "full"]
 Offload = Literal["none", "optimizer", "parameters"]
 """What is kept in host memory."""
 Loss = Literal["full", "chunked"]
-TaskName = Literal["causal-lm", "image-text-to-text"]
+TaskName = Literal["causal-lm", "image-text-to-text", "contrastive"]
 """What a model is trained for."""
+SEEING: tuple[TaskName, ...] = ("image-text-to-text", "contrastive")
+"""Those whose rows hold pictures."""
+PAIR_TYPES = {"clip": "CLIPModel", "siglip": "SiglipModel"}
+"""model_type -> class of transformers, of those that are trained on pairs of a picture and a caption."""
 Kernels = Literal["hf", "compile"]
 """What a decoder layer runs as: Hugging Face's modules, one kernel an operator, or torch.compile of them."""
 Precision = Literal["bf16", "fp16", "fp32"]

@@ -212,7 +212,7 @@ AXES: tuple[Axis, ...] = (
     ),
     Axis(
         name="micro_batch_size",
-        values=lambda problem, degrees: range(1, LARGEST_MICRO_BATCH + 1),
+        values=lambda problem, degrees: micro_batches(problem, degrees),
         admits=lambda problem, degrees, micro_batch: (
             problem.recipe.training.global_batch_size % (degrees["data"] * whole(micro_batch)) == 0
         ),
@@ -228,6 +228,13 @@ def _expert_ranks(problem: Problem, degrees: Degrees) -> int:
     """Ranks that expert ranks may be taken out of: those of a stage, where tensor ranks can hold whole experts."""
     cut = problem.recipe.parallelism.expert_tensor == "tensor"
     return degrees["data"] * degrees["context"] * (1 if cut else degrees["tensor"])
+
+
+def micro_batches(problem: Problem, degrees: Degrees) -> Iterable[int]:
+    """A contrastive loss is of the whole batch: a rank takes its share at once."""
+    if problem.graph.contrastive:
+        return (max(1, problem.recipe.training.global_batch_size // degrees["data"]),)
+    return range(1, LARGEST_MICRO_BATCH + 1)
 
 
 def virtual_stages(layers: int, pipeline: int) -> range:

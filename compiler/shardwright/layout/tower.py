@@ -43,7 +43,11 @@ def largest_row(recipe: Recipe, graph: ModelGraph) -> RowOfPictures | None:
     counted."""
     images = next((part.images for _, part in recipe.data_parts() if part.images is not None), None)
     vision = graph.vision
-    if vision is None or images is None or not vision.layers:
+    if vision is None or not vision.layers:
+        return None
+    if graph.contrastive:
+        return RowOfPictures(pictures=1, patches=vision.patches)
+    if images is None:
         return None
     room = int(recipe.training.sequence_length * vision.patches_per_token)
     patches = vision.patches_of(images.max_pixels)

@@ -21,7 +21,14 @@ from shardwright.ir.words import TaskName
 from shardwright.model.config_keys import size_problem
 from shardwright.model.own_code import FINGERPRINT
 from shardwright.model.popular.shipped import published_keys
-from shardwright.model.refusals import encoder_decoder, no_causal_lm, no_pictures, unknown_type, wrong_keys
+from shardwright.model.refusals import (
+    encoder_decoder,
+    no_causal_lm,
+    no_pairs,
+    no_pictures,
+    unknown_type,
+    wrong_keys,
+)
 from shardwright.model.support import support
 
 # Read by transformers from any configuration although no class lists them.
@@ -32,7 +39,7 @@ _VOLATILE_KEYS = ("transformers_version", "_name_or_path", "_attn_implementation
 
 def check_model_type(config: JsonObject, key: KeyPath, inline: bool, asked: TaskName | Literal["auto"]) -> Task:
     """What the type is trained for. Errors: SW2003 unknown, SW2004 no causal language model, SW2017 an encoder-decoder,
-    SW2019 no model that sees."""
+    SW2019 no model that sees, SW2021 none that learns from pairs."""
     model_type = config.get("model_type")
     where = (*key, "model_type") if inline and model_type is not None else key
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
@@ -43,7 +50,8 @@ def check_model_type(config: JsonObject, key: KeyPath, inline: bool, asked: Task
     if task is None:
         raise Refusal(no_causal_lm(model_type, trained_types(), where))
     if model_type not in task.types and not (FINGERPRINT in config and task.trains(model_type)):
-        raise Refusal((no_pictures if task.sees else no_causal_lm)(model_type, tuple(task.types), where))
+        told = no_pairs if task.contrastive else no_pictures if task.sees else no_causal_lm
+        raise Refusal(told(model_type, tuple(task.types), where))
     return task
 
 

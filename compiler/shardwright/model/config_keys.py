@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from shardwright.diagnostics import Diagnostic, KeyPath, found
 from shardwright.ir.json_value import JsonObject, JsonValue
+from shardwright.ir.words import PAIR_TYPES
 from shardwright.model.cache import installed_version
 from shardwright.model.popular.shipped import published_keys
 from shardwright.model.refusals import encoder_decoder, no_causal_lm, unknown_type, wrong_keys
@@ -87,8 +88,10 @@ def config_errors(config: JsonObject, key: KeyPath, inline: bool) -> tuple[Diagn
     if not is_of_installed() or (not inline and "auto_map" in config):  # auto_map: it may bring its own type
         return ()
     model_type = config.get("model_type")
+    if isinstance(model_type, str) and model_type in PAIR_TYPES:
+        return ()  # its class judges it, as of the others that see
     if isinstance(model_type, str) and model_type in seeing_types() and model_type not in support().types:
-        return ()  # its class judges it
+        return ()
     if not isinstance(model_type, str) or model_type not in support().types:
         where = (*key, "model_type") if inline and model_type is not None else key
         return (_no_type(model_type, where),)

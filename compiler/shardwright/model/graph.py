@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from shardwright.diagnostics import Diagnostic, KeyPath, Refusal
+from shardwright.hf.contrastive import as_text_side
 from shardwright.hf.flash import flash_stand_in
 from shardwright.hf.probe import Probed
 from shardwright.hf.sizes import size_of
@@ -22,6 +23,7 @@ from shardwright.hf.task import Task
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.model_graph import ModelGraph, Parameter, hash_of_config
 from shardwright.ir.recipe import FLASH
+from shardwright.ir.vision import Vision
 from shardwright.ir.words import TaskName
 from shardwright.model.config import check_model_type, config_json, contradiction, resolve_config, text_config
 from shardwright.model.layers import Shapes, make_layer
@@ -65,16 +67,30 @@ def trace_model_graph(
         probed = probe_config(hf_config, task, attention, key)
         if not task.sees:  # a rule refuses it there
             _check_flash(hf_config, attention)
+        if task.contrastive:
+            as_text_side(model)
     with flash_stand_in(shapes_only=True) if attention == FLASH else nullcontext():
         if attention not in ("auto", model.config._attn_implementation):
             model = _on_meta(hf_config, task, attention, key)  # some types choose their modules by it
+            if task.contrastive:
+                as_text_side(model)
         graph = dataclasses.replace(_measure(model, hf_config, task, probed, plain, key), task=task.name)
         if task.sees:
-            graph = dataclasses.replace(graph, vision=trace_vision(model, probed.cut))
+            graph = dataclasses.replace(graph, vision=_vision(model, probed, task))
     context, expert = why_no_context_ranks(graph), why_no_expert_ranks(graph)
     graph = dataclasses.replace(graph, context_ranks=context, expert_ranks=expert)
     graph.verify()
     return graph
+
+
+def _vision(model: PreTrainedModel, probed: Probed, task: Task) -> Vision:
+    """Of a model that compares features its tower's own last modules are no projector's, and the scale is neither's."""
+    vision = trace_vision(model, probed.cut)
+    if not task.contrastive:
+        return vision
+    inside = tuple(f"{path}." for path in vision.tower)
+    kept = (path for path in vision.projector if path not in probed.head and not path.startswith(inside))
+    return dataclasses.replace(vision, projector=tuple(kept))
 
 
 def _on_meta(hf_config: PretrainedConfig, task: Task, attention: str | None, key: KeyPath) -> PreTrainedModel:

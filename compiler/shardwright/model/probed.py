@@ -17,6 +17,7 @@ from shardwright.diagnostics import KeyPath, Refusal, refusal
 from shardwright.hf.adapters import adapt
 from shardwright.hf.balance import NoBalance, affinity_of
 from shardwright.hf.context import why_no_context
+from shardwright.hf.contrastive import probe_pairs
 from shardwright.hf.experts import why_no_expert_ranks as no_expert_ranks
 from shardwright.hf.floats import untagged
 from shardwright.hf.packing import why_not_packed
@@ -90,6 +91,8 @@ def _probe(
                 if count > most_parameters:
                     return _DoesNotRun("it is too large to run as it is")
             model = _random_model(model_type, task, text, attention, adapted=False)
+            if task_named(task).contrastive:
+                return probe_pairs(model, task_named(task).example(VOCABULARY))
             tokens, beside = task_named(task).shown(model)
             _check_adapter(model, tokens, beside)
             probed = probe(model, tokens, beside)

@@ -6,6 +6,7 @@ from transformers import AutoConfig
 
 from shardwright.diagnostics import refusal
 from shardwright.hf.floats import untagged
+from shardwright.hf.pair_processor import pair_processor_files
 from shardwright.hf.processor import NoProcessor, inline_processor, processor_files
 from shardwright.ir.model_graph import ModelGraph
 
@@ -15,7 +16,7 @@ def inline_processor_files(graph: ModelGraph) -> dict[str, bytes]:
     document = dict(untagged(dict(graph.config)))
     config = AutoConfig.for_model(str(document.pop("model_type")), **document)
     try:
-        return processor_files(inline_processor(config), config)
+        return pair_processor_files(config) if graph.contrastive else processor_files(inline_processor(config), config)
     except NoProcessor as why:
         raise refusal(
             "SW2020",

@@ -26,8 +26,8 @@ def no_causal_lm(model_type: str, known: Iterable[str], key: KeyPath | None) -> 
     """SW2004: transformers has the type, without a causal language model."""
     message = f"model_type {model_type!r} is no causal language model in transformers"
     help = (
-        "This compiler trains causal language models (AutoModelForCausalLM must know the type) and models that see "
-        "(AutoModelForImageTextToText must)."
+        "This compiler trains causal language models (AutoModelForCausalLM must know the type), models that see "
+        "(AutoModelForImageTextToText must), and clip and siglip on pairs of a picture and a caption."
     )
     return found("SW2004", key, message, help, nearest_types(model_type, known, cutoff=0.75))
 
@@ -37,6 +37,15 @@ def no_pictures(model_type: str, known: Iterable[str], key: KeyPath | None) -> D
     message = f"model_type {model_type!r} takes no pictures in transformers"
     help = "`task: image-text-to-text` trains what AutoModelForImageTextToText knows; leave `task` out for text alone."
     return found("SW2019", key, message, help, nearest_types(model_type, known, cutoff=0.75))
+
+
+def no_pairs(model_type: str, known: Iterable[str], key: KeyPath | None) -> Diagnostic:
+    """SW2021. known: the types that are trained on pairs."""
+    message = f"model_type {model_type!r} is not trained on pairs of a picture and a caption here"
+    help = (
+        f"`task: contrastive` trains {' and '.join(known)}; leave `task` out for what the type itself is trained for."
+    )
+    return found("SW2021", key, message, help, nearest_types(model_type, known, cutoff=0.75))
 
 
 def encoder_decoder(model_type: str, key: KeyPath | None, *, decoder_alone: bool) -> Diagnostic:

@@ -14,6 +14,7 @@ import transformers
 
 from shardwright.data.dataset import Dataset, validation_batches
 from shardwright.data.decoder import Decoders, processes_of_a_rank
+from shardwright.data.pairs import PairSight
 from shardwright.data.rows import Rows, TokenBlock
 from shardwright.data.sight import Sight
 from shardwright.data.sources import every_part, packs
@@ -47,7 +48,7 @@ class MicroBatch:
 class Batches:
     """The rows of the dataset's order, shared out over the islands and the data ranks of each."""
 
-    def __init__(self, plan: Plan, data: Dataset, sight: Sight | None = None) -> None:
+    def __init__(self, plan: Plan, data: Dataset, sight: Sight | PairSight | None = None) -> None:
         self.data, self.sight = data, sight
         self._ahead: tuple[tuple[int, int], Future[list[MicroBatch]]] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches") if sight is not None else None
@@ -84,7 +85,7 @@ class HeldOut:
 
     at_once: micro-batches that go through the pipeline together; their number is a multiple of it."""
 
-    def __init__(self, plan: Plan, rows: Rows, data_rank: int, sight: Sight | None = None) -> None:
+    def __init__(self, plan: Plan, rows: Rows, data_rank: int, sight: Sight | PairSight | None = None) -> None:
         s = plan.strategy
         # DeepSpeed numbers DualPipeV's buffers by the training's micro-batches: as many at once, or its engine fails.
         # Pictures of all held-out rows may be more than memory holds.
@@ -108,19 +109,22 @@ class HeldOut:
             yield batch
 
 
-def sight_of(plan: Plan, folder: Path, rank: int | None = None) -> Sight | None:
+def sight_of(plan: Plan, folder: Path, rank: int | None = None) -> Sight | PairSight | None:
     """The processor of a model that sees. folder: the compiled one, or a checkpoint. rank: in a run; pictures are
     decoded beside it, and those behind the first stage look at none."""
     part = next((part for part in every_part(plan) if part.images is not None), None)
     if not plan.model.sees or part is None or part.images is None:
         return None
+    if plan.model.contrastive:
+        at_work = None if rank is None else Decoders(processes_of_a_rank(plan.gpus_per_node))
+        return PairSight(folder / str(part.tokenizer), part.images, decoders=at_work)
     takes = inspect.signature(getattr(transformers, plan.model.architecture).forward).parameters
     later = rank is not None and plan.ranks[rank].pipeline > 0
     decoders = None if rank is None or later else Decoders(processes_of_a_rank(plan.gpus_per_node))
     return Sight(folder / str(part.tokenizer), part.images, frozenset(takes), integers_alone=later, decoders=decoders)
 
 
-def _micro_batch(block: TokenBlock, packed: bool, sight: Sight | None = None) -> MicroBatch:
+def _micro_batch(block: TokenBlock, packed: bool, sight: Sight | PairSight | None = None) -> MicroBatch:
     """packed: with position ids, whether this block needs them or not: what crosses stages must not change its form."""
     input_ids = torch.from_numpy(block.tokens.astype(np.int64))
     labels = input_ids.clone()

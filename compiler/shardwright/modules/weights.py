@@ -85,6 +85,17 @@ def _random(plan: Plan, folder: Path, config: PretrainedConfig, model: PreTraine
     return files
 
 
+def scalars_to_vectors(model: nn.Module) -> None:
+    """A parameter without a dimension (CLIP's logit_scale) gets one of length 1: DeepSpeed broadcasts parameters by a
+    view of their bytes and multiplies gradients by a vector (runtime/engine.py, _broadcast_model; runtime/utils.py,
+    clip_grad_norm_). Of a model that has no memory yet; `export` writes it without again."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.ndim == 0:
+                vector = parameter.detach().reshape(1)
+                module._parameters[name] = nn.Parameter(vector, requires_grad=parameter.requires_grad)
+
+
 def conv1d_names(model: nn.Module) -> frozenset[str]:
     """Weights that GPT-2's Conv1D holds as (in, out)."""
     return frozenset(f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D))

@@ -26,7 +26,7 @@ from shardwright.ir.recipe import (
     TrainingRecord,
     ValidationSection,
 )
-from shardwright.ir.words import Choice, Kernels, Loss, TaskName
+from shardwright.ir.words import SEEING, Choice, Kernels, Loss, TaskName
 from shardwright.layout.axes import coordinates
 from shardwright.layout.estimate import Memory, Time, Training
 from shardwright.layout.strategy import Strategy
@@ -93,7 +93,12 @@ class PlanModel:
     @property
     def sees(self) -> bool:
         """Whether its rows hold pictures."""
-        return self.task == "image-text-to-text"
+        return self.task in SEEING
+
+    @property
+    def contrastive(self) -> bool:
+        """Whether its rows are pairs of a picture and a caption."""
+        return self.task == "contrastive"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from shardwright.rules import (
     attention,
     balance,
     context,
+    contrastive,
     expert,
     freeze,
     islands,
@@ -90,6 +91,9 @@ RUNTIME_RULES: dict[str, Rule] = {
     "SW3171": rule(sight.unproved, "schedule", "offload"),
     "SW3172": rule(sight.tower_uncounted),
     "SW3173": rule(islands.unproved, "expert", "zero_stage", "context", "offload", "schedule"),
+    "SW3181": rule(contrastive.data_ranks_alone, "tensor", "pipeline", "context", "expert"),
+    "SW3182": rule(contrastive.one_micro_batch, "data", "micro_batch_size", "gradient_accumulation_steps"),
+    "SW3183": rule(contrastive.unproved, "activation_checkpointing"),
     "SW3119": rule(layout.fp16_on_cpu),
     "SW3120": rule(layout.zero_3_slow_links, "zero_stage"),
 }

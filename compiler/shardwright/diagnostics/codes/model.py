@@ -21,6 +21,7 @@ MODEL_CODES: dict[str, str] = {
     "SW2018": "the model's own code does not load",
     "SW2019": "the model takes no pictures",
     "SW2020": "the model's processor cannot be made",
+    "SW2021": "the model does not learn from pairs",
     "SW2051": "Megatron-Core has no such model",
     "SW2052": "the model computes something else under Megatron-Core",
     "SW2053": "Megatron-Core does not build the ranks that are planned",

@@ -68,6 +68,8 @@ RECIPE_CODES: dict[str, str] = {
     "SW1403": "data for a model that sees, without pictures",
     "SW1404": "pictures for a model that does not see",
     "SW1405": "pictures of two sizes",
+    "SW1407": "data that is not pairs of a picture and a caption",
+    "SW1408": "a pair has one picture",
     "SW1406": "a tokenizer that is not the processor's",
     "SW1431": "the chunked loss is not proved for this model type",
     "SW1432": "LoRA does not run in a pipeline",

@@ -47,6 +47,7 @@ RUN_CODES: dict[str, str] = {
     "SW6135": "a picture outside of the data's folder",
     "SW6136": "two pictures without a token between them",
     "SW6137": "a process that decodes pictures ended",
+    "SW6138": "a pair without a picture",
     "SW6201": "a checkpoint that does not exist or is not whole",
     "SW6203": "a checkpoint of another model",
     "SW6204": "a checkpoint that was trained with another tokenizer",

@@ -40,11 +40,14 @@ class DataTrainer(DeepSpeedTrainer):
         self._cut_and_fill(model, config, filler, experts)
         compile_as_planned(model, plan)
         recompute_as_planned(model, plan)
-        self.loss_fn = causal_loss(plan, self.grid)
+        self._prepare_loss(model)
+        self._initialize(model, config, self.grid)
+        self._blank = BlankPicture(model) if plan.model.sees and not plan.model.contrastive else None
+
+    def _prepare_loss(self, model: nn.Module) -> None:
+        self.loss_fn = causal_loss(self.plan, self.grid)
         if isinstance(self.loss_fn, ChunkedLoss):
             compute_loss_inside(model, self.loss_fn)
-        self._initialize(model, config, self.grid)
-        self._blank = BlankPicture(model) if plan.model.sees else None
 
     def _cut_and_fill(self, model: nn.Module, config: dict[str, Any], filler: Filler, experts: ExpertSpreader) -> None:
         """A decoder layer at a time, and then the rest. At ZeRO-3 each is partitioned before the next is read."""

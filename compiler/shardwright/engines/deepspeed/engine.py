@@ -36,4 +36,5 @@ DEEPSPEED = Engine(
     compiles_layers=True,
     sees=True,
     islands=True,
+    compares=True,
 )

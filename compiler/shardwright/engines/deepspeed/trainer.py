@@ -8,6 +8,7 @@ from typing import Any
 
 from deepspeed import comm as dist
 
+from shardwright.engines.deepspeed.contrastive_trainer import ContrastiveTrainer
 from shardwright.engines.deepspeed.data_trainer import DataTrainer
 from shardwright.engines.deepspeed.experts import expert_spreader
 from shardwright.engines.deepspeed.fixes import apply_fixes
@@ -19,7 +20,7 @@ from shardwright.modules.expert.balance import router_balance
 from shardwright.modules.expert.spread import own_experts
 from shardwright.modules.lora import add_adapters
 from shardwright.modules.materialize import Filler
-from shardwright.modules.weights import conv1d_to_linear, open_model
+from shardwright.modules.weights import conv1d_to_linear, open_model, scalars_to_vectors
 from shardwright.plan.plan import Plan
 
 
@@ -31,6 +32,7 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer
     apply_fixes()
     model, weights = open_model(plan, folder, resumes=resumes)
     transposed = conv1d_to_linear(model)
+    scalars_to_vectors(model)
     splits = {p.name: p for module in plan.tensor_parallel.modules for p in module.parameters}
     at = plan.ranks[dist.get_rank()]
     # Before the adapters, which have their values: it knows the parameters by Hugging Face's names.
@@ -39,7 +41,8 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer
     experts, context = expert_spreader(plan, model), _context_group(plan)
     balance = router_balance(plan, model, context)
     config = json.loads((folder / "ds_config.json").read_text(encoding="utf-8"))
-    trainer = (PipelineTrainer if plan.strategy.pipeline > 1 else DataTrainer)(plan, model, config, filler, experts)
+    kind = ContrastiveTrainer if plan.model.contrastive else DataTrainer
+    trainer = (PipelineTrainer if plan.strategy.pipeline > 1 else kind)(plan, model, config, filler, experts)
     random_is_cut = plan.model.dropout > 0 and plan.strategy.tensor > 1
     trainer.balance = balance
     CONTEXT.use(context)
