@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright.diagnostics import KeyPath, Location, Refusal, Source
+from shardwright.ir.words import PAIR_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,6 +25,8 @@ STEPS = 1000
 PRECISION = "bf16"
 LONGEST_ASSUMED_SEQUENCE = 4096
 TOKENS_PER_STEP = 4 * 2**20  # what models of 7 B to 400 B are pre-trained with (Llama 2 and 3: 4 M to 16 M)
+
+PAIRS_PER_STEP = 32_768  # CLIP's batch (arXiv 2103.00020, section 2.5); SigLIP's gains end there (arXiv 2303.15343)
 
 # A configuration's names for its longest sequence.
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
@@ -64,7 +67,9 @@ def recipe_text(args: argparse.Namespace, model: str) -> str:
     gpus_per_node = args.gpus_per_node or GPUS_PER_NODE
     world = args.nodes * gpus_per_node
     length = args.sequence_length or min(LONGEST_ASSUMED_SEQUENCE, longest_sequence(model))
-    batch = args.global_batch_size or max(1, round(TOKENS_PER_STEP / length / world)) * world
+    config = _config_of(model)
+    rows = PAIRS_PER_STEP if config.get("model_type") in PAIR_TYPES else TOKENS_PER_STEP / length
+    batch = args.global_batch_size or max(1, round(rows / world)) * world
     quote = json.dumps  # of text: JSON's form is YAML's too
     return (
         "version: 1\n"
@@ -79,14 +84,21 @@ def recipe_text(args: argparse.Namespace, model: str) -> str:
 
 def longest_sequence(model: str) -> int:
     """The longest sequence that the model's configuration names; where it names none, there is no limit."""
+    config = _config_of(model)
+    text = config.get("text_config")
+    if isinstance(text, dict):  # of a model that sees
+        config = {**text, **config}
+    lengths = [config[key] for key in _LENGTH_KEYS if key in config]
+    return next((n for n in lengths if isinstance(n, int) and n > 0), LONGEST_ASSUMED_SEQUENCE)
+
+
+def _config_of(model: str) -> JsonObject:
     from shardwright.model.popular.hub import hub_config, read_config_file
 
     try:
-        config = read_config_file(Path(model) / "config.json") if os.path.isabs(model) else hub_config(model)
+        return read_config_file(Path(model) / "config.json") if os.path.isabs(model) else hub_config(model)
     except Refusal:
-        config = {}  # stage 2 refuses it again, together with what is wrong elsewhere
-    lengths = [config[key] for key in _LENGTH_KEYS if key in config]
-    return next((n for n in lengths if isinstance(n, int) and n > 0), LONGEST_ASSUMED_SEQUENCE)
+        return {}  # stage 2 refuses it again, together with what is wrong elsewhere
 
 
 def words_of(args: argparse.Namespace, model: str) -> dict[KeyPath, str]:

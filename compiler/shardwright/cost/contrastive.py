@@ -19,9 +19,9 @@ _SIDES = 2
 _COMPARED = {"softmax": 2, "sigmoid": 1}
 """Matrices b x N of a rank, by `Cut.loss`: CLIP's cross-entropy looks along both sides, SigLIP's sum at each pair
 once."""
-_HELD = {"softmax": 4, "sigmoid": 8}
-"""fp32 matrices of that size that are there at once for each: similarities, scaled and signed, what the loss keeps of
-them, and their gradients."""
+HELD = {"softmax": 6, "sigmoid": 6}
+"""fp32 matrices of that size that are there at once, of all: similarities, scaled and signed, what the loss keeps of
+them, and a gradient on its way (tests/unit/cost/test_contrastive.py counts them)."""
 _PASSES = {"softmax": (6, 6), "sigmoid": (10, 8)}
 """Reads and writes of each, forward and backward, beside the product."""
 
@@ -47,7 +47,7 @@ def comparing_seconds(
 def comparing_bytes(layout: Layout) -> float:
     """Of a rank, while the loss is computed."""
     loss, pairs = layout.graph.cut.loss, layout.recipe.training.global_batch_size
-    matrices = _HELD[loss] * _COMPARED[loss] * layout.strategy.micro_batch_size * pairs
+    matrices = HELD[loss] * layout.strategy.micro_batch_size * pairs
     # As they arrive, side by side, and their gradients.
     features = 3 * _SIDES * pairs * layout.graph.features
     return float(_FP32 * (matrices + features))

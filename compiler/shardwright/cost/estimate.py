@@ -21,7 +21,7 @@ def price(layout: Layout, memory: Memory, diagnostics: tuple[Diagnostic, ...]) -
     inner = scaled(estimate_time(layout), run_factor(layout.recipe, layout.graph, layout.strategy))
     time = with_outer_step(inner, layout.recipe, layout.graph)
     if not memory.fits:
-        diagnostics = (*diagnostics, does_not_fit(memory, layout.strategy))
+        diagnostics = (*diagnostics, does_not_fit(memory, layout.strategy, contrastive=layout.graph.contrastive))
     return Estimate(
         strategy=layout.strategy,
         boundaries=layout.boundaries,
@@ -35,7 +35,8 @@ def price(layout: Layout, memory: Memory, diagnostics: tuple[Diagnostic, ...]) -
     )
 
 
-def does_not_fit(memory: Memory, strategy: Strategy) -> Diagnostic:
+def does_not_fit(memory: Memory, strategy: Strategy, *, contrastive: bool = False) -> Diagnostic:
+    """contrastive: each rank holds its share of the batch at once, and nothing but data ranks makes it smaller."""
     fullest = max(memory.stages, key=lambda stage: stage.peak_bytes)
     parts = {
         "parameters": fullest.parameters_bytes,
@@ -46,12 +47,17 @@ def does_not_fit(memory: Memory, strategy: Strategy) -> Diagnostic:
     }
     listed = ", ".join(f"{name} {value / 2**30:.1f}" for name, value in parts.items())
     cuts = ", ".join(axis.name for axis in AXES if axis.cuts and axis.is_free)
+    ways = (
+        f"A higher {cuts} or zero_stage, a smaller micro_batch_size or activation_checkpointing: full would lower it."
+    )
+    if contrastive:
+        ways = "More GPUs, activation_checkpointing: full or a smaller global_batch_size would lower it: a rank holds "
+        ways += f"its {strategy.micro_batch_size:,} pairs at once."
     return Diagnostic(
         code="SW3201",
         message=f"predicted peak {memory.peak_bytes / 2**30:.1f} GiB does not fit in "
         f"{memory.capacity_bytes / 2**30:.1f} GiB (pipeline rank {fullest.stage})",
-        help=f"In GiB: {listed}. A higher {cuts} or zero_stage, a smaller micro_batch_size or "
-        "activation_checkpointing: full would lower it.",
+        help=f"In GiB: {listed}. {ways}",
         key=("parallelism", "micro_batch_size" if strategy.micro_batch_size > 1 else "tensor"),
     )
 

@@ -8,12 +8,10 @@ import json
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import ModelSection
-from shardwright.ir.words import TaskName
 from shardwright.model.cache import cache_key, cached_graph, is_off, store_graph
 from shardwright.model.popular.graphs import shipped_graph
 from shardwright.model.popular.hub import read_config
 
-IMAGE_TEXT: TaskName = "image-text-to-text"
 _KNOWN: dict[tuple[str, str, str, bool], ModelGraph] = {}
 """Of this process: `estimate` asks for the same graph many times."""
 
@@ -34,8 +32,8 @@ def _find(section: ModelSection, config: JsonObject, text: str, inline: bool) ->
     if is_off():
         return _trace(section, config, inline)
     # A recipe's own configuration is checked more strictly than a published one, so it is never looked up as one.
-    graph = None if inline or section.task == IMAGE_TEXT else shipped_graph(text, section.attention)
-    if graph is not None:
+    graph = None if inline else shipped_graph(text, section.attention)
+    if graph is not None and section.task in ("auto", graph.task):
         return graph
     # One of the models that both tasks know is another graph under each.
     key = cache_key(text if section.task == "auto" else f"{section.task} {text}", section.attention, inline)

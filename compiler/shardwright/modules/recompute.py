@@ -40,11 +40,11 @@ def apply_recompute(decoder_layers: Iterable[nn.Module], choice: Checkpointing, 
 
 
 def recompute_as_planned(model: nn.Module, plan: Plan, layers: Collection[str] | None = None) -> None:
-    """To the decoder layers that the plan checkpoints, and under `full` to the blocks of a tower, which stand in the
-    embedding's piece. layers: to these of them, by their paths; None: to all."""
+    """To the decoder layers that the plan checkpoints, and under `full` and `{full: N}` to the blocks of a tower,
+    which stand in the embedding's piece. layers: to these of them, by their paths; None: to all."""
     chosen = [name for name in checkpointed_layers(plan) if layers is None or name in layers]
     apply_recompute(map(model.get_submodule, chosen), plan.strategy.checkpointing, plan.model.attention_module)
-    if plan.strategy.activation_checkpointing == "full" and (layers is None or "embedding" in layers):
+    if plan.strategy.checkpointing == "full" and (layers is None or "embedding" in layers):
         apply_recompute(map(model.get_submodule, plan.model.tower_blocks), "full", "")
 
 

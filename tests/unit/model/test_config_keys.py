@@ -60,7 +60,7 @@ def test_every_configuration_of_the_zoo_is_right(part: int) -> None:
     [
         ({"model_type": "lama"}, "SW2003", "lama"),
         ({"model_type": None}, "SW2003", ""),
-        ({"model_type": "clip"}, "SW2004", "clip"),
+        ({"model_type": "vit"}, "SW2004", "vit"),
         ({"model_type": "t5"}, "SW2017", "t5"),
         ({"hiden_size": 64}, "SW2005", "hiden_size"),
         ({"n_embd": 64}, "SW2005", "n_embd"),

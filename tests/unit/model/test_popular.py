@@ -124,6 +124,11 @@ EXACT: dict[str, int] = {
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
     "Qwen/Qwen3-235B-A22B": 235_093_634_560,
     "stabilityai/stablelm-3b-4e1t": 2_795_443_200,
+    # The pages of OpenAI's count two tables of position numbers too, 127 and 334 integers: 151,277,440, 427,616,847.
+    "openai/clip-vit-base-patch32": 151_277_440 - 127,
+    "openai/clip-vit-large-patch14": 427_616_847 - 334,
+    "google/siglip-base-patch16-224": 203_155_970,
+    "google/siglip-so400m-patch14-384": 877_960_498,
     "bigcode/starcoder2-3b": 3_030_371_328,
     "bigcode/starcoder2-7b": 7_173_923_840,
     "HuggingFaceTB/SmolVLM-256M-Instruct": 256_484_928,
@@ -216,9 +221,11 @@ def test_published_sizes(model_id: str, asked: list[str]) -> None:
     text = plain.get("text_config")
     plain = text if isinstance(text, dict) else plain  # of a model that sees
     # What a size does not show: a wrong number of heads gives a head dimension that no kernel has.
-    heads, hidden = _get(plain, "num_attention_heads", "n_head"), _get(plain, "hidden_size", "n_embd")
-    head_dim = plain.get("head_dim") or plain.get("v_head_dim") or hidden / heads
-    assert head_dim in (64, 80, 96, 128, 256), head_dim
+    sides = [side for name in ("text_config", "vision_config") if isinstance(side := plain.get(name), dict)]
+    for part in sides or [plain]:
+        heads, hidden = _get(part, "num_attention_heads", "n_head"), _get(part, "hidden_size", "n_embd")
+        head_dim = part.get("head_dim") or part.get("v_head_dim") or hidden / heads
+        assert head_dim in (64, 72, 80, 96, 128, 256), head_dim
     assert asked == []
 
 
