@@ -35,7 +35,7 @@ from shardwright.data.turns import Message, TemplateError
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.hf.byte_tokenizer import byte_tokenizer
 from shardwright.hf.own_code import needs_own_code, own_code_in, register
-from shardwright.hf.task import CAUSAL_LM, task_of_type
+from shardwright.hf.task import CAUSAL_LM, CONTRASTIVE, task_of_type
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.recipe import ImagesSection
 from shardwright.modules.materialize import Filler, empty_model
@@ -200,6 +200,8 @@ def asked_about(loaded: Loaded, prompt: str, images: tuple[Path, ...], folder: P
 def _of_checkpoint(checkpoint: Path, device: torch.device, trust_code: str | None) -> Loaded:
     """Read straight into the model, adapters merged: the layout that trained it does not matter."""
     plan = open_checkpoint(checkpoint, trust_code)
+    if plan.model.contrastive:
+        raise _writes_nothing(checkpoint, plan.model.model_type)
     tokenizer = _tokenizer_of(plan, checkpoint)
     model = empty_model(load_config(plan, checkpoint), None, plan.model.task)
     with CheckpointReader(checkpoint) as reader:
@@ -254,6 +256,8 @@ def _of_folder(folder: Path, device: torch.device, trust_code: str | None) -> Lo
         require_trust(code, folder, trust_code)
         register(folder, code)
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if task_of_type(config.model_type) is CONTRASTIVE:
+        raise _writes_nothing(folder, config.model_type)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     model = (task_of_type(config.model_type) or CAUSAL_LM).auto_class.from_pretrained(
         folder,
@@ -274,6 +278,11 @@ def _seeing(loaded: Loaded, processor: Path, images: ImagesSection, template: st
     sight = Sight(processor, images, takes)
     template = template or sight.template or loaded.tokenizer.chat_template or ""
     return replace(loaded, sight=sight, template=template)
+
+
+def _writes_nothing(folder: Path, model_type: str) -> Refusal:
+    help = "`shardwright export` it: transformers' AutoModel and AutoProcessor compare pictures with texts."
+    return _unusable(folder, f"a {model_type!r} compares pictures with captions, and writes no text", help)
 
 
 def _rather(folder: Path, *, alone: bool) -> str:

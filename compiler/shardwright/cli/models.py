@@ -51,6 +51,9 @@ def run(args: argparse.Namespace) -> int:
         text = support_text(args.task or "causal-lm")
         sys.stdout.write(text if args.json else overview(table, color=use_color(sys.stdout)))
         return 0
+    if args.task is None and (pairs := pair_type(args.type)) is not None:
+        sys.stdout.write(pairs_as_json(pairs) if args.json else pair_details(pairs, table))
+        return 0
     name = type_of(args.type, table, support(IMAGE_TEXT) if args.task is None else table)
     table = table if name in table.types else support(IMAGE_TEXT)
     sys.stdout.write(as_json(name, table) if args.json else details(name, table))
@@ -69,6 +72,39 @@ def type_of(text: str, table: Support, second: Support) -> str:
     if config is not None and config["model_type"] in known:
         return str(config["model_type"])
     raise _not_here(text if config is None else str(config["model_type"]), table)
+
+
+def pair_type(text: str) -> str | None:
+    """A type that learns from pairs of a picture and a caption, or such a model that comes with shardwright."""
+    from shardwright.ir.words import PAIR_TYPES
+    from shardwright.model.popular.shipped import shipped_config, shipped_name
+
+    config = shipped_config(shipped_name(text) or "") or {"model_type": text}
+    name = str(config["model_type"])
+    return name if name in PAIR_TYPES else None
+
+
+_PAIR_PROOF = "tests/parity/test_contrastive.py"
+
+
+def pair_details(model_type: str, table: Support) -> str:
+    lines = [
+        f"{model_type} (transformers {table.transformers})",
+        "",
+        "contrastive, on captions with a picture each",
+        f"    ZeRO 0 to 3 over data ranks: proved ({_PAIR_PROOF})",
+        "",
+        "in a recipe",
+        "    zero_stage: 0 to 3",
+        "    tensor, pipeline, context, expert: 1",
+        "    micro_batch_size: each data rank's share of the batch, at once",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def pairs_as_json(model_type: str) -> str:
+    proof = {"verdict": "proved", "tests": _PAIR_PROOF}
+    return strict_json({"type": model_type, "task": "contrastive", "zero": proof}) + "\n"
 
 
 def _not_here(text: str, table: Support) -> Refusal:

@@ -118,7 +118,8 @@ class Session:
         training = self.plan.training
         if self._metrics and self._tracking:
             tokens = training.global_batch_size * training.sequence_length
-            self._metrics.write(step, result.loss, result.grad_norm, rate, tokens, seconds)
+            pairs = training.global_batch_size if self.plan.model.contrastive else None
+            self._metrics.write(step, result.loss, result.grad_norm, rate, tokens, seconds, pairs)
             values = {"loss": result.loss, "grad_norm": result.grad_norm, "learning_rate": rate}
             self._tracking.log(step, {**values, "tokens_per_second": tokens / seconds})
         lines = self._divergence.step(step, result.loss, result.grad_norm)

@@ -108,8 +108,16 @@ class Metrics:
         self._file = _open_cut_back(folder / "run" / "metrics.jsonl", resumed_step)
 
     def write(
-        self, step: int, loss: float, grad_norm: float, learning_rate: float, tokens: int, seconds: float
+        self,
+        step: int,
+        loss: float,
+        grad_norm: float,
+        learning_rate: float,
+        tokens: int,
+        seconds: float,
+        pairs: int | None = None,
     ) -> None:
+        """pairs: of the step, of a model that learns from them."""
         line = {
             "step": step,
             "loss": loss,
@@ -118,6 +126,7 @@ class Metrics:
             "tokens": tokens,
             "step_seconds": seconds,
             "tokens_per_second": tokens / seconds,
+            **({} if pairs is None else {"pairs_per_second": pairs / seconds}),
             "attempt": self.attempt,
         }
         text = strict_json(line)
