@@ -221,11 +221,9 @@ def test_published_sizes(model_id: str, asked: list[str]) -> None:
     text = plain.get("text_config")
     plain = text if isinstance(text, dict) else plain  # of a model that sees
     # What a size does not show: a wrong number of heads gives a head dimension that no kernel has.
-    sides = [side for name in ("text_config", "vision_config") if isinstance(side := plain.get(name), dict)]
-    for part in sides or [plain]:
-        heads, hidden = _get(part, "num_attention_heads", "n_head"), _get(part, "hidden_size", "n_embd")
-        head_dim = part.get("head_dim") or part.get("v_head_dim") or hidden / heads
-        assert head_dim in (64, 72, 80, 96, 128, 256), head_dim
+    heads, hidden = _get(plain, "num_attention_heads", "n_head"), _get(plain, "hidden_size", "n_embd")
+    head_dim = plain.get("head_dim") or plain.get("v_head_dim") or hidden / heads
+    assert head_dim in (64, 72, 80, 96, 128, 256), head_dim
     assert asked == []
 
 
