@@ -206,10 +206,15 @@ def test_a_padded_vocabulary(total: int, degree: int) -> None:
     ],
 )
 def test_what_the_proof_says(
-    told: dict[str, str], code: str | None, write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    told: dict[str, str],
+    code: str | None,
+    write_recipe: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     """The compile is refused with what the other process found; a proof that held is not asked for again."""
     asked: list[Any] = []
+    monkeypatch.setattr(proof, "cache_folder", lambda: tmp_path / "cache")  # other cases run at the same time
     monkeypatch.setattr(proof, "_asked", lambda question: asked.append(json.dumps(question)) or told)
     monkeypatch.setattr(table, "package_errors", lambda engine: ())
     monkeypatch.setattr("shardwright.compile.package_errors", lambda engine: ())
