@@ -174,7 +174,7 @@ def _write_configs(plan: Plan, model: PreTrainedModel, dtype: torch.dtype, check
         task = task_named(plan.model.task)
         _bring_own_code(plan.model.own_code, task, model, checkpoint / "model", folder)
     model.config.save_pretrained(folder)
-    if isinstance(model.generation_config, GenerationConfig):
+    if isinstance(getattr(model, "generation_config", None), GenerationConfig):  # one that compares writes no text
         if is_byte_level(plan):  # what the type's default ids mean is a byte of text here, and no end
             for kind in ("bos", "eos", "pad"):
                 setattr(model.generation_config, f"{kind}_token_id", None)
