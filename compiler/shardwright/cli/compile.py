@@ -149,4 +149,5 @@ def _length(training: PlanTraining) -> str:
 
 def _stage(stage: PlanStage) -> str:
     names = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} ... {stage.layers[-1]}"
-    return f"{len(stage.layers)} layers on pipeline rank {stage.pipeline_rank}: {names}"
+    count = f"{len(stage.layers)} layer{'s' if len(stage.layers) > 1 else ''}"
+    return f"{count} on pipeline rank {stage.pipeline_rank}: {names}"

@@ -37,6 +37,10 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, stdin_text: str | 
     return check_document(cast(JsonObject, plain(root)), directory, source, layers.errors)
 
 
+NO_BASE = ("SW1021", "SW1022")
+"""`extends` goes round, or names what cannot be read."""
+
+
 def check_document(given: JsonObject, directory: str, source: Source, errors: Sequence[Diagnostic] = ()) -> Recipe:
     """The document as it was written -> Recipe. errors: what reading it has found already."""
     found = list(errors)
@@ -49,6 +53,8 @@ def check_document(given: JsonObject, directory: str, source: Source, errors: Se
     # What a misspelt key was meant to be is unknown too.
     wrong |= meant_keys(found)
     found += cross_check(completed, wrong)
+    if any(error.code in NO_BASE for error in errors):  # what is missing may stand there
+        found = [error for error in found if error.code != "SW1105"]
     if found:
         raise Refusal(*sorted(found, key=lambda e: _order(e, source)), source=source)
     return build(decide(completed), directory, source)
