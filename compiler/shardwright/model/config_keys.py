@@ -103,9 +103,11 @@ def vocabulary_size(config: JsonObject) -> int | None:
     """None where it is not known without transformers (a part of a configuration in parts)."""
     model_type = config.get("model_type")
     known = type_keys(model_type) if isinstance(model_type, str) and is_of_installed() else None
-    if known is None or isinstance(config.get("text_config"), Mapping):
+    if isinstance(config.get("text_config"), Mapping):
         return None
-    return known.size(config, "vocab_size")
+    found = None if known is None else known.size(config, "vocab_size")
+    written = config.get("vocab_size")  # of a configuration in parts that is written flat, as Qwen2.5-VL's
+    return written if found is None and isinstance(written, int) else found
 
 
 def _no_type(model_type: JsonValue, where: KeyPath) -> Diagnostic:

@@ -170,7 +170,7 @@ def test_synthetic_rows_are_the_same_everywhere(tmp_path: Path) -> None:
     assert 0 <= first.min() <= first.max() < 256
 
 
-def test_the_standard_library_is_there() -> None:
-    files = files_behind("python-stdlib")
+def test_the_standard_library_is_there(tmp_path: Path) -> None:
+    files = files_behind("python-stdlib", tmp_path)
     assert len(files) > 300
     assert not any("site-packages" in f or "/test/" in f for f in files)
