@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar, TypeVarTuple
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
 
 MOST = 20_000
 """Results of one function; beyond them it starts anew."""
+MOST_SETTLED = 64
+"""Sets of arguments, whole models among them, that stay alive for one key."""
 
 
 class Settled:
@@ -31,17 +34,17 @@ class Settled:
         return self is other or (isinstance(other, Settled) and self._key == other._key)
 
 
-def settled(key: Callable[P, Hashable]) -> Callable[P, Settled]:
+def settled(key: Callable[[*Ts], Hashable]) -> Callable[[*Ts], Settled]:
     """key: of arguments that do not change, and that are the same objects from one question to the next."""
     known: dict[tuple[int, ...], tuple[object, Settled]] = {}
 
-    def ask(*args: P.args, **kwargs: P.kwargs) -> Settled:
+    def ask(*args: *Ts) -> Settled:
         asked = tuple(map(id, args))
         found = known.get(asked)
         if found is None:
-            if len(known) >= MOST:
+            if len(known) >= MOST_SETTLED:
                 known.clear()
-            found = known[asked] = (args, Settled(key(*args, **kwargs)))  # with the arguments, so that ids stay theirs
+            found = known[asked] = (args, Settled(key(*args)))  # with the arguments, so that ids stay theirs
         return found[1]
 
     return ask
