@@ -109,6 +109,13 @@ def test_the_comparison_finds_the_best_and_prices_fewer(target: str, monkeypatch
     assert 0 < priced < every
 
 
+def test_the_comparison_is_by_the_objective() -> None:
+    asked = problem("megatron")
+    leanest = dataclasses.replace(asked, recipe=dataclasses.replace(asked.recipe, objective="memory"))
+    found = best_of(leanest)
+    assert found == search(leanest).ranked[0] and found != best_of(asked)
+
+
 def test_a_recipe_for_any_engine_compiles_for_one(write_recipe: Callable[..., Path], tmp_path: Path) -> None:
     """LoRA is DeepSpeed's alone here: the plan says so, and its folder is read back."""
     pins = {"tensor": 1, "pipeline": 1, "data": 4, "micro_batch_size": 2}
