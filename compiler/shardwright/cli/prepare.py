@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,23 +42,28 @@ def run(args: argparse.Namespace) -> int:
     plan, data = resolve(plan, folder, check_all=True)
     parts, shown = summarize(plan, folder), samples(plan, folder, data)
     rate = picture_rate(plan, folder) if plan.model.sees else None
-    told = (plan, folder, data, parts, shown, rate)
-    print(as_json(*told) if args.json else summary(*told))
+    told = Prepared(plan=plan, folder=folder, data=data, parts=parts, shown=shown, rate=rate)
+    print(as_json(told) if args.json else summary(told))
     return 0
 
 
-def as_json(
-    plan: Plan,
-    folder: Path,
-    data: Dataset,
-    parts: tuple[PartSummary, ...],
-    shown: list[list[TextSpan]],
-    rate: PictureRate | None,
-) -> str:
-    t = plan.training
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What the run will read. parts: of each source; shown: a few samples; rate: of a model that sees."""
+
+    plan: Plan
+    folder: Path
+    data: Dataset
+    parts: tuple[PartSummary, ...]
+    shown: list[list[TextSpan]]
+    rate: PictureRate | None
+
+
+def as_json(told: Prepared) -> str:
+    t, data, parts = told.plan.training, told.data, told.parts
     return strict_json(
         {
-            "directory": str(folder),
+            "directory": str(told.folder),
             "steps": t.steps,
             "epochs": t.epochs,
             "steps_per_epoch": data.order.steps_per_epoch,
@@ -68,36 +73,29 @@ def as_json(
             "rows": len(data.train),
             "validation_rows": 0 if data.validation is None else len(data.validation),
             "parts": [asdict(p) for p in parts],
-            "pictures": None if rate is None else asdict(rate),
-            "samples": [[asdict(piece) for piece in pieces] for pieces in shown],
+            "pictures": None if told.rate is None else asdict(told.rate),
+            "samples": [[asdict(piece) for piece in pieces] for pieces in told.shown],
         }
     )
 
 
-def summary(
-    plan: Plan,
-    folder: Path,
-    data: Dataset,
-    parts: tuple[PartSummary, ...],
-    shown: list[list[TextSpan]],
-    rate: PictureRate | None,
-) -> str:
+def summary(told: Prepared) -> str:
     """What the run will read, in a few lines, and three samples of it."""
     from shardwright.data.summary import marked
 
-    t = plan.training
-    rows = [("data", _part(p, t.sequence_length)) for p in parts]
+    t, data = told.plan.training, told.data
+    rows = [("data", _part(p, t.sequence_length)) for p in told.parts]
     rows.append(("sequences", f"{len(data.train):,} of {t.sequence_length} tokens to train on"))
     if data.validation is not None:
         rows.append(("", f"{len(data.validation):,} held out for validation"))
-    if rate is not None:
-        rows.append(("pictures", _rate(rate)))
+    if told.rate is not None:
+        rows.append(("pictures", _rate(told.rate)))
     epochs = t.steps / data.order.steps_per_epoch
     rows.append(("training", f"{t.steps:,} steps of {t.global_batch_size} sequences, {epochs:.3g} epochs"))
-    rows.append(("next", f"shardwright run {shell_word(str(folder))}"))
+    rows.append(("next", f"shardwright run {shell_word(str(told.folder))}"))
     begin, end = ("\x1b[32m", "\x1b[0m") if use_color(sys.stdout) else ("[[", "]]")
     lines = [f"{name:<11}{visible(text)}" for name, text in rows]
-    for number, pieces in enumerate(shown, 1):
+    for number, pieces in enumerate(told.shown, 1):
         cleaned = [type(p)(text=_printable(p.text), trained=p.trained) for p in pieces]
         lines += ["", f"sample {number}, {'green' if begin != '[[' else 'in [[ ]]'}: what is trained on"]
         lines.append(marked(cleaned, begin, end))

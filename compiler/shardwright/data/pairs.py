@@ -22,6 +22,7 @@ from shardwright.data.pictures import Damaged, Picture, PictureTable, PictureWri
 from shardwright.data.progress import ReadingProgress
 from shardwright.data.records import missing_field, records
 from shardwright.data.rows import Indices, TokenBlock
+from shardwright.data.sight import loaded
 from shardwright.data.store import Documents, Writer
 from shardwright.diagnostics import refusal
 from shardwright.ir.json_value import JsonObject
@@ -53,16 +54,8 @@ class PairSight:
 
     def __init__(self, folder: Path, images: ImagesSection, *, decoders: Decoders | None = None) -> None:
         from shardwright.hf.pair_processor import load_sides
-        from shardwright.hf.processor import NoProcessor
 
-        try:
-            self._tokenizer, self._images = load_sides(folder)
-        except NoProcessor as error:
-            raise refusal(
-                "SW6133",
-                f"the processor in {str(folder)!r} cannot be used: {error}",
-                "Install what it names, or compile again with a model whose processor transformers has.",
-            ) from None
+        self._tokenizer, self._images = loaded(load_sides, folder)
         self.images, self.decoders = images, decoders
 
     @property

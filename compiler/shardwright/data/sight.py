@@ -7,9 +7,9 @@ B rows of a micro-batch, S tokens of each.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,23 @@ if TYPE_CHECKING:
 
 BLANK_SIDE = 32
 """Pixels of the blank picture's side, which a micro-batch without pictures shows the tower."""
+
+
+T = TypeVar("T")
+
+
+def loaded(load: Callable[[Path], T], folder: Path) -> T:
+    """What the files of a processor in `folder` make. Raises Refusal: SW6133."""
+    from shardwright.hf.processor import NoProcessor
+
+    try:
+        return load(folder)
+    except NoProcessor as error:
+        raise refusal(
+            "SW6133",
+            f"the processor in {str(folder)!r} cannot be used: {error}",
+            "Install what it names, or compile again with a model whose processor transformers has.",
+        ) from None
 
 
 class Sight:
@@ -46,16 +63,9 @@ class Sight:
         integers_alone: bool = False,
         decoders: Decoders | None = None,
     ) -> None:
-        from shardwright.hf.processor import NoProcessor, load_processor
+        from shardwright.hf.processor import load_processor
 
-        try:
-            self._processor = load_processor(folder)
-        except NoProcessor as error:
-            raise refusal(
-                "SW6133",
-                f"the processor in {str(folder)!r} cannot be used: {error}",
-                "Install what it names, or compile again with a model whose processor transformers has.",
-            ) from None
+        self._processor = loaded(load_processor, folder)
         self.images, self._takes = images, takes
         self.integers_alone, self.decoders = integers_alone, decoders
         self.token: str = self._processor.image_token

@@ -1,0 +1,55 @@
+"""Under the `deepspeed` launcher: one case whose rows have pictures, compiled and trained as the other cases are.
+
+All cases of a launch share one folder of pictures.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from deepspeed import comm as dist
+
+from shardwright.compile import compile_recipe
+from shardwright.data.dataset import open_dataset
+from shardwright.data.prepare import prepare
+from shardwright.engines.deepspeed.trainer import build_trainer
+from shardwright.engines.protocol import StepResult, Trainer
+from shardwright.modules.batches import Batches, sight_of
+from shardwright.modules.learning_rate import learning_rate
+from shardwright.plan.plan import Plan
+from shardwright.recipe.load import load_recipe
+
+
+def trained(
+    document: dict[str, Any], folder: Path, pictures: Path, write: Callable[[Path], object], rows: int | None = None
+) -> tuple[Plan, Trainer, list[StepResult]]:
+    """Collective. write: the pictures and data.jsonl, once a launch; rows: that the training has, where none may be
+    left out."""
+    rank = dist.get_rank()
+    if rank == 0:
+        folder.mkdir(parents=True)
+        if not pictures.exists():
+            pictures.mkdir()
+            write(pictures)
+        document["data"]["path"] = str(pictures / "data.jsonl")
+        (folder / "recipe.yaml").write_text(json.dumps(document))
+    dist.barrier()
+    made = compile_recipe(load_recipe(folder / "recipe.yaml"))
+    if rank == 0:
+        for name, content in made.files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+        prepare(made.plan, folder, limit_bytes=None)
+    dist.barrier()
+    plan, trainer = made.plan, build_trainer(made.plan, folder)
+    data = open_dataset(plan, folder)
+    assert rows is None or len(data.train) == rows, f"{rows - len(data.train)} rows are left out"
+    batches = Batches(plan, data, sight_of(plan, folder))
+    results, steps = [], plan.training.steps
+    for step in range(1, steps + 1):
+        rate = learning_rate(plan.optimizer, plan.scheduler, steps, step)
+        results.append(trainer.step(batches.micro_batches(step, plan.ranks[rank].data), rate))
+    return plan, trainer, results
