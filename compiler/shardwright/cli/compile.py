@@ -110,7 +110,7 @@ def summary(compiled: Compiled, directory: Path, interval: str = "") -> str:
     plan, model, files = compiled.plan, compiled.plan.model, compiled.files
     s, t, memory, time = plan.strategy, plan.training, plan.predicted.memory, plan.predicted.time
     peak, capacity = memory.peak_bytes / GIB, memory.capacity_bytes / GIB
-    islands = "" if plan.outer is None else f"{plan.outer.islands} islands of "
+    islands, of_each = ("", "") if plan.outer is None else (f"{plan.outer.islands} islands of ", ", of each island")
     layout, _, settings = s.describe().partition(f" micro_batch_size={s.micro_batch_size} ")
     rows = [
         ("recipe", plan.name),
@@ -119,7 +119,10 @@ def summary(compiled: Compiled, directory: Path, interval: str = "") -> str:
         ("layout", layout),
         ("", settings),
         *([("weights", hpz)] if (hpz := hpz_words(s)) else []),
-        ("batch", f"{t.global_batch_size} = {s.micro_batch_size} x {s.gradient_accumulation_steps} x data {s.data}"),
+        (
+            "batch",
+            f"{t.global_batch_size} = {s.micro_batch_size} x {s.gradient_accumulation_steps} x data {s.data}{of_each}",
+        ),
         ("training", f"{_length(t)} of {t.global_batch_size} x {t.sequence_length} tokens, {t.precision}"),
         *((f"stage {stage.stage}", _stage(stage)) for stage in plan.stages),
         ("memory", f"{peak:.1f} of {capacity:.1f} GiB on the fullest rank, predicted"),

@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--why-not",
         metavar="KEY=VALUE,...",
-        help="ask why the plan is not this layout; keys of the parallelism section, such as tensor=8,pipeline=2, or "
-        "target",
+        help="ask why the plan is not this layout; keys of the parallelism section, such as tensor=8,pipeline=2, "
+        "target, or islands (1: all nodes as one world)",
     )
     add_overrides(parser)
     add_json(parser)

@@ -1,4 +1,5 @@
-"""`shardwright explain DIR|R --why-not tensor=8,pipeline=2`."""
+"""`shardwright explain DIR|R --why-not tensor=8,pipeline=2`, and `--why-not islands=4`; of islands=1 see
+why_not_one_world."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from shardwright.cli.plan_table import GIB
 from shardwright.cli.tables import table_lines
+from shardwright.cost.islands import penalty_words
 from shardwright.diagnostics import Diagnostic, Refusal, found
 from shardwright.engines.table import ENGINES
 from shardwright.layout.problem import Problem
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
     from shardwright.ir.recipe import Recipe
     from shardwright.layout.estimate import Estimate
 
-TARGET = "target"
+TARGET, ISLANDS = "target", "islands"
+NO_LINK = "SW1232"
 CROSS_CHECKS = "SW12"
 """What stage 1 says of values that are each legal and do not go together: an answer, not a mistyped question."""
 
@@ -35,6 +38,10 @@ def run(name: str, overrides: Sequence[str], words: str, *, as_json: bool) -> in
 
     asked = asked_keys(words)
     subject = read_subject(name, overrides)
+    if asked.get(ISLANDS) == "1" and subject.recipe.cluster.islands > 1:
+        from shardwright.cli import why_not_one_world
+
+        return why_not_one_world.run(subject, asked, as_json=as_json)
     answer, freed = ask(subject, overrides, asked)
     print(
         strict_json(as_object(subject, asked, freed, answer)) if as_json else page(subject, asked, freed, answer),
@@ -47,12 +54,12 @@ def asked_keys(words: str) -> dict[str, str]:
     """`tensor=8,pipeline=2` -> key -> value, as written. Raises Refusal: SW3303."""
     from shardwright.ir.recipe import ParallelismSection
 
-    known = [*(field.name for field in dataclasses.fields(ParallelismSection)), TARGET]
+    known = [*(field.name for field in dataclasses.fields(ParallelismSection)), TARGET, ISLANDS]
     wrong: list[Diagnostic] = []
     asked: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in words.split(","))):
         key, equals, value = (text.strip() for text in part.partition("="))
-        key = key.removeprefix("parallelism.")
+        key = key.removeprefix("parallelism.").removeprefix("cluster.")
         if not equals or not value:
             wrong.append(_mistake(f"`{part}` is not key=value", ()))
         elif key not in known:
@@ -70,7 +77,9 @@ def asked_keys(words: str) -> dict[str, str]:
 
 
 def _mistake(message: str, valid: tuple[str, ...]) -> Diagnostic:
-    help = "Write keys of the recipe's `parallelism` section, or target, such as --why-not tensor=8,pipeline=2."
+    help = (
+        "Write keys of the recipe's `parallelism` section, target, or islands, such as --why-not tensor=8,pipeline=2."
+    )
     return found("SW3303", None, message, help + (f" Did you mean `{valid[0]}`?" if valid else ""), valid)
 
 
@@ -96,19 +105,22 @@ def ask(
     from shardwright.search.why_not import refused, why_not
 
     freed = tuple(key for key in pinned_keys(subject.recipe) if key not in asked)
-    keys = {key: value for key, value in asked.items() if key != TARGET}
+    keys = {key: value for key, value in asked.items() if key not in (TARGET, ISLANDS)}
     target = asked.get(TARGET, subject.recipe.target)
     layout = [f"parallelism.{key}=auto" for key in freed] + [f"parallelism.{k}={v}" for k, v in keys.items()]
+    layout += [f"cluster.islands={asked[ISLANDS]}"] if ISLANDS in asked else []
     path = Path(subject.name, "recipe.resolved.json") if os.path.isdir(subject.name) else Path(subject.name)
     text = None if subject.name != "-" else subject.recipe.source.texts[subject.recipe.source.file]
     try:
         loaded: Recipe = load_recipe(path, [*overrides, *layout], stdin_text=text)
     except Refusal as refusal:
         if all(d.code.startswith(CROSS_CHECKS) for d in refusal.diagnostics):
-            return refused(refusal), freed
+            return refused(_with_a_link(refusal, subject)), freed
         raise
     recipe = dataclasses.replace(subject.recipe, parallelism=loaded.parallelism)
     problem = carried(Problem, subject, recipe=recipe)
+    if loaded.cluster.islands != subject.recipe.cluster.islands:
+        problem = _of_other_islands(problem, loaded)
     if target != subject.recipe.target:
         try:
             problem = asked_engine(problem, target)
@@ -117,34 +129,62 @@ def ask(
     return why_not(problem, subject.estimate), freed
 
 
+def _with_a_link(refusal: Refusal, subject: PricedRecipe) -> Refusal:
+    """A recipe of one world says nothing of a link between islands: --set asks the question the other way round."""
+    if subject.recipe.cluster.islands > 1 or all(d.code != NO_LINK for d in refusal.diagnostics):
+        return refusal
+    help = (
+        "Ask the other way round: `--set cluster.islands=N --set cluster.inter_island_gbits_per_second=RATE --why-not "
+        "islands=1` prices both."
+    )
+    told = [dataclasses.replace(d, help=help) if d.code == NO_LINK else d for d in refusal.diagnostics]
+    return Refusal(*told, source=refusal.source)
+
+
+def _of_other_islands(problem: Problem, loaded: Recipe) -> Problem:
+    """Its nodes and batch are those of one of them."""
+    from shardwright.cluster.resolve import resolve_cluster
+
+    recipe = dataclasses.replace(problem.recipe, cluster=loaded.cluster, training=loaded.training)
+    return dataclasses.replace(problem, recipe=recipe, cluster=resolve_cluster(loaded.cluster))
+
+
 def page(subject: PricedRecipe, asked: Mapping[str, str], freed: Sequence[str], answer: WhyNotAnswer) -> str:
     lines = [f"asked    {' '.join(f'{key}={value}' for key, value in asked.items())}"]
     if freed:
         lines[0] += f" (set aside: the recipe's own {', '.join(freed)})"
-    lines.append(f"plan     {subject.estimate.strategy.describe()}")
+    lines.append(f"plan     {_of_islands(subject.recipe)}{subject.estimate.strategy.describe()}")
     if answer.estimate is not None and answer.verdict != CHOSEN:
         lines.append(f"best     {answer.estimate.strategy.describe()}")
-    lines.append(f"answer   {sentence(subject, answer)}")
+    lines.append(f"answer   {sentence(subject, asked, answer)}")
     for d in answer.diagnostics:
         lines.append(f"         {d.severity}[{d.code}]: {d.message}")
         lines += [f"         = help: {d.help}"] if d.help else []
     if answer.estimate is not None and answer.verdict != CHOSEN:
         lines += ["", *_figures(subject.estimate, answer.estimate)]
+    if answer.estimate is not None and int(asked.get(ISLANDS, 1)) > 1:
+        lines += ["", penalty_words(int(asked[ISLANDS]))]
     return "\n".join(lines)
 
 
-def sentence(subject: PricedRecipe, answer: WhyNotAnswer) -> str:
+def _of_islands(recipe: Recipe) -> str:
+    return f"{recipe.cluster.islands} islands, each " if recipe.cluster.islands > 1 else ""
+
+
+def sentence(subject: PricedRecipe, asked: Mapping[str, str], answer: WhyNotAnswer) -> str:
     found = answer.estimate
     if found is None:
         return f"it cannot be: {answer.because}"
     change = found.time.step_seconds / subject.estimate.time.step_seconds - 1
     peak, capacity = found.memory.peak_bytes / GIB, found.memory.capacity_bytes / GIB
     codes = ", ".join(d.code for d in answer.diagnostics if d.severity == "error")
+    own = str(subject.recipe.cluster.islands)
+    kept = "pins keep it out" if asked.get(ISLANDS, own) == own else "cluster.islands keeps it out"
     said = {
         CHOSEN: "it is: the plan's layout is the best one of that region",
         TOO_LARGE: f"it does not fit: the least that it takes is {peak:.1f} of {capacity:.1f} GiB",
         LOSES: f"it runs, and loses: {_change(change)}; {answer.because}",
-        WINS: f"it runs, and is better ({_change(change)}; the plan's {answer.because}): pins keep it out",
+        WINS: f"it runs, and is better ({_change(change)}; the plan's {answer.because}): {kept}",
     }
     return said.get(answer.verdict, f"it does not run: {codes}. Were it to run, its step would be {_change(change)}")
 
@@ -182,7 +222,7 @@ def as_object(
         "asked": dict(asked),
         "set_aside": list(freed),
         "verdict": answer.verdict,
-        "answer": sentence(subject, answer),
+        "answer": sentence(subject, asked, answer),
         "because": answer.because,
         "diagnostics": diagnostic_objects(answer.diagnostics),
         "plan": estimate_object(subject.name, plan),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from shardwright.figures import SECONDS_PER_DAY, duration, file_size
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import ELEMENT_BYTES, Recipe
 from shardwright.layout.estimate import Time
@@ -17,18 +18,27 @@ class IslandsCost:
     """sent_bytes: each way over the store's link, an outer step. outer_seconds: that they take. exposed_seconds: that
     training waits of them, an outer step; exposed_share: of the time of the steps between two of them.
 
-    data_parallel_step_seconds: of the same run as plain data parallelism over the same links, at best: every gradient
-    is sent in bf16 behind the whole step. take: the faster of the two, plain data parallelism where they are equal.
+    The same run as plain data parallelism over the same links sends gradient_bytes each way in every step, in
+    gradient_seconds. data_parallel_step_seconds: at best, where all of that hides behind the step;
+    data_parallel_longest_seconds: where none does. Both keep a layout's other collectives inside an island. days and
+    data_parallel_days (at best): None where the steps are not known. take: the faster of the two, plain data
+    parallelism where they are equal.
     """
 
     islands: int
     every_steps: int
+    link_gbits_per_second: float
     sent_bytes: float
     outer_seconds: float
     exposed_seconds: float
     exposed_share: float
     step_seconds: float
+    gradient_bytes: float
+    gradient_seconds: float
     data_parallel_step_seconds: float
+    data_parallel_longest_seconds: float
+    days: float | None
+    data_parallel_days: float | None
     take: str
 
 
@@ -48,17 +58,24 @@ def islands_cost(recipe: Recipe, parameters: int, inner_seconds: float) -> Islan
     sent = (n - 1) * parameters * ELEMENT_BYTES[outer.precision]
     seconds = sent / link
     exposed = max(0.0, seconds - outer.overlap_steps * inner_seconds)
-    ring = 2 * (n - 1) / n * parameters * ELEMENT_BYTES["bf16"] / link
-    step, plain = inner_seconds + exposed / outer.every_steps, max(inner_seconds, ring)
+    gradients = 2 * (n - 1) / n * parameters * ELEMENT_BYTES["bf16"]
+    step, plain = inner_seconds + exposed / outer.every_steps, max(inner_seconds, gradients / link)
+    steps = recipe.training.known_steps
     return IslandsCost(
         islands=n,
         every_steps=outer.every_steps,
+        link_gbits_per_second=rate,
         sent_bytes=float(sent),
         outer_seconds=seconds,
         exposed_seconds=exposed,
         exposed_share=exposed / (outer.every_steps * inner_seconds),
         step_seconds=step,
+        gradient_bytes=gradients,
+        gradient_seconds=gradients / link,
         data_parallel_step_seconds=plain,
+        data_parallel_longest_seconds=inner_seconds + gradients / link,
+        days=steps * step / SECONDS_PER_DAY if steps else None,
+        data_parallel_days=steps * plain / SECONDS_PER_DAY if steps else None,
         take=DATA_PARALLEL if plain <= step else ISLANDS,
     )
 
@@ -83,25 +100,45 @@ def inner_seconds(time: Time) -> float:
     return time.step_seconds - time.outer_comm_seconds
 
 
-PENALTY = (
-    "loss beside data parallelism, the papers' and not this run's (arXiv 2503.09799, tuned, an outer step every 30): "
-    "2 islands +0.2 % at 1.3B parameters, -0.18 % at 4B, -0.19 % at 10B; 4 islands +0.5 / +0.18 / +0.29 %; 8 islands "
-    "+1.3 % at 1.3B"
-)
+_PENALTIES = {
+    2: "+0.2 % at 1.3B parameters, -0.18 % at 4B, -0.19 % at 10B",
+    4: "+0.5 % at 1.3B parameters, +0.18 % at 4B, +0.29 % at 10B",
+    8: "+1.3 % at 1.3B parameters",
+}
+_THEIRS = "arXiv 2503.09799: theirs, tuned, an outer step every 30; not this run's"
+
+
+def penalty_words(islands: int) -> str:
+    """What the papers say that islands cost in loss."""
+    told = {islands: _PENALTIES[islands]} if islands in _PENALTIES else _PENALTIES
+    said = "; ".join(f"{n} islands {figures}" for n, figures in told.items())
+    return f"loss beside data parallelism: {said} ({_THEIRS})"
 
 
 def islands_words(found: IslandsCost) -> list[str]:
-    """Lines for `estimate`, `explain`, `compile` and the report."""
-    plain, step = found.data_parallel_step_seconds, found.step_seconds
-    compared = f"as plain data parallelism over the same links at best {plain:.4g} s a step, this {step:.4g} s: take "
-    if found.take == ISLANDS:
-        compared += "islands"
-    else:
-        compared += "plain data parallelism, which hides its gradients here (cluster.islands: 1)"
+    """Lines for `estimate`, `plan`, `explain` and the report."""
+    waits = f"training waits {found.exposed_seconds:.3g} s of it, {found.exposed_share:.1%} of what the steps take"
     return [
-        f"{found.islands}, an outer step every {found.every_steps}: {found.sent_bytes / 1e9:.3g} GB each way over the "
-        f"store's link, {found.outer_seconds:.3g} s, of which training waits {found.exposed_seconds:.3g} s "
-        f"({found.exposed_share:.1%} of the steps between)",
-        compared,
-        PENALTY,
+        f"{found.islands} over links of {found.link_gbits_per_second:g} Gbit/s: every {found.every_steps} steps "
+        f"{_size(found.sent_bytes)} each way, in {found.outer_seconds:.3g} s; {waits}",
+        f"as one world, plain data parallelism: {_size(found.gradient_bytes)} each way in every step, in "
+        f"{found.gradient_seconds:.3g} s",
+        f"a step takes {found.step_seconds:.4g} s with islands; as one world {found.data_parallel_step_seconds:.4g} s "
+        f"where the gradients hide behind it, {found.data_parallel_longest_seconds:.4g} s where none do",
+        _taken(found),
+        penalty_words(found.islands),
     ]
+
+
+def _taken(found: IslandsCost) -> str:
+    days = ""
+    if found.days is not None and found.data_parallel_days is not None:
+        other, this = duration(found.data_parallel_days), duration(found.days)
+        days = f": {this} against {other} at best" if found.take == ISLANDS else f": {other} against {this}"
+    if found.take == ISLANDS:
+        return f"take islands{days}"
+    return f"take plain data parallelism{days}, if its gradients hide; it costs nothing in loss (cluster.islands: 1)"
+
+
+def _size(count: float) -> str:
+    return file_size(round(count))
