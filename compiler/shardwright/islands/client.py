@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardwright.islands.membership import chunk_sizes
+from shardwright.islands.sums import WINDOW
 from shardwright.islands.wire import (
     CHUNK_BYTES,
     Broken,
@@ -17,6 +18,7 @@ from shardwright.islands.wire import (
     WrongSecret,
     document_of,
     give_up_after,
+    grace,
     meet,
 )
 
@@ -56,16 +58,21 @@ class Answer:
 
 
 class Link:
-    """One connection, made anew after each loss. Its methods raise Broken."""
+    """One connection, made anew after each loss. Its methods raise Broken, also where the store, which gives a sign of
+    life every sixteenth of the deadline, is silent for half of it: the other half is for reaching it again."""
 
-    def __init__(self, address: str, secret: bytes, place: Place, deadline_seconds: float) -> None:
-        """Raises Broken where nobody answers, Refused where the store does not take it."""
+    def __init__(
+        self, address: str, secret: bytes, place: Place, deadline_seconds: float, within: float = CONNECT_SECONDS
+    ) -> None:
+        """within: seconds that the store has for each answer. Raises Broken where nobody answers, Refused where the
+        store does not take it."""
         host, _, port = address.rpartition(":")
         try:
-            connection = socket.create_connection((host, int(port)), CONNECT_SECONDS)
+            connection = socket.create_connection((host, int(port)), min(CONNECT_SECONDS, within))
         except OSError as error:
             raise Broken(f"{address}: {error}") from None
-        give_up_after(connection, deadline_seconds)
+        silent = 2 * grace(deadline_seconds)
+        give_up_after(connection, silent)
         try:
             self._channel = self._welcomed(connection, secret, place)
         except WrongSecret:
@@ -74,7 +81,12 @@ class Link:
         except BaseException:
             connection.close()
             raise
-        self._channel.patience(deadline_seconds)
+        self._channel.patience(silent)
+
+    @property
+    def heard(self) -> float:
+        """When the store's last bytes came, by the monotonic clock."""
+        return self._channel.heard
 
     @staticmethod
     def _welcomed(connection: socket.socket, secret: bytes, place: Place) -> Channel:
@@ -108,28 +120,33 @@ class Link:
     def exchange(self, attempt: int, deltas: memoryview, means: memoryview) -> list[int] | None:
         """Sends the deltas and fills in the means, as many bytes. Returns the islands that are to take this one's state
         now, or None where a member was lost: then nothing counts, and the rank arrives again."""
-        ended = threading.Event()
-        broken: list[Broken] = []
+        ended, ahead = threading.Event(), threading.Semaphore(WINDOW)
 
         def send() -> None:
+            at = 0
             try:
-                for start in range(0, len(deltas), CHUNK_BYTES):
+                for size in chunk_sizes(len(deltas)):
+                    ahead.acquire()
                     if ended.is_set():
                         return
-                    self._channel.send(FrameKind.DELTA, attempt, deltas[start : start + CHUNK_BYTES])
-            except Broken as error:
-                broken.append(error)
+                    self._channel.send(FrameKind.DELTA, attempt, deltas[at : at + size])
+                    at += size
+            except Broken:
                 self._channel.close()  # the receiver hears of it
 
         sender = threading.Thread(target=send, daemon=True)
         sender.start()
         try:
-            return self._take_means(attempt, means)
+            return self._take_means(attempt, means, ahead)
+        except Broken:
+            self._channel.close()  # the sender hears of it
+            raise
         finally:
             ended.set()
+            ahead.release()
             sender.join()
 
-    def _take_means(self, attempt: int, means: memoryview) -> list[int] | None:
+    def _take_means(self, attempt: int, means: memoryview, ahead: threading.Semaphore) -> list[int] | None:
         sizes, at, number = chunk_sizes(len(means)), 0, 0
         while True:
             kind, tag, payload = self._channel.receive()
@@ -143,6 +160,7 @@ class Link:
                 raise Broken(f"an unexpected {kind.name}")
             means[at : at + len(payload)] = payload
             at, number = at + len(payload), number + 1
+            ahead.release()
 
     def give_state(self, parts: Iterator[memoryview], updates: int) -> None:
         """To the islands that a commit named."""

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwright.islands.sums import ChunkSums
-from shardwright.islands.wire import CHUNK_BYTES, Channel, FrameKind
+from shardwright.islands.wire import CHUNK_BYTES, Channel, FrameKind, grace
+
+_SMALLEST_CHUNK, _CHUNKS = 2**16, 64
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,12 +40,16 @@ class Island:
     decision: Decision | None = None
     told: set[int] = field(default_factory=set)  # the ranks that have heard it
     current: bool = False
-    heard: float = field(default_factory=time.monotonic)  # the last frame of any of its ranks
     dropped: str = ""
 
     @property
     def first(self) -> Arrival:
         return self.arrivals[0]
+
+    @property
+    def heard(self) -> float:
+        """When the last bytes of any of its ranks came."""
+        return max(link.heard for link in self.links.values())
 
     @property
     def checks(self) -> list[int]:
@@ -93,6 +99,7 @@ class Membership:
         self.rounds: list[dict[str, Any]] = []
         self.final: int | None = None  # the last step, once an island is trained to it
         self._meeting_since: float | None = None
+        self._due_since: float | None = None  # the first arrival for the outer step that comes next
 
     def join(self, number: int, start: tuple[int, int], rank: int, link: Channel) -> Island | None:
         """None for one that is older than what has joined as this island."""
@@ -117,7 +124,7 @@ class Membership:
         if self.round is not None and island in self.round.members and not self.round.outcome:
             self.round.abort()
         if not any(each.current for each in self.islands.values()):
-            self.base, self._meeting_since = None, None  # who is left meets anew
+            self.base, self._meeting_since, self._due_since = None, None, None  # who is left meets anew
         return list(island.links.values())
 
     def finish(self) -> None:
@@ -188,8 +195,11 @@ class Membership:
         if not callers or (self.round is not None and not self.round.outcome):
             return []
         waited = [i for i in self._in_order() if i.current and i not in callers]
-        late = time.monotonic() >= min(i.since for i in callers) + self.deadline
-        if waited and not late:
+        first = min(i.since for i in callers)
+        self._due_since = first if self._due_since is None else self._due_since
+        # A round that begins again waits for what is left of the deadline, and for who was told so a moment ago.
+        late = max(self._due_since + self.deadline, first + grace(self.deadline))
+        if waited and time.monotonic() < late:
             return []
         reference = next((i for i in callers if i.current), callers[0])
         same = [i for i in callers if (i.first.step, i.checks) == (reference.first.step, reference.checks)]
@@ -224,14 +234,15 @@ class Membership:
         if found is None or found.outcome:
             return []
         late = {number for cell in found.cells.values() for number in cell.laggards()}
-        gone = [i for i in found.members if i.number in late and now > i.heard + self.deadline]
-        return [(i, f"nothing came from it for {self.deadline:g} s of an outer step") for i in gone]
+        silent = grace(self.deadline)
+        gone = [i for i in found.members if i.number in late and now > max(i.heard, found.began) + silent]
+        return [(i, f"nothing came from it for {silent:g} s of an outer step") for i in gone]
 
     def try_commit(self, found: Round) -> None:
         """Once every rank of every member has brought everything."""
         if found.outcome or not all(cell.complete for cell in found.cells.values()):
             return
-        found.outcome, self.base = "committed", found.step
+        found.outcome, self.base, self._due_since = "committed", found.step, None
         waiting = [i for i in self._in_order() if len(i.arrivals) == self.world and i.decision is None]
         found.receivers = tuple(i for i in waiting if i.first.base != found.step and i not in found.members)
         for island in found.receivers:
@@ -249,6 +260,8 @@ class Membership:
 
 
 def chunk_sizes(size: int) -> list[int]:
-    """Bytes of each chunk of so many."""
-    whole, rest = divmod(size, CHUNK_BYTES)
-    return [CHUNK_BYTES] * whole + [rest] * bool(rest)
+    """Bytes of each chunk of a rank's deltas: averages come back while the rest goes up, and the last one alone comes
+    when nothing goes up any more."""
+    each = min(max(size // _CHUNKS // 4 * 4, _SMALLEST_CHUNK), CHUNK_BYTES)
+    whole, rest = divmod(size, each)
+    return [each] * whole + [rest] * bool(rest)

@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwright.islands.membership import Arrival, Decision, Island, Membership, Round
 from shardwright.islands.sums import Aborted
-from shardwright.islands.wire import Broken, Channel, FrameKind, WrongSecret, document_of, give_up_after, meet
+from shardwright.islands.wire import Broken, Channel, FrameKind, WrongSecret, document_of, give_up_after, grace, meet
 
 HANDSHAKE_SECONDS = 20.0
 MOST_WAIT_SECONDS = 5.0
@@ -37,7 +37,7 @@ class OuterStore:
         self._data_digest: str | None = None
         self._done: set[int] = set()
         self._change = threading.Condition()
-        self._wait_seconds = min(MOST_WAIT_SECONDS, membership.deadline / 4)
+        self._wait_seconds = min(MOST_WAIT_SECONDS, membership.deadline / 16)
 
     @property
     def is_over(self) -> bool:
@@ -56,7 +56,7 @@ class OuterStore:
 
     def _greet(self, connection: socket.socket, address: tuple[str, int]) -> None:
         connection.settimeout(HANDSHAKE_SECONDS)
-        give_up_after(connection, self.membership.deadline)
+        give_up_after(connection, grace(self.membership.deadline))
         try:
             link = meet(connection, self._secret, as_store=True)
             kind, _, payload = link.receive()
@@ -128,7 +128,6 @@ class OuterStore:
         """Raises Broken where the rank is lost, or the island with it."""
         while True:
             kind, tag, payload = link.receive()
-            island.heard = time.monotonic()
             if kind == FrameKind.BYE:
                 if document_of(payload).get("done"):
                     with self._change:
@@ -265,10 +264,9 @@ class OuterStore:
         with self._change:
             found.expecting.add((island.number, rank))
             self._change.notify_all()
-            while rank not in found.passed and not provider.dropped and not island.dropped:
-                self._change.wait()
-            done = rank in found.passed
-        if not done:
+        while not self._wait_for(lambda: bool(rank in found.passed or provider.dropped or island.dropped)):
+            link.send(FrameKind.WAIT)
+        if rank not in found.passed:
             raise Broken("the island whose state it was to take is lost")
 
     def _await_receiver(self, found: Round, receiver: Island, rank: int) -> None:

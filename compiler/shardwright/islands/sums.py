@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 WINDOW = 8
-"""Chunks that a rank may be ahead of what every member has got back."""
+"""Chunks that a rank may send ahead of the means that it has got back, and get ahead of the slowest member."""
 _NAN = np.uint16(0x7FC0)
 
 
@@ -51,7 +51,6 @@ class ChunkSums:
         self._deposited = dict.fromkeys(self.members, 0)
         self._sent = dict.fromkeys(self.members, 0)
         self._aborted = False
-        self._blocked: set[int] = set()
         self._change = threading.Condition()
 
     @property
@@ -64,14 +63,10 @@ class ChunkSums:
         return self._deposited[member]
 
     def deposit(self, member: int, number: int, payload: bytearray) -> None:
-        """Waits while this member is too far ahead. Raises Aborted, or ValueError for a chunk that is not due."""
+        """Raises Aborted, or ValueError for a chunk that is not due."""
         with self._change:
             if number != self._deposited[member] or len(payload) != self.sizes[number]:
                 raise ValueError(f"chunk {number} of {len(payload)} bytes")
-            self._blocked.add(member)
-            while not self._aborted and number >= min(self._sent.values()) + WINDOW:
-                self._change.wait()
-            self._blocked.discard(member)
             if self._aborted:
                 raise Aborted
             parts = self._parts.setdefault(number, {})
@@ -86,18 +81,22 @@ class ChunkSums:
                 self._change.notify_all()
 
     def take(self, number: int, seconds: float) -> bytes | None:
-        """The mean of a chunk, once it is there; None where it is not after so long. Raises Aborted."""
+        """The mean of a chunk, once it is there and the slowest member is near; None where it is not after so long.
+        Raises Aborted."""
+
+        def is_due() -> bool:
+            return number in self._means and number < min(self._sent.values()) + WINDOW
+
         with self._change:
-            self._change.wait_for(lambda: self._aborted or number in self._means, seconds)
+            due = self._change.wait_for(lambda: self._aborted or is_due(), seconds)
             if self._aborted:
                 raise Aborted
-            return self._means.get(number)
+            return self._means[number] if due else None
 
     def laggards(self) -> set[int]:
-        """Members whose chunks the others wait for."""
+        """Members that could bring a chunk now."""
         with self._change:
-            behind = {m for m, count in self._deposited.items() if count < len(self.sizes)}
-            return behind - self._blocked
+            return {m for m, n in self._deposited.items() if n < min(len(self.sizes), self._sent[m] + WINDOW)}
 
     def sent(self, member: int, number: int) -> None:
         """`member` has got the mean of the chunk."""

@@ -16,15 +16,16 @@ import secrets
 import socket
 import struct
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 MAGIC = b"shardwright-outer-1\n"
 NONCE = 32
 CHUNK_BYTES = 2**20
-"""Of deltas in a frame: small enough for averages to come back while the rest goes up."""
+"""Of a frame's payload, at most."""
 _LARGEST = 4 * CHUNK_BYTES
 _HEADER = struct.Struct(">BIQ")
-_KEEPALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 6))
 
 
 class FrameKind(enum.IntEnum):
@@ -56,38 +57,45 @@ class WrongSecret(Broken):
 
 
 class Channel:
-    """One authenticated connection. Frames may be sent by several threads, and are received by one at a time."""
+    """One authenticated connection. Frames may be sent by several threads, and are received by one at a time. heard:
+    when the last bytes came, by the monotonic clock."""
 
     def __init__(self, connection: socket.socket, key: bytes, sends: bytes, receives: bytes) -> None:
         self._socket, self._key = connection, key
         self._directions = {"send": sends, "receive": receives}
         self._sent = self._received = 0
+        self.heard = time.monotonic()
         self._lock = threading.Lock()
 
     def send(self, kind: FrameKind, tag: int = 0, payload: bytes | bytearray | memoryview = b"") -> None:
-        """Raises Broken."""
+        """Raises Broken, also where the other side takes nothing for the socket's timeout."""
         with self._lock:
             header = _HEADER.pack(kind, tag, len(payload))
             mac = self._mac("send", self._sent, header, payload)
             self._sent += 1
             try:
-                self._socket.sendall(header + mac)
-                if payload:
-                    self._socket.sendall(payload)
+                self._push(header + mac)
+                self._push(payload)
             except OSError as error:
                 raise Broken(str(error)) from None
+
+    def _push(self, payload: bytes | bytearray | memoryview) -> None:
+        """As sendall, whose timeout is one of the whole: a slow link takes longer than one that is silent."""
+        rest = memoryview(payload)
+        while rest:
+            rest = rest[self._socket.send(rest) :]
 
     def say(self, kind: FrameKind, document: dict[str, Any], tag: int = 0) -> None:
         self.send(kind, tag, json.dumps(document).encode("utf-8"))
 
     def receive(self) -> tuple[FrameKind, int, bytearray]:
         """(kind, tag, payload). Raises Broken, also where nothing comes within the socket's timeout."""
-        head = read_exactly(self._socket, _HEADER.size + hashlib.sha256().digest_size)
+        head = self._read(_HEADER.size + hashlib.sha256().digest_size)
         header, mac = bytes(head[: _HEADER.size]), bytes(head[_HEADER.size :])
         kind, tag, length = _HEADER.unpack(header)
         if length > _LARGEST:
             raise Broken(f"a frame of {length:,} bytes")
-        payload = read_exactly(self._socket, length)
+        payload = self._read(length)
         if not hmac.compare_digest(mac, self._mac("receive", self._received, header, payload)):
             raise Broken("a frame that is not what was sent")
         self._received += 1
@@ -95,6 +103,12 @@ class Channel:
             return FrameKind(kind), tag, payload
         except ValueError:
             raise Broken(f"a frame of an unknown kind, {kind}") from None
+
+    def _read(self, count: int) -> bytearray:
+        def heard() -> None:
+            self.heard = time.monotonic()
+
+        return read_exactly(self._socket, count, heard)
 
     def patience(self, seconds: float | None) -> None:
         """How long the other side may be silent; None: for ever. Raises Broken where it is closed already."""
@@ -126,8 +140,8 @@ def document_of(payload: bytes | bytearray) -> dict[str, Any]:
     return document
 
 
-def read_exactly(connection: socket.socket, count: int) -> bytearray:
-    """Raises Broken."""
+def read_exactly(connection: socket.socket, count: int, heard: Callable[[], None] = lambda: None) -> bytearray:
+    """heard: called whenever something came. Raises Broken."""
     buffer = bytearray(count)
     view, at = memoryview(buffer), 0
     while at < count:
@@ -138,6 +152,7 @@ def read_exactly(connection: socket.socket, count: int) -> bytearray:
         if got == 0:
             raise Broken("the connection was closed")
         at += got
+        heard()
     return buffer
 
 
@@ -179,16 +194,24 @@ def _keyed(secret: bytes, what: bytes, store: bytes, rank: bytes) -> bytes:
     return hmac.digest(secret, what + store + rank, "sha256")
 
 
+def grace(deadline_seconds: float) -> float:
+    """How long a member of an outer step that is under way may be silent: the others stand still."""
+    return deadline_seconds / 4
+
+
 def give_up_after(connection: socket.socket, seconds: float) -> None:
-    """What was sent and is not acknowledged for so long ends the connection: a route that swallows it is noticed."""
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+    """What was sent and is not acknowledged for so long ends the connection: a route that swallows it is noticed. Where
+    nothing is sent, the kernel asks at least every half minute."""
+    times = {
+        "TCP_USER_TIMEOUT": seconds * 1000,
+        "TCP_KEEPIDLE": min(30.0, seconds / 2),
+        "TCP_KEEPINTVL": min(10.0, seconds / 4),
+    }
+    for name, value in times.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), max(1, int(value)))
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """A peer whose machine went away is noticed in about a minute and a half."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for name, value in _KEEPALIVE:
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

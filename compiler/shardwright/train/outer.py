@@ -70,6 +70,7 @@ class Outer:
         )
         self._link: Link | None = None
         self._last_words = ""
+        self._heard = self._until = 0.0  # the store's last word, and when this island gives up
         self._replicas = _replicas(plan, rank)
         self.base = 0
         self._anchor = self._current()
@@ -99,7 +100,7 @@ class Outer:
     def meet(self, step: int, *, is_due: bool = True) -> OuterResult:
         """Collective. The outer step after `step`; without is_due only says that the island is there. Raises Unreached
         on every rank, and Refusal."""
-        began = time.monotonic()
+        began = self._heard = time.monotonic()
         deltas = self._deltas() if is_due else torch.zeros(0)
         while True:
             self._reach()
@@ -249,14 +250,15 @@ class Outer:
     # The store.
 
     def _reach(self) -> None:
-        """Collective. A connection on every rank. Raises Unreached, or Refusal, on all."""
-        end = time.monotonic() + self.outer.deadline_seconds
+        """Collective. A connection on every rank. Raises Unreached, or Refusal, on all: a deadline after the store's
+        last word."""
+        self._until = self._heard + self.outer.deadline_seconds
         while self._link is None:
             told = self._together(self._connect)
             if told is not None:
                 return
             self._hang_up()
-            over: list[Any] = [time.monotonic() > end]
+            over: list[Any] = [time.monotonic() > self._until]
             dist.broadcast_object_list(over, src=0)
             if over[0]:
                 raise Unreached(self._last_words)
@@ -265,11 +267,13 @@ class Outer:
     def _connect(self) -> bool:
         address = self.plan.launch.outer_store
         assert address is not None, "a plan with islands has one"
-        self._link = Link(address, self._secret, self._place, self.outer.deadline_seconds)
+        within = max(0.1, self._until - time.monotonic())
+        self._link = Link(address, self._secret, self._place, self.outer.deadline_seconds, within)
         return True
 
     def _hang_up(self) -> None:
         if self._link is not None:
+            self._heard = max(self._heard, self._link.heard)
             self._link.close()
         self._link = None
         self._place = replace(self._place, connection=self._place.connection + 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -13,9 +14,10 @@ import numpy as np
 import pytest
 
 from shardwright.islands.client import Link, Place, Refused
-from shardwright.islands.membership import Membership
+from shardwright.islands.membership import Membership, chunk_sizes
 from shardwright.islands.store import OuterStore
-from shardwright.islands.wire import CHUNK_BYTES, Broken, FrameKind
+from shardwright.islands.sums import WINDOW
+from shardwright.islands.wire import CHUNK_BYTES, Broken, FrameKind, meet
 
 SECRET, WORLD = b"k" * 32, 2
 SIZE = 3 * CHUNK_BYTES + 400  # bytes of a rank's deltas
@@ -56,23 +58,23 @@ def running() -> Iterator[Callable[..., Running]]:
 class Island:
     """Both ranks of it, each in a thread when something is asked of them."""
 
-    def __init__(self, running: Running, number: int, *, began: int = 1, **changes: Any) -> None:
+    def __init__(self, running: Running, number: int, *, began: int = 1, deadline: float = 5.0, **changes: Any) -> None:
         fields = {"world": WORLD, "began": began, "connection": 0, "plan": "plan", "data": "data", **changes}
         places = [Place(island=number, rank=rank, **fields) for rank in range(WORLD)]
         self.number = number
-        self.links = [Link(running.address, SECRET, place, 5.0) for place in places]
+        self.links = [Link(running.address, SECRET, place, deadline) for place in places]
         self.pool = ThreadPoolExecutor(WORLD)
 
     def arrive(self, base: int, step: int, *, is_due: bool = False, size: int = 0) -> Future[list[Any]]:
         return self._ask(lambda link: link.arrive(base=base, step=step, is_due=is_due, size=size, check=base))
 
-    def outer(self, base: int, step: int, value: float) -> Future[list[Any]]:
+    def outer(self, base: int, step: int, value: float, size: int = SIZE) -> Future[list[Any]]:
         """A whole outer step: each rank's mean of the values, or what it has to take."""
 
         def run(link: Link) -> Any:
-            deltas, means = np.full(SIZE // 4, value, np.float32), np.empty(SIZE // 4, np.float32)
+            deltas, means = np.full(size // 4, value, np.float32), np.empty(size // 4, np.float32)
             while True:
-                answer = link.arrive(base=base, step=step, is_due=True, size=SIZE, check=base)
+                answer = link.arrive(base=base, step=step, is_due=True, size=size, check=base)
                 if answer.kind == FrameKind.RECEIVE:
                     return self._take(link)
                 receivers = link.exchange(answer.attempt, deltas.data.cast("B"), means.data.cast("B"))
@@ -145,7 +147,7 @@ def test_an_island_that_is_killed_costs_the_others_nothing_but_time(running: Cal
         came = b.arrive(0, 4, is_due=True, size=SIZE)
         if at == "inside the sum":
             attempt = came.result(20)[0].attempt
-            b.links[0]._channel.send(FrameKind.DELTA, attempt, bytes(CHUNK_BYTES))
+            b.links[0]._channel.send(FrameKind.DELTA, attempt, bytes(chunk_sizes(SIZE)[0]))
     b.kill()
     assert [each.result(20) for each in asked] == [[2.0, 2.0]] * 2
     assert here.members == [[0, 2]]
@@ -169,9 +171,68 @@ def test_one_that_stops_in_the_sum_is_given_up(running: Callable[..., Running]) 
     begun(here, a, b)
     asked = a.outer(0, 4, 1.0)
     attempt = b.arrive(0, 4, is_due=True, size=SIZE).result(20)[0].attempt
-    b.links[0]._channel.send(FrameKind.DELTA, attempt, bytes(CHUNK_BYTES))
+    b.links[0]._channel.send(FrameKind.DELTA, attempt, bytes(chunk_sizes(SIZE)[0]))
     assert asked.result(20) == [1.0, 1.0]
     assert here.members == [[0]]
+
+
+@pytest.mark.parametrize("stops", ["it sends", "it reads", "it waits"])
+def test_one_that_falls_silent_costs_a_quarter_of_the_deadline(running: Callable[..., Running], stops: str) -> None:
+    """With more chunks than anyone may be ahead: who is held back must not take that for a break of its own."""
+    deadline, size = 4.0, 64 * CHUNK_BYTES
+    here = running(deadline=deadline)
+    a, b = Island(here, 0, deadline=deadline), Island(here, 1, deadline=deadline)
+    begun(here, a, b)
+    came = b.arrive(0, 4, is_due=True, size=size)
+    time.sleep(0.9 * deadline if stops == "it waits" else 0.0)
+    asked, began = a.outer(0, 4, 1.0, size), time.monotonic()
+    if stops != "it waits":
+        attempt = came.result(20)[0].attempt
+        for _ in range(5 if stops == "it sends" else WINDOW):
+            for link in b.links:
+                link._channel.send(FrameKind.DELTA, attempt, bytes(chunk_sizes(size)[0]))
+    assert asked.result(20) == [1.0, 1.0]
+    assert time.monotonic() - began < deadline / 4 + 1.5
+    assert here.members == [[0]]
+    assert not any("island 0 is lost" in line for line in here.told), here.told
+
+
+def test_an_outer_step_that_begins_again_has_what_is_left_of_its_deadline(running: Callable[..., Running]) -> None:
+    """One is late, another is lost in the sum, a third does not come again: the deadline is one for them all."""
+    deadline = 3.0
+    here = running(islands=3, deadline=deadline)
+    a, b, c = (Island(here, number, deadline=deadline) for number in range(3))
+    begun(here, a, b, c)
+    asked, began = a.outer(0, 4, 1.0), time.monotonic()
+    came = c.arrive(0, 4, is_due=True, size=SIZE)
+    time.sleep(0.8 * deadline)
+    b.arrive(0, 4, is_due=True, size=SIZE).result(20)
+    came.result(20)
+    b.kill()  # c is connected, and says nothing
+    assert asked.result(20) == [1.0, 1.0]
+    assert time.monotonic() - began < 1.25 * deadline + 1.0
+    assert here.members == [[0]]
+
+
+def test_a_rank_hears_of_a_silent_store_in_half_the_deadline() -> None:
+    """The other half is for reaching it again."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def greet() -> None:
+        channel = meet(listener.accept()[0], SECRET, as_store=True)
+        channel.receive()
+        channel.say(FrameKind.WELCOME, {})
+        silent.append(channel)
+
+    silent: list[Any] = []
+    threading.Thread(target=greet, daemon=True).start()
+    place = Place(island=0, rank=0, world=WORLD, began=1, connection=0, plan="plan", data="data")
+    link = Link(f"127.0.0.1:{listener.getsockname()[1]}", SECRET, place, 2.0)
+    began = time.monotonic()
+    with pytest.raises(Broken):
+        link.exchange(1, memoryview(bytes(64 * CHUNK_BYTES)), memoryview(bytearray(64 * CHUNK_BYTES)))
+    assert 0.9 < time.monotonic() - began < 1.8
+    assert began - 1.0 < link.heard <= began + 0.1
 
 
 def test_a_newcomer_takes_a_members_state_and_decides_nothing(running: Callable[..., Running]) -> None:
