@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwright.cli.arguments import add_json
+from shardwright.cli.arguments import add_island, add_json, island_folder
 from shardwright.diagnostics import Refusal
 from shardwright.diagnostics.render import visible
 from shardwright.strict_json import strict_json
@@ -20,15 +20,37 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", type=Path, help="a compiled folder")
     parser.add_argument("--hostfile", type=Path, help="the hosts to check: one `name slots=N` per line")
+    add_island(parser)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from shardwright.plan.serialize import load_plan
 
-    checks = _checks(load_plan(args.folder), args.folder, args.hostfile)
+    folder = island_folder(args)
+    plan = load_plan(folder)
+    checks = list(_checks(plan, folder, args.hostfile))
+    if plan.outer is not None:
+        checks.append(_store_check(plan, folder))
     print(as_json(checks) if args.json else as_text(checks))
     return 1 if any(is_red(check) for check in checks) else 0
+
+
+def _store_check(plan: Plan, folder: Path) -> HostCheck:
+    """Of an island's folder."""
+    from shardwright.cost.islands import inner_seconds, islands_cost
+    from shardwright.launch.doctor.outer_store import PlannedLink, check_store
+    from shardwright.recipe.load import load_recipe
+
+    step = inner_seconds(plan.predicted.time)
+    cost = islands_cost(load_recipe(folder / "recipe.resolved.json"), plan.model.total_parameters, step)
+    assert cost is not None, "a plan of islands has a recipe of them"
+    planned = PlannedLink(
+        gbits_per_second=cost.link_gbits_per_second,
+        outer_seconds=cost.outer_seconds,
+        between_seconds=cost.every_steps * step,
+    )
+    return check_store(plan, folder, planned)
 
 
 def _checks(plan: Plan, folder: Path, hostfile: Path | None) -> Sequence[HostCheck]:

@@ -31,28 +31,16 @@ def run(args: argparse.Namespace) -> int:
 
     plan = load_plan(args.folder)
     islands = island_folders(plan, args.folder)
-    if not islands:
-        state, predicted = _state(plan, args.folder)
-        print(strict_json(_object(state, predicted)) if args.json else as_text(state, args.folder, predicted))
-        return 0
-    here = [(k, load_plan(folder), folder) for k, folder in enumerate(islands) if folder.is_dir()]
-    told = [(k, folder, *_state(plan, folder), last_outer_step(folder)) for k, plan, folder in here]
-    if args.json:
-        objects = [{"island": k, **_object(s, p), "outer": outer} for k, _, s, p, outer in told]
-        print(strict_json({"islands": objects}))
-        return 0
-    for k, folder, state, predicted, outer in told:
-        text = as_text(state, folder, predicted)
-        met = (
-            ""
-            if outer is None
-            else f"\nouter    step {outer['step']}, islands {outer['members']}, {outer['seconds']:.3g} s"
-        )
-        print(f"island {k}\n{text}{met}" + ("" if folder is told[-1][1] else "\n"))
+    if islands:
+        from shardwright.cli import status_islands
+
+        return status_islands.run(plan, args.folder, islands, as_json=args.json)
+    state, predicted = state_of(plan, args.folder)
+    print(strict_json(_object(state, predicted)) if args.json else as_text(state, args.folder, predicted))
     return 0
 
 
-def _state(plan: Plan, folder: Path) -> tuple[RunState, float | None]:
+def state_of(plan: Plan, folder: Path) -> tuple[RunState, float | None]:
     """And the seconds that a save is predicted to take."""
     from shardwright.launch.state import read_state
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardwright.islands.membership import Arrival, Decision, Island, Membership, Round
+from shardwright.islands.probe import answer_probe
 from shardwright.islands.sums import Aborted
 from shardwright.islands.wire import Broken, Channel, FrameKind, WrongSecret, document_of, give_up_after, grace, meet
 
@@ -60,6 +61,13 @@ class OuterStore:
         try:
             link = meet(connection, self._secret, as_store=True)
             kind, _, payload = link.receive()
+            if kind == FrameKind.PROBE:
+                asked = document_of(payload)
+                if asked.get("is_first") is True:
+                    self._tell(f"{address[0]} measures its link", None)
+                answer_probe(link, asked, self._digest, self._here)
+                link.close()
+                return
             if kind != FrameKind.HELLO:
                 raise Broken("it did not say who it is")
             self._admit(link, document_of(payload))
@@ -69,6 +77,10 @@ class OuterStore:
         except Broken as error:
             self._tell(f"{address[0]} left before it said who it is: {error}", None)
             connection.close()
+
+    def _here(self) -> list[int]:
+        with self._change:
+            return sorted(self.membership.islands)
 
     def _admit(self, link: Channel, hello: dict[str, Any]) -> None:
         try:

@@ -29,7 +29,8 @@ _HEADER = struct.Struct(">BIQ")
 
 
 class FrameKind(enum.IntEnum):
-    """Of a frame. From a rank: HELLO, ARRIVE, DELTA, STATE, BYE. From the store: the others; STATE is passed on."""
+    """Of a frame. From a rank: HELLO, ARRIVE, DELTA, STATE, BYE; PROBE in HELLO's place (probe.py). From the store: the
+    others; STATE is passed on."""
 
     HELLO = 1
     WELCOME = 2
@@ -46,6 +47,8 @@ class FrameKind(enum.IntEnum):
     STATE = 13
     STATE_END = 14
     BYE = 15
+    PROBE = 16
+    PROBED = 17
 
 
 class Broken(Exception):

@@ -49,10 +49,8 @@ def of_island(plan: Plan, folder: Path, island: int | None) -> Path:
     if island is None and not folders:
         return folder
     if island is None:
-        each = f"`--island 0` to `--island {len(folders) - 1}`, or `all` on one machine"
-        raise refusal(
-            "SW6014", f"the plan is of {len(folders)} islands, and each is started by itself", f"Give {each}."
-        )
+        help = f"Give `--island 0` to `--island {len(folders) - 1}`. `run` takes `all`, too: on this machine."
+        raise refusal("SW6014", f"the plan is of {len(folders)} islands, and each is looked at by itself", help)
     if not folders:
         message = f"--island {island}: the plan of {str(folder)!r} has no islands"
         raise refusal("SW6014", message, "Leave --island out, or compile a recipe with cluster.islands.")
