@@ -1,34 +1,33 @@
 """The outer step between islands, on one rank (decision 033).
 
-Works on what a checkpoint is made of: this rank's own ranges of the fp32 masters, one behind the other. The delta is
-the anchor (those ranges after the last outer step) less what they are now; the store returns the islands' mean, in the
-same place, and each rank applies it to its own. Where data ranks have the same masters (ZeRO-0), each takes an equal
-part of them, and the parts are gathered.
+Works on what a checkpoint is made of: this rank's own ranges of the fp32 masters. The delta is the anchor (those ranges
+after the last outer step) less what they are now; the store returns the islands' mean, in the same place, and each rank
+applies it to its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
 
-from shardwright.checkpoint.load import read_states
 from shardwright.diagnostics import Diagnostic, Refusal, found, refusal
-from shardwright.engines.protocol import Counters, LiveFragment, Trainer
+from shardwright.engines.protocol import Counters, Trainer
 from shardwright.islands.client import Answer, Link, Place, Refused
 from shardwright.islands.secret import read_secret
 from shardwright.islands.wire import Broken, FrameKind
 from shardwright.plan.islands import plan_digest
 from shardwright.plan.plan import Plan
+from shardwright.train.ranges import MASTER, Ranges
 
 T = TypeVar("T")
-MASTER, ANCHOR, MOMENTUM = "fp32", "outer_anchor", "outer_momentum"
+ANCHOR, MOMENTUM = "outer_anchor", "outer_momentum"
 AGAIN_SECONDS = 0.5
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -55,7 +54,7 @@ class Outer:
         """Collective. Raises Refusal: SW6313 where this host has no secret."""
         assert plan.outer is not None and plan.outer.island is not None, "asked for before"
         self.plan, self.outer = plan, plan.outer
-        self._trainer, self._rank = trainer, rank
+        self._trainer = trainer
         self._secret = read_secret(folder)
         began: list[Any] = [time.time_ns() if rank == 0 else 0]
         dist.broadcast_object_list(began, src=0)
@@ -71,9 +70,9 @@ class Outer:
         self._link: Link | None = None
         self._last_words = ""
         self._heard = self._until = 0.0  # the store's last word, and when this island gives up
-        self._replicas = _replicas(plan, rank)
+        self._ranges = Ranges(plan, trainer, rank)
         self.base = 0
-        self._anchor = self._current()
+        self._anchor = self._ranges.own(MASTER)
         self._momentum = torch.zeros_like(self._anchor) if plan.outer.optimizer == "nesterov" else None
 
     def begin(self, done: int, checkpoint: Path | None) -> int:
@@ -82,7 +81,7 @@ class Outer:
 
         Raises Refusal: SW6314 where the store is not reached, and for what the store refuses.
         """
-        self._anchor = self._current()
+        self._anchor = self._ranges.own(MASTER)
         has_anchor = checkpoint is not None and self._load(checkpoint)
         every = self.outer.every_steps
         self.base = (done - 1) // every * every if has_anchor else done
@@ -129,68 +128,21 @@ class Outer:
 
     def saved(self, step: int) -> Trainer:
         """Collective. The trainer with the outer momentum, and with the anchor in the middle of a round."""
-        states = {} if self._momentum is None else {MOMENTUM: self._whole(self._momentum)}
+        states = {} if self._momentum is None else {MOMENTUM: self._momentum}
         if self.base != step:
-            states[ANCHOR] = self._whole(self._anchor)
-        return cast(Trainer, _Saved(self._trainer, states))
+            states[ANCHOR] = self._anchor
+        return self._ranges.saved(states)
 
     def _load(self, checkpoint: Path) -> bool:
         """Whether it was saved in the middle of a round."""
-        states = {ANCHOR: self._whole(self._anchor)}
+        states = {ANCHOR: self._anchor}
         if self._momentum is not None:
-            states[MOMENTUM] = self._whole(self._momentum)
-        present = read_states(self.plan, cast(Trainer, _Saved(self._trainer, states)), checkpoint, tuple(states))
-        for name, target in ((ANCHOR, self._anchor), (MOMENTUM, self._momentum)):
-            if name in present and target is not None:
-                target.copy_(self._own(states[name]))
-        return ANCHOR in present
-
-    # This rank's ranges.
-
-    def _fragments(self) -> tuple[list[LiveFragment], list[LiveFragment]]:
-        """(those that this data rank alone has, those that others have too)."""
-        trained = [f for f in self._trainer.owned() if MASTER in f.states]
-        return [f for f in trained if f.partitioned], [f for f in trained if not f.partitioned]
-
-    def _gathered(self, state: str) -> torch.Tensor:
-        """(own ranges and all of the shared ones), 1-D, in fp32 on the host."""
-        own, shared = self._fragments()
-        parts = [f.states[state].detach().float().cpu() for f in (*own, *shared)]
-        return torch.cat(parts) if parts else torch.zeros(0)
-
-    def _bounds(self) -> tuple[int, int, int]:
-        """(elements that this data rank alone has, shared ones, of which each rank takes this many, the last fewer)."""
-        own, shared = self._fragments()
-        counts = [sum(f.states[MASTER].numel() for f in each) for each in (own, shared)]
-        return counts[0], counts[1], -(-counts[1] // self.plan.strategy.shards)
-
-    def _own(self, whole: torch.Tensor) -> torch.Tensor:
-        """What this rank sends of `_gathered`: its own ranges and its part of the shared ones."""
-        alone, shared, each = self._bounds()
-        first = min(shared, each * self._place_among_replicas())
-        return torch.cat([whole[:alone], whole[alone + first : alone + min(shared, first + each)]])
-
-    def _place_among_replicas(self) -> int:
-        at = self.plan.ranks[self._rank]
-        return at.data * self.plan.strategy.context + at.context
-
-    def _whole(self, own: torch.Tensor) -> torch.Tensor:
-        """Collective. The way back from `_own`."""
-        alone, shared, each = self._bounds()
-        if self._replicas is None or shared == 0:
-            return own.clone()
-        mine = torch.zeros(each)
-        mine[: own.numel() - alone] = own[alone:]
-        found = [torch.zeros(each) for _ in range(self.plan.strategy.shards)]
-        dist.all_gather(found, mine, group=self._replicas)
-        return torch.cat([own[:alone], torch.cat(found)[:shared]])
-
-    def _current(self) -> torch.Tensor:
-        return self._own(self._gathered(MASTER)).clone()
+            states[MOMENTUM] = self._momentum
+        return ANCHOR in self._ranges.load(states, checkpoint)
 
     def _deltas(self) -> torch.Tensor:
         """Of this rank, as they are sent. Raises Refusal on every rank where one is no finite number: SW6317."""
-        deltas = (self._anchor - self._current()).to(_DTYPES[self.outer.precision])
+        deltas = (self._anchor - self._ranges.own(MASTER)).to(_DTYPES[self.outer.precision])
         flags: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(flags, bool(deltas.isfinite().all()))
         if not all(flags):
@@ -210,32 +162,21 @@ class Outer:
         else:
             self._momentum.mul_(self.outer.momentum).add_(mean)
             self._anchor.sub_(mean + self.outer.momentum * self._momentum, alpha=self.outer.lr)
-        self._write(MASTER, self._anchor)
+        self._ranges.write(MASTER, self._anchor)
         self._trainer.restored(step, self._trainer.counters())
         self.base = step
-
-    def _write(self, state: str, own: torch.Tensor) -> None:
-        """Collective. The way back from `_gathered`, of what this rank sends."""
-        whole, at = self._whole(own), 0
-        alone, shared = self._fragments()
-        for f in (*alone, *shared):
-            values = f.states[state]
-            values.copy_(whole[at : at + values.numel()])
-            at += values.numel()
 
     # Another island's state.
 
     def _state_names(self) -> list[str]:
         """The same on every rank and island: the master first."""
-        alone, shared = self._fragments()
-        found = [name for f in (*alone, *shared) for name in f.states]
-        return list(dict.fromkeys((MASTER, *found, *([] if self._momentum is None else [MOMENTUM]))))
+        return [*self._ranges.state_names(), *([] if self._momentum is None else [MOMENTUM])]
 
     def _give_state(self) -> None:
         """To islands that are behind. A connection that breaks here is found broken at the next outer step."""
         assert self._link is not None, "it has just committed"
         own = {MASTER: self._anchor} | ({} if self._momentum is None else {MOMENTUM: self._momentum})
-        parts = (own[n] if n in own else self._own(self._gathered(n)) for n in self._state_names())
+        parts = (own[n] if n in own else self._ranges.own(n) for n in self._state_names())
         with contextlib.suppress(Broken):
             self._link.give_state((_bytes(part) for part in parts), self._trainer.counters().updates)
 
@@ -243,7 +184,7 @@ class Outer:
         """Collective."""
         self._anchor, self._momentum = taken[MASTER], taken.pop(MOMENTUM, None)
         for state, own in taken.items():
-            self._write(state, own)
+            self._ranges.write(state, own)
         self._trainer.restored(step, Counters(updates=updates, loss_scale=None))
         self.base = step
 
@@ -328,45 +269,10 @@ class _Outcome:
     updates: int = 0
 
 
-class _Saved:
-    """A trainer whose trained fragments have more states. wholes: state -> the values, in the order of `_gathered`."""
-
-    def __init__(self, trainer: Trainer, wholes: dict[str, torch.Tensor]) -> None:
-        self._trainer, self._wholes = trainer, wholes
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._trainer, name)
-
-    def owned(self) -> Iterator[LiveFragment]:
-        fragments = list(self._trainer.owned())
-        trained = [f for f in fragments if MASTER in f.states]
-        at = {True: 0, False: sum(f.states[MASTER].numel() for f in trained if f.partitioned)}
-        for f in fragments:
-            if MASTER not in f.states:
-                yield f
-                continue
-            start, count = at[f.partitioned], f.states[MASTER].numel()
-            at[f.partitioned] += count
-            more = {name: values[start : start + count] for name, values in self._wholes.items()}
-            yield replace(f, states={**f.states, **more})
-
-
 def _bytes(values: torch.Tensor) -> memoryview:
     """The tensor's own memory."""
     flat = values.view(torch.int16) if values.dtype == torch.bfloat16 else values
     return flat.numpy().data.cast("B") if flat.numel() else memoryview(b"")
-
-
-def _replicas(plan: Plan, rank: int) -> Any:
-    """Collective: each rank makes all of the groups. The data ranks that have the same masters as this one; None where
-    each has its own."""
-    if plan.strategy.zero_stage > 0 or plan.strategy.shards == 1:
-        return None
-    members: dict[tuple[int, int], list[int]] = {}
-    for r in plan.ranks:
-        members.setdefault((r.pipeline, r.tensor), []).append(r.rank)
-    groups = [(ranks, dist.new_group(ranks, backend="gloo")) for ranks in members.values()]
-    return next(group for ranks, group in groups if rank in ranks)
 
 
 _REFUSED = {
