@@ -9,31 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import distributed as dist
 
-from shardwright.diagnostics import Diagnostic, Refusal, found, refusal
+from shardwright.diagnostics import refusal
 from shardwright.engines.protocol import Counters, Trainer
-from shardwright.islands.client import Answer, Link, Place, Refused
-from shardwright.islands.secret import read_secret
+from shardwright.islands.client import Answer, Link
 from shardwright.islands.wire import Broken, FrameKind
-from shardwright.plan.islands import plan_digest
 from shardwright.plan.plan import Plan
 from shardwright.train.ranges import MASTER, Ranges
+from shardwright.train.store_links import StoreLinks, Unreached
 
-T = TypeVar("T")
 ANCHOR, MOMENTUM = "outer_anchor", "outer_momentum"
-AGAIN_SECONDS = 0.5
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-class Unreached(Exception):
-    """The store was not reached for the deadline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,21 +47,7 @@ class Outer:
         assert plan.outer is not None and plan.outer.island is not None, "asked for before"
         self.plan, self.outer = plan, plan.outer
         self._trainer = trainer
-        self._secret = read_secret(folder)
-        began: list[Any] = [time.time_ns() if rank == 0 else 0]
-        dist.broadcast_object_list(began, src=0)
-        self._place = Place(
-            island=plan.outer.island,
-            rank=rank,
-            world=plan.strategy.world_size,
-            began=began[0],
-            connection=0,
-            plan=plan_digest(plan),
-            data=data_digest,
-        )
-        self._link: Link | None = None
-        self._last_words = ""
-        self._heard = self._until = 0.0  # the store's last word, and when this island gives up
+        self._store = StoreLinks(plan, folder, rank, data_digest)
         self._ranges = Ranges(plan, trainer, rank)
         self.base = 0
         self._anchor = self._ranges.own(MASTER)
@@ -99,14 +77,9 @@ class Outer:
     def meet(self, step: int, *, is_due: bool = True) -> OuterResult:
         """Collective. The outer step after `step`; without is_due only says that the island is there. Raises Unreached
         on every rank, and Refusal."""
-        began = self._heard = time.monotonic()
+        began = time.monotonic()
         deltas = self._deltas() if is_due else torch.zeros(0)
-        while True:
-            self._reach()
-            done = self._together(lambda: self._try(step, is_due, deltas))
-            if done is not None:
-                break
-            self._hang_up()
+        done = self._store.agreed(lambda link: self._try(link, step, is_due, deltas))
         answer = done.answer
         if answer.kind == FrameKind.RECEIVE:
             self._use_state(answer.step, done.updates, done.taken)
@@ -121,8 +94,7 @@ class Outer:
 
     def leave(self, *, done: bool) -> None:
         """After every rank's last word. done: trained to the last step."""
-        if self._link is not None:
-            self._link.leave(done=done)
+        self._store.leave(done=done)
 
     # What a checkpoint holds beside the trainer's own.
 
@@ -174,11 +146,10 @@ class Outer:
 
     def _give_state(self) -> None:
         """To islands that are behind. A connection that breaks here is found broken at the next outer step."""
-        assert self._link is not None, "it has just committed"
         own = {MASTER: self._anchor} | ({} if self._momentum is None else {MOMENTUM: self._momentum})
         parts = (own[n] if n in own else self._ranges.own(n) for n in self._state_names())
         with contextlib.suppress(Broken):
-            self._link.give_state((_bytes(part) for part in parts), self._trainer.counters().updates)
+            self._store.link.give_state((_bytes(part) for part in parts), self._trainer.counters().updates)
 
     def _use_state(self, step: int, updates: int, taken: dict[str, torch.Tensor]) -> None:
         """Collective."""
@@ -190,59 +161,9 @@ class Outer:
 
     # The store.
 
-    def _reach(self) -> None:
-        """Collective. A connection on every rank. Raises Unreached, or Refusal, on all: a deadline after the store's
-        last word."""
-        self._until = self._heard + self.outer.deadline_seconds
-        while self._link is None:
-            told = self._together(self._connect)
-            if told is not None:
-                return
-            self._hang_up()
-            over: list[Any] = [time.monotonic() > self._until]
-            dist.broadcast_object_list(over, src=0)
-            if over[0]:
-                raise Unreached(self._last_words)
-            time.sleep(AGAIN_SECONDS)
-
-    def _connect(self) -> bool:
-        address = self.plan.launch.outer_store
-        assert address is not None, "a plan with islands has one"
-        within = max(0.1, self._until - time.monotonic())
-        self._link = Link(address, self._secret, self._place, self.outer.deadline_seconds, within)
-        return True
-
-    def _hang_up(self) -> None:
-        if self._link is not None:
-            self._heard = max(self._heard, self._link.heard)
-            self._link.close()
-        self._link = None
-        self._place = replace(self._place, connection=self._place.connection + 1)
-
-    def _together(self, work: Callable[[], T]) -> T | None:
-        """Collective. What `work` gave this rank; None on every rank where the connection of one broke. Raises Refusal
-        on all where the store does not take one."""
-        mine: T | None = None
-        error: tuple[str, str] | None = None
-        try:
-            mine = work()
-        except Refused as refused:
-            error = (refused.code, str(refused))
-        except Broken as broken:
-            error = ("", str(broken))
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, error)
-        failed = [each for each in everyone if each is not None]
-        for code, why in failed:
-            if code:
-                raise Refusal(_not_taken(code, why))
-        self._last_words = failed[0][1] if failed else ""
-        return None if failed else mine
-
-    def _try(self, step: int, is_due: bool, deltas: torch.Tensor) -> _Outcome:
+    def _try(self, link: Link, step: int, is_due: bool, deltas: torch.Tensor) -> _Outcome:
         """This rank's part. Raises Broken."""
-        link, found = self._link, _Outcome(means=torch.empty_like(deltas))
-        assert link is not None, "reached before"
+        found = _Outcome(means=torch.empty_like(deltas))
         check, size = int(self._anchor.view(torch.int32).sum(dtype=torch.int64)), _bytes(deltas).nbytes
         while True:
             found.answer = link.arrive(base=self.base, step=step, is_due=is_due, size=size, check=check)
@@ -273,15 +194,3 @@ def _bytes(values: torch.Tensor) -> memoryview:
     """The tensor's own memory."""
     flat = values.view(torch.int16) if values.dtype == torch.bfloat16 else values
     return flat.numpy().data.cast("B") if flat.numel() else memoryview(b"")
-
-
-_REFUSED = {
-    "SW6313": "Every island's folder has the same run/outer.secret: `outer-store` writes it, and you copy it.",
-    "SW6316": "Copy the island's folder from the compiled one that the store was started with; bring the same data.",
-    "SW6320": "Its weights lack the others' last outer steps. Take the newest checkpoint of an island that is done.",
-    "SW6319": "End the other run, or this one: an island is one run.",
-}
-
-
-def _not_taken(code: str, why: str) -> Diagnostic:
-    return found(code, None, f"the outer store does not take this island: {why}", _REFUSED.get(code, ""))

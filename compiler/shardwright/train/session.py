@@ -37,8 +37,9 @@ from shardwright.train.attempt import Attempt, begin_on_ranks
 from shardwright.train.confidential import forget_environment, load_environment
 from shardwright.train.divergence import Divergence
 from shardwright.train.measured import AttemptSummary
-from shardwright.train.outer import Outer, Unreached
+from shardwright.train.outer import Outer
 from shardwright.train.ownership import RANKS, lease_of, taken_over
+from shardwright.train.store_links import Unreached
 from shardwright.train.tracking import Tracking
 from shardwright.watch.journal import Evaluations, Metrics, OuterSteps, Saves, write_json, write_status
 from shardwright.watch.watch import Watch
