@@ -125,14 +125,24 @@ def comes(out: Path, store: Process, a: Process, start: Callable[..., Process], 
     assert any(r["joined"] == [1] for r in rounds(out))
 
 
-@pytest.mark.parametrize("ranks", ["all", pytest.param("rank 0", marks=pytest.mark.prove)])
-def test_an_island_killed_in_mid_round_comes_back(tmp_path: Path, start: Callable[..., Process], ranks: str) -> None:
-    outer = OUTER["nesterov"]
+@pytest.mark.parametrize(
+    ("ranks", "kind", "at"),
+    [
+        ("all", "nesterov", 5),
+        pytest.param("rank 0", "nesterov", 5, marks=pytest.mark.prove),
+        ("all", "overlap-2", 5),  # its outer step is on its way, or here and not mixed in
+        pytest.param("all", "overlap-2", 7, marks=pytest.mark.prove),
+    ],
+)
+def test_an_island_killed_in_mid_round_comes_back(
+    tmp_path: Path, start: Callable[..., Process], ranks: str, kind: str, at: int
+) -> None:
+    outer = OUTER[kind]
     tokens = write_inputs(CASE, tmp_path, outer, deadline=DEADLINE)
     out = tmp_path / "out"
     store = listening(start, out)
     a, b = (start("run", out, "--island", k) for k in range(ISLANDS))
-    until(lambda: step_of(out, 1) >= 5, "no fifth step", b)
+    until(lambda: step_of(out, 1) >= at, f"no step {at}", b)
     for pid in pids(out, 1)[: None if ranks == "all" else 1]:
         os.kill(pid, signal.SIGKILL)
     until(lambda: any(r["members"] == [0] for r in rounds(out)), "island 0 waits", store)
@@ -153,8 +163,11 @@ def test_a_late_newcomer(tmp_path: Path, start: Callable[..., Process]) -> None:
     check_end(out, tmp_path, tokens, outer)
 
 
-def test_without_the_store_islands_save_stop_and_go_on(tmp_path: Path, start: Callable[..., Process]) -> None:
-    outer = OUTER["nesterov"]
+@pytest.mark.parametrize("kind", ["nesterov", "overlap-2"])
+def test_without_the_store_islands_save_stop_and_go_on(
+    tmp_path: Path, start: Callable[..., Process], kind: str
+) -> None:
+    outer = OUTER[kind]
     tokens = write_inputs(CASE, tmp_path, outer, deadline=5.0, save_every=STEPS)
     out = tmp_path / "out"
     store = listening(start, out)

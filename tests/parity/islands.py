@@ -27,6 +27,8 @@ EVERY, STEPS, ISLANDS = 4, 12, 2
 OUTER: dict[str, dict[str, Any]] = {
     "average": {"optimizer": "average"},
     "nesterov": {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.9},
+    "overlap-1": {"optimizer": "average", "overlap_steps": 1, "mixing": 0.25},
+    "overlap-2": {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.9, "overlap_steps": 2},
 }
 
 
@@ -71,6 +73,15 @@ def write_inputs(
     return tokens
 
 
+@dataclass
+class _Round:
+    """deltas: of each member. lands: the step after which its result is mixed in."""
+
+    members: list[int]
+    deltas: list[dict[str, torch.Tensor]]
+    lands: int
+
+
 def simulate(
     case: Case,
     tokens: np.ndarray,
@@ -79,14 +90,15 @@ def simulate(
     *,
     islands: int = ISLANDS,
 ) -> Simulation:
-    """members: of each outer step, as the store wrote them down; others take the first member's state after it. None:
-    all of them in each."""
+    """members: of each outer step, as the store wrote them down; others take the first member's state when it is
+    through. None: all of them in each."""
     models = [initial_model(MODELS[case.model], SEED) for _ in range(islands)]
     optimizers = [plain(model, case) for model in models]
     anchor = {name: p.detach().clone() for name, p in models[0].named_parameters()}
     momentum = {name: torch.zeros_like(p) for name, p in anchor.items()}
     losses: list[dict[int, float]] = [{} for _ in models]
-    rounds = iter(members or [range(islands)] * (STEPS // EVERY))
+    recorded = iter(members or [range(islands)] * (STEPS // EVERY))
+    on_its_way: _Round | None = None
     for step in range(1, STEPS + 1):
         [block] = token_rows(tokens, step, case.batch * islands)
         rate = LR * step / WARMUP if step <= WARMUP else cosine(LR, step, WARMUP, STEPS)
@@ -98,8 +110,17 @@ def simulate(
             optimizer.step(rate)
             losses[island][step] = float(loss.detach())
         if step % EVERY == 0:
-            taking = list(next(rounds))
-            outer_step([models[k] for k in taking], anchor, momentum, outer)
+            taking = list(next(recorded))
+            deltas = [moved(models[k], anchor, outer) for k in taking]
+            last = step == STEPS
+            on_its_way = _Round(taking, deltas, step if last else step + outer.get("overlap_steps", 0))
+        if on_its_way is not None and step == on_its_way.lands:
+            outer_step(on_its_way.deltas, anchor, momentum, outer)
+            taking, share = on_its_way.members, 1.0
+            if outer.get("overlap_steps") and step != STEPS:
+                share = outer.get("mixing", 0.5)
+            for k in taking:
+                mix(models[k], anchor, share)
             for k in set(range(islands)) - set(taking):
                 models[k].load_state_dict(models[taking[0]].state_dict())
                 optimizers[k] = plain(models[k], case)
@@ -108,32 +129,47 @@ def simulate(
     return Simulation(losses, anchor)
 
 
+@torch.no_grad()
+def moved(model: nn.Module, anchor: dict[str, torch.Tensor], outer: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """An island's deltas, as they are sent."""
+    return {name: as_sent(anchor[name] - p, outer) for name, p in model.named_parameters()}
+
+
+def as_sent(values: torch.Tensor, outer: dict[str, Any]) -> torch.Tensor:
+    return values.bfloat16().float() if outer.get("precision") == "bf16" else values
+
+
+@torch.no_grad()
+def mix(model: nn.Module, anchor: dict[str, torch.Tensor], share: float) -> None:
+    for name, p in model.named_parameters():
+        p.copy_(share * anchor[name] + (1 - share) * p)
+
+
 def plain(model: nn.Module, case: Case) -> PlainOptimizer:
     return PlainOptimizer(model, betas=BETAS, eps=EPS, weight_decay=DECAY, clipping=case.clipping)
 
 
 @torch.no_grad()
 def outer_step(
-    models: list[nn.Module], anchor: dict[str, torch.Tensor], momentum: dict[str, torch.Tensor], outer: dict[str, Any]
+    deltas: list[dict[str, torch.Tensor]],
+    anchor: dict[str, torch.Tensor],
+    momentum: dict[str, torch.Tensor],
+    outer: dict[str, Any],
 ) -> None:
     """As torch.optim.SGD makes it."""
-    named = [dict(model.named_parameters()) for model in models]
-    mean = {name: sum(anchor[name] - each[name] for each in named) / len(named) for name in anchor}
+    mean = {name: as_sent(sum(each[name] for each in deltas) / len(deltas), outer) for name in anchor}
     if outer["optimizer"] == "average":
         for name, p in anchor.items():
             p -= mean[name]
-    else:
-        parameters = [nn.Parameter(p.clone()) for p in anchor.values()]
-        sgd = torch.optim.SGD(parameters, lr=outer["lr"], momentum=outer["momentum"], nesterov=True)
-        for parameter, name in zip(parameters, anchor, strict=True):
-            parameter.grad = mean[name]
-            sgd.state[parameter]["momentum_buffer"] = momentum[name]
-        sgd.step()
-        for parameter, name in zip(parameters, anchor, strict=True):
-            anchor[name].copy_(parameter.detach())
-    for each in named:
-        for name, p in each.items():
-            p.copy_(anchor[name])
+        return
+    parameters = [nn.Parameter(p.clone()) for p in anchor.values()]
+    sgd = torch.optim.SGD(parameters, lr=outer["lr"], momentum=outer["momentum"], nesterov=True)
+    for parameter, name in zip(parameters, anchor, strict=True):
+        parameter.grad = mean[name]
+        sgd.state[parameter]["momentum_buffer"] = momentum[name]
+    sgd.step()
+    for parameter, name in zip(parameters, anchor, strict=True):
+        anchor[name].copy_(parameter.detach())
 
 
 def island_losses(folder: Path, island: int) -> dict[int, float]:

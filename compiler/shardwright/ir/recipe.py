@@ -81,8 +81,8 @@ class ClusterSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterSection:
-    """The step that brings islands together, after every `every_steps` steps. lr, momentum: of nesterov, else None.
-    precision: of what is sent. deadline_seconds: that it waits for an island."""
+    """Brings islands together, every so many steps. lr, momentum: of nesterov, else None. precision: of what is sent.
+    mixing: the share of its result, overlap_steps later; None without any. deadline_seconds: that it waits for one."""
 
     every_steps: int
     optimizer: Literal["average", "nesterov"]
@@ -91,6 +91,7 @@ class OuterSection:
     precision: Literal["bf16", "fp32"]
     overlap_steps: int
     deadline_seconds: float
+    mixing: float | None = None
 
     def is_due(self, step: int, steps: int) -> bool:
         """Whether there is an outer step after `step` of so many."""

@@ -13,6 +13,7 @@ from shardwright.recipe.describe import words_for
 from shardwright.recipe.schema import complete, properties, recipe_schema
 
 DEFAULT_STORE = "127.0.0.1:29471"
+DEFAULT_MIXING = 0.5
 _KEYS = ("islands", "inter_island_gbits_per_second")
 NEEDED = (
     *("cluster.islands", "cluster.inter_island_gbits_per_second", "cluster.nodes", "training.global_batch_size"),
@@ -29,8 +30,8 @@ def islands_of(document: JsonObject) -> int:
 
 
 def with_outer(document: JsonObject) -> JsonObject:
-    """What is not said of islands, said: plain averaging, and where they meet. Without islands the keys go: said or
-    left out, it is the same recipe."""
+    """What is not said of islands, said: plain averaging, how overlap is mixed in, and where they meet. Without islands
+    the keys go: said or left out, it is the same recipe."""
     cluster, training = cast(JsonObject, document["cluster"]), cast(JsonObject, document["training"])
     launch = cast(JsonObject, document["launch"])
     if islands_of(document) == 1:
@@ -39,7 +40,10 @@ def with_outer(document: JsonObject) -> JsonObject:
         launch = {key: value for key, value in launch.items() if key != "outer_store"}
     else:
         section = properties(properties(recipe_schema(), document)["training"], training)["outer"]
-        training = {**training, "outer": complete(section, training.get("outer") or {})}
+        outer = cast(JsonObject, complete(section, training.get("outer") or {}))
+        if outer["overlap_steps"] and outer["mixing"] is None:
+            outer = {**outer, "mixing": DEFAULT_MIXING}
+        training = {**training, "outer": outer}
         launch = {**launch, "outer_store": launch.get("outer_store") or DEFAULT_STORE}
     return {**document, "cluster": cluster, "training": training, "launch": launch}
 
@@ -84,6 +88,7 @@ def island_errors(document: JsonObject) -> Iterable[Diagnostic]:
         yield found("SW1232", "cluster.islands", message, help)
     yield from _multiples(document, cast(int, (outer or {}).get("every_steps", 100)))
     yield from _optimizer(outer or {})
+    yield from _overlap(outer or {})
 
 
 def _division(document: JsonObject) -> Iterable[Diagnostic]:
@@ -125,3 +130,16 @@ def _optimizer(outer: JsonObject) -> Iterable[Diagnostic]:
         elif outer.get("optimizer", "average") == "average" and value is not None:
             message = f"training.outer.{key} is for nesterov, and the outer optimizer is average"
             yield found("SW1235", f"training.outer.{key}", message, "Remove it, or write `optimizer: nesterov`.")
+
+
+def _overlap(outer: JsonObject) -> Iterable[Diagnostic]:
+    steps, every = cast(int, outer.get("overlap_steps") or 0), cast(int, outer.get("every_steps", 100))
+    if steps >= every:
+        message = f"training.outer.overlap_steps {steps} is not less than every_steps {every}"
+        help = "An outer step arrives before the next one begins" + (
+            f": write {every - 1} or less." if every > 1 else "."
+        )
+        yield found("SW1235", "training.outer.overlap_steps", message, help, (every - 1,))
+    elif not steps and outer.get("mixing") is not None:
+        message = "training.outer.mixing is for overlap, and overlap_steps is 0"
+        yield found("SW1235", "training.outer.mixing", message, "Remove it, or write `overlap_steps:` with more.")

@@ -38,10 +38,6 @@ def check_islands(recipe: Recipe) -> Iterator[Diagnostic]:
         return
     beside: dict[str, tuple[bool, str]] = {
         "target": (not ENGINES[recipe.target].islands, f"Write `target: {DEFAULT}`."),
-        "training.outer.overlap_steps": (
-            outer.overlap_steps > 0,
-            "Write `overlap_steps: 0`: training waits for the deltas. `estimate` prices the overlap.",
-        ),
         "training.precision": (recipe.training.precision == "fp16", "Write `precision: bf16` or fp32."),
         "model.freeze": (bool(recipe.model.freeze), "Remove it: frozen parameters were not tried."),
         "data.images": (

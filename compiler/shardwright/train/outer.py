@@ -2,14 +2,17 @@
 
 Works on what a checkpoint is made of: this rank's own ranges of the fp32 masters. The delta is the anchor (those ranges
 after the last outer step) less what they are now; the store returns the islands' mean, in the same place, and each rank
-applies it to its own.
+applies it to its own anchor. The weights are then the anchor; with overlap (arXiv 2501.18512) the round is on its way
+while the next steps train, and the anchor is mixed into what they made of the weights.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +28,25 @@ from shardwright.train.ranges import MASTER, Ranges
 from shardwright.train.store_links import StoreLinks, Unreached
 
 ANCHOR, MOMENTUM = "outer_anchor", "outer_momentum"
+SENT, ARRIVED = "outer_sent", "outer_arrived"
+"""Deltas of a round that is not made yet; the anchor of one that is, after the very step that it was begun after."""
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterResult:
-    """What came of an outer step. step: that the weights are at now. members: () where another island's state was
-    taken. sent_bytes: by this island, without copies."""
+    """What came of the outer step after `step`. done: the step that the weights are at now. members: () where another
+    island's state was taken. seconds: that training waited. sent_bytes: by this rank, without copies."""
 
     step: int
+    done: int
     members: tuple[int, ...]
     seconds: float
     sent_bytes: int
 
 
 class Outer:
-    """base: the step of the last outer step that the weights have."""
+    """base: the step of the last outer step that the anchor has."""
 
     def __init__(self, plan: Plan, folder: Path, trainer: Trainer, rank: int, data_digest: str) -> None:
         """Collective. Raises Refusal: SW6313 where this host has no secret."""
@@ -50,22 +56,29 @@ class Outer:
         self._store = StoreLinks(plan, folder, rank, data_digest)
         self._ranges = Ranges(plan, trainer, rank)
         self.base = 0
+        self._flight: _Flight | None = None
+        self._receivers: list[int] = []  # islands that take this one's state, once the weights are there
+        self._mix_at: int | None = None  # the step after which the last round's result is mixed in
         self._anchor = self._ranges.own(MASTER)
         self._momentum = torch.zeros_like(self._anchor) if plan.outer.optimizer == "nesterov" else None
 
-    def begin(self, done: int, checkpoint: Path | None) -> int:
+    def begin(self, done: int, checkpoint: Path | None) -> list[OuterResult]:
         """Collective. Meets the other islands before the first step. done: the step that `checkpoint` closed. Returns
-        the step to go on from, which is another island's where this one is behind.
+        the outer steps that were made up for: after the last one this island goes on from its `done`, which is another
+        island's where this one is behind.
 
         Raises Refusal: SW6314 where the store is not reached, and for what the store refuses.
         """
-        self._anchor = self._ranges.own(MASTER)
-        has_anchor = checkpoint is not None and self._load(checkpoint)
-        every = self.outer.every_steps
-        self.base = (done - 1) // every * every if has_anchor else done
-        pending = has_anchor and self.outer.is_due(done, self.plan.training.steps)
+        self.base, self._anchor = done, self._ranges.own(MASTER)
+        owed = None if checkpoint is None else self._load(done, checkpoint)
         try:
-            return self.meet(done, is_due=pending).step
+            outcome = self._agreed(*(owed or (done, None)))
+            made = [self._taken_in(outcome, done)] if outcome.answer.kind != FrameKind.GO else []
+            done = made[-1].done if made else done
+            if self._mix_at is not None and done >= self._mix_at:
+                self._mix(done)
+            if done == self._last and self.base != done:  # the round before the last was on its way
+                made.append(self._meet(done))
         except Unreached as error:
             raise refusal(
                 "SW6314",
@@ -73,24 +86,88 @@ class Outer:
                 "Start `shardwright outer-store DIR` where launch.outer_store says, and see that this host reaches it. "
                 "Nothing was trained.",
             ) from None
+        return made
 
-    def meet(self, step: int, *, is_due: bool = True) -> OuterResult:
-        """Collective. The outer step after `step`; without is_due only says that the island is there. Raises Unreached
-        on every rank, and Refusal."""
+    def after(self, step: int) -> Iterator[OuterResult]:
+        """Collective. The outer steps that end with this inner one. Raises Unreached on every rank, and Refusal."""
+        if step == self._mix_at:
+            landed = self._land(step)
+            if landed is not None:
+                yield landed
+                step = landed.done
+        if self.outer.is_due(step, self._last) and self.base != step:
+            if self._overlaps(step):
+                self._depart(step)
+            else:
+                yield self._meet(step)
+
+    @property
+    def _last(self) -> int:
+        return self.plan.training.steps
+
+    def _overlaps(self, step: int) -> bool:
+        """Whether training goes on while the round of this step is on its way: after the last one it has nothing to."""
+        return self.outer.overlap_steps > 0 and step != self._last
+
+    def _landing(self, step: int) -> int:
+        """The step after which the weights have the outer step of `step`."""
+        return min(step + self.outer.overlap_steps, self._last)
+
+    def _meet(self, step: int) -> OuterResult:
+        """Collective. An outer step that training waits for."""
         began = time.monotonic()
-        deltas = self._deltas() if is_due else torch.zeros(0)
-        done = self._store.agreed(lambda link: self._try(link, step, is_due, deltas))
-        answer = done.answer
+        result = self._taken_in(self._agreed(step, self._deltas()), step)
+        return replace(result, seconds=time.monotonic() - began)
+
+    def _depart(self, step: int) -> None:
+        """Collective. Begins a round that goes on by itself."""
+        began = time.monotonic()
+        deltas, names = self._deltas(), self._state_names()
+        future = self._store.begun(lambda link: self._try(link, step, deltas, names))
+        self._mix_at = self._landing(step)
+        self._flight = _Flight(step=step, deltas=deltas, future=future, seconds=time.monotonic() - began)
+
+    def _land(self, step: int) -> OuterResult | None:
+        """Collective. Waits for the round that is on its way, and mixes its result in. None where `arrived` told of it
+        already."""
+        began, flight, result = time.monotonic(), self._flight, None
+        if flight is not None:
+            outcome = self._store.ended(flight.future) or self._agreed(flight.step, flight.deltas)
+            result = self._taken_in(outcome, step)
+        if self._mix_at is not None:
+            self._mix(step)
+        if flight is None or result is None:
+            return None
+        return replace(result, seconds=flight.seconds + time.monotonic() - began)
+
+    def arrived(self, step: int) -> OuterResult | None:
+        """Collective. Takes the round in that is on its way, where it is there already, so that what is saved now has
+        it; it is mixed in when it is due."""
+        flight = self._flight
+        if flight is None:
+            return None
+        future = flight.future
+        is_made = future.done() and future.exception() is None and future.result().answer.kind == FrameKind.EXCHANGE
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, is_made)
+        if not all(everyone):
+            return None
+        return replace(self._taken_in(future.result(), step), seconds=flight.seconds)
+
+    def _taken_in(self, outcome: _Outcome, step: int) -> OuterResult:
+        """Collective. step: that the weights are at."""
+        answer, self._flight = outcome.answer, None
         if answer.kind == FrameKind.RECEIVE:
-            self._use_state(answer.step, done.updates, done.taken)
-        elif answer.kind == FrameKind.EXCHANGE:
-            self._apply(done.means.float(), step)
-            if done.receivers:
-                self._give_state()
+            self._use_state(answer.step, outcome.updates, outcome.taken)
+            step = self._landing(answer.step)
         else:
-            return OuterResult(step=step, members=(), seconds=0.0, sent_bytes=0)
-        seconds = time.monotonic() - began
-        return OuterResult(step=self.base, members=answer.members, seconds=seconds, sent_bytes=_bytes(deltas).nbytes)
+            self._move_anchor(outcome.means.float())
+            self.base, self._receivers = answer.step, outcome.receivers
+            self._mix_at = self._landing(answer.step) if self._overlaps(answer.step) else None
+            if self._mix_at is None:
+                self._set(self._anchor, step)
+        sent = _bytes(outcome.means).nbytes
+        return OuterResult(step=self.base, done=step, members=answer.members, seconds=0.0, sent_bytes=sent)
 
     def leave(self, *, done: bool) -> None:
         """After every rank's last word. done: trained to the last step."""
@@ -99,18 +176,35 @@ class Outer:
     # What a checkpoint holds beside the trainer's own.
 
     def saved(self, step: int) -> Trainer:
-        """Collective. The trainer with the outer momentum, and with the anchor in the middle of a round."""
+        """Collective. The trainer with the outer momentum, and with the anchor where the weights are not it."""
         states = {} if self._momentum is None else {MOMENTUM: self._momentum}
+        if self._flight is not None and step != self._flight.step:
+            states[SENT] = self._flight.deltas.float()
         if self.base != step:
             states[ANCHOR] = self._anchor
+        elif self._mix_at is not None:
+            states[ARRIVED] = self._anchor
         return self._ranges.saved(states)
 
-    def _load(self, checkpoint: Path) -> bool:
-        """Whether it was saved in the middle of a round."""
-        states = {ANCHOR: self._anchor}
+    def _load(self, done: int, checkpoint: Path) -> tuple[int, torch.Tensor] | None:
+        """Collective. Returns the outer step that is still to be made, and its deltas."""
+        states = {name: torch.zeros_like(self._anchor) for name in (ANCHOR, ARRIVED, SENT)}
         if self._momentum is not None:
             states[MOMENTUM] = self._momentum
-        return ANCHOR in self._ranges.load(states, checkpoint)
+        present = self._ranges.load(states, checkpoint)
+        every, overlap = self.outer.every_steps, self.outer.overlap_steps > 0
+        if ARRIVED in present:
+            self._anchor, self._mix_at = states[ARRIVED], self._landing(done)
+        if ANCHOR not in present:
+            return None
+        self._anchor, newest = states[ANCHOR], (done - 1) // every * every
+        if SENT in present:
+            self.base = newest - every
+            return newest, states[SENT].to(_DTYPES[self.outer.precision])
+        self.base = newest
+        if overlap and done < self._landing(newest):
+            self._mix_at = self._landing(newest)
+        return (done, self._deltas()) if self.outer.is_due(done, self._last) else None
 
     def _deltas(self) -> torch.Tensor:
         """Of this rank, as they are sent. Raises Refusal on every rank where one is no finite number: SW6317."""
@@ -127,53 +221,72 @@ class Outer:
             )
         return deltas
 
-    def _apply(self, mean: torch.Tensor, step: int) -> None:
-        """Collective. SGD with Nesterov momentum as torch.optim.SGD has it, or the average."""
+    def _move_anchor(self, mean: torch.Tensor) -> None:
+        """SGD with Nesterov momentum as torch.optim.SGD has it, or the average."""
         if self._momentum is None or self.outer.lr is None or self.outer.momentum is None:
             self._anchor -= mean
         else:
             self._momentum.mul_(self.outer.momentum).add_(mean)
             self._anchor.sub_(mean + self.outer.momentum * self._momentum, alpha=self.outer.lr)
-        self._ranges.write(MASTER, self._anchor)
+
+    def _mix(self, step: int) -> None:
+        """Collective. What the islands made of the weights before the overlap, into what this one has made since."""
+        assert self.outer.mixing is not None, "a plan with overlap has it"
+        self._mix_at = None
+        self._set(torch.lerp(self._ranges.own(MASTER), self._anchor, self.outer.mixing), step)
+
+    def _set(self, own: torch.Tensor, step: int) -> None:
+        """Collective. The weights; and who waits for this island's state gets it."""
+        self._ranges.write(MASTER, own)
         self._trainer.restored(step, self._trainer.counters())
-        self.base = step
+        if self._receivers:
+            self._give_state()
+        self._receivers = []
 
     # Another island's state.
 
     def _state_names(self) -> list[str]:
         """The same on every rank and island: the master first."""
-        return [*self._ranges.state_names(), *([] if self._momentum is None else [MOMENTUM])]
+        more = {ANCHOR: self.outer.overlap_steps > 0, MOMENTUM: self._momentum is not None}
+        return [*self._ranges.state_names(), *(name for name, has in more.items() if has)]
 
     def _give_state(self) -> None:
         """To islands that are behind. A connection that breaks here is found broken at the next outer step."""
-        own = {MASTER: self._anchor} | ({} if self._momentum is None else {MOMENTUM: self._momentum})
-        parts = (own[n] if n in own else self._ranges.own(n) for n in self._state_names())
+        kept = {ANCHOR: self._anchor} | ({} if self._momentum is None else {MOMENTUM: self._momentum})
+        parts = (kept[name] if name in kept else self._ranges.own(name) for name in self._state_names())
         with contextlib.suppress(Broken):
             self._store.link.give_state((_bytes(part) for part in parts), self._trainer.counters().updates)
 
     def _use_state(self, step: int, updates: int, taken: dict[str, torch.Tensor]) -> None:
-        """Collective."""
-        self._anchor, self._momentum = taken[MASTER], taken.pop(MOMENTUM, None)
+        """Collective. Of an island that has made the outer step of `step`, and the steps that overlap it."""
+        self._anchor, self._momentum = taken.pop(ANCHOR, taken[MASTER]), taken.pop(MOMENTUM, None)
         for state, own in taken.items():
             self._ranges.write(state, own)
-        self._trainer.restored(step, Counters(updates=updates, loss_scale=None))
-        self.base = step
+        self._trainer.restored(self._landing(step), Counters(updates=updates, loss_scale=None))
+        self.base, self._mix_at = step, None
 
     # The store.
 
-    def _try(self, link: Link, step: int, is_due: bool, deltas: torch.Tensor) -> _Outcome:
-        """This rank's part. Raises Broken."""
-        found = _Outcome(means=torch.empty_like(deltas))
-        check, size = int(self._anchor.view(torch.int32).sum(dtype=torch.int64)), _bytes(deltas).nbytes
+    def _agreed(self, step: int, deltas: torch.Tensor | None) -> _Outcome:
+        """Collective. What comes of the outer step after `step`, however often it has to be begun; without deltas only
+        says that the island is there. Raises Unreached on every rank, and Refusal."""
+        names = self._state_names()
+        return self._store.agreed(step, lambda link: self._try(link, step, deltas, names))
+
+    def _try(self, link: Link, step: int, deltas: torch.Tensor | None, names: list[str]) -> _Outcome:
+        """This rank's part; maybe in a thread of its own, so that it leaves the trainer alone. Raises Broken."""
+        sent = torch.zeros(0) if deltas is None else deltas
+        found = _Outcome(means=torch.empty_like(sent))
+        check, size = int(self._anchor.view(torch.int32).sum(dtype=torch.int64)), _bytes(sent).nbytes
         while True:
-            found.answer = link.arrive(base=self.base, step=step, is_due=is_due, size=size, check=check)
+            found.answer = link.arrive(base=self.base, step=step, is_due=deltas is not None, size=size, check=check)
             if found.answer.kind == FrameKind.GO:
                 return found
             if found.answer.kind == FrameKind.RECEIVE:
-                found.taken = {name: torch.empty_like(self._anchor) for name in self._state_names()}
+                found.taken = {name: torch.empty_like(self._anchor) for name in names}
                 found.updates = link.take_state(_bytes(part) for part in found.taken.values())
                 return found
-            receivers = link.exchange(found.answer.attempt, _bytes(deltas), _bytes(found.means))
+            receivers = link.exchange(found.answer.attempt, _bytes(sent), _bytes(found.means))
             if receivers is not None:
                 found.receivers = receivers
                 return found
@@ -188,6 +301,16 @@ class _Outcome:
     receivers: list[int] = field(default_factory=list)
     taken: dict[str, torch.Tensor] = field(default_factory=dict)
     updates: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Flight:
+    """A round that is on its way while training goes on. seconds: that training has waited for it."""
+
+    step: int
+    deltas: torch.Tensor
+    future: Future[_Outcome]
+    seconds: float
 
 
 def _bytes(values: torch.Tensor) -> memoryview:

@@ -37,7 +37,7 @@ from shardwright.train.attempt import Attempt, begin_on_ranks
 from shardwright.train.confidential import forget_environment, load_environment
 from shardwright.train.divergence import Divergence
 from shardwright.train.measured import AttemptSummary
-from shardwright.train.outer import Outer
+from shardwright.train.outer import Outer, OuterResult
 from shardwright.train.ownership import RANKS, lease_of, taken_over
 from shardwright.train.store_links import Unreached
 from shardwright.train.tracking import Tracking
@@ -70,9 +70,11 @@ class Session:
         seed_dropout(self.plan, rank)
         self.done = self._saved = load_checkpoint(self.plan, self._trainer, Path(resume)) if resume else 0
         self._outer: Outer | None = None
+        made_up: list[OuterResult] = []
         if self.plan.outer is not None:
             self._outer = Outer(self.plan, folder, self._trainer, rank, canonical_hash(dict(digests)))
-            self.done = self._outer.begin(self.done, Path(resume) if resume else None)
+            made_up = self._outer.begin(self.done, Path(resume) if resume else None)
+            self.done = made_up[-1].done if made_up else self.done
         self._origin = Origin(line=attempt.line, rows=data.parts, data=digests)
         if resume and rank == 0:
             notes = other_data(Path(resume), data.parts, digests)
@@ -85,7 +87,12 @@ class Session:
         self._metrics = Metrics(folder, self.attempt, self.done) if first else None
         self._saves = Saves(folder, self.attempt, self.done) if first else None
         self._evaluations = Evaluations(folder, self.attempt, self.done) if first and self.plan.validation else None
-        self._outer_steps = OuterSteps(folder, self.attempt, self.done) if first and self.plan.outer else None
+        self._outer_steps: OuterSteps | None = None
+        if first and self._outer is not None:
+            had = min([self._outer.base, *(each.step - 1 for each in made_up)])
+            self._outer_steps = OuterSteps(folder, self.attempt, had)
+            for each in made_up:
+                self._outer_steps.write(each.step, each.members, each.seconds, each.sent_bytes)
         self._tracking = Tracking(self.plan, folder, self.done) if first else None
         # Rank 0 alone has the file, and each must know whether the step that is resumed from lacks its line.
         told = [self._evaluations.step if self._evaluations else 0]
@@ -128,26 +135,28 @@ class Session:
             lines.append(self._measured.line())
         for line in lines if self.rank == 0 else ():
             print(line, flush=True)
-        if self.plan.outer is not None and self.plan.outer.is_due(step, self.plan.training.steps):
-            self._meet_islands()
+        if self._outer is not None:
+            self._meet_islands(self._outer)
         return result
 
-    def _meet_islands(self) -> None:
-        """The outer step. An island that is behind goes on from another one's step. Raises Refusal: SW6315 where the
-        store is not reached, with a checkpoint that this outer step is made up for from."""
-        assert self._outer is not None and self.plan.outer is not None, "the plan has islands"
+    def _meet_islands(self, outer: Outer) -> None:
+        """The outer steps that are due. An island that is behind goes on from another one's step. Raises Refusal:
+        SW6315 where the store is not reached, with a checkpoint that its outer step is made up for from."""
         try:
-            met = self._outer.meet(self.done)
+            for met in outer.after(self.done):
+                self._record(met)
         except Unreached as error:
             self.save(last=True)
             raise refusal(
                 "SW6315",
-                f"the outer store was not reached for {self.plan.outer.deadline_seconds:g} s at the outer step of "
-                f"{self.done}: {error}",
+                f"the outer store was not reached for {outer.outer.deadline_seconds:g} s at the outer step of "
+                f"{error.step}: {error}",
                 "An island never trains on alone. It saved a checkpoint: start the store again, or see to the link, "
                 "and `shardwright run` goes on from here.",
             ) from None
-        self.done = met.step
+
+    def _record(self, met: OuterResult) -> None:
+        self.done = met.done
         if self._outer_steps:
             self._outer_steps.write(met.step, met.members, met.seconds, met.sent_bytes)
 
@@ -158,7 +167,7 @@ class Session:
         validation = self.plan.validation
         if validation is None or self._held_out is None or self.done in (0, self._evaluated):
             return False
-        return self.done % validation.every_steps == 0 or self.done == self.plan.training.steps
+        return self._falls_due(validation.every_steps) or self.done == self.plan.training.steps
 
     def evaluate(self) -> float:
         """Loss over the held-out data, recorded in run/evaluation.jsonl. There is some: the recipe has `validation`."""
@@ -175,7 +184,12 @@ class Session:
     def saves(self) -> bool:
         """Whether the recipe wants a checkpoint of the step that is done."""
         every = self.plan.checkpoint.every_steps
-        return bool(every) and self.done % (every or 1) == 0
+        return every is not None and self._falls_due(every)
+
+    def _falls_due(self, every_steps: int) -> bool:
+        """Of what is made every so many steps. Where outer steps are overlapped, once that step's has arrived."""
+        at = self.done - (0 if self.plan.outer is None else self.plan.outer.overlap_steps)
+        return at > 0 and at % every_steps == 0
 
     def save(self, *, last: bool = False) -> None:
         """A checkpoint of the step that is done, with a line in run/saves.jsonl; nothing where it has one. last:
@@ -185,6 +199,8 @@ class Session:
             last = last or self.done == self.plan.training.steps
             origin = replace(self._origin, finite=self._divergence.finite)
             began = time.perf_counter()
+            if self._outer is not None and (met := self._outer.arrived(self.done)):
+                self._record(met)
             trainer = self._trainer if self._outer is None else self._outer.saved(self.done)
             nodes = save_checkpoint(self.plan, self.folder, trainer, self.done, last=last, origin=origin)
             if self._saves:

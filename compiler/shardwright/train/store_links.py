@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +24,11 @@ AGAIN_SECONDS = 0.5
 
 
 class Unreached(Exception):
-    """The store was not reached for the deadline."""
+    """The store was not reached for the deadline, at the outer step after `step`."""
+
+    def __init__(self, step: int, why: str) -> None:
+        super().__init__(why)
+        self.step = step
 
 
 class StoreLinks:
@@ -55,23 +61,44 @@ class StoreLinks:
         assert self._link is not None, "reached before"
         return self._link
 
-    def agreed(self, part: Callable[[Link], T]) -> T:
+    def agreed(self, step: int, part: Callable[[Link], T]) -> T:
         """Collective. This rank's part of a round, begun again until that of every rank has gone well. Raises Unreached
         on every rank, and Refusal."""
         self._heard = time.monotonic()
         while True:
-            self._reach()
+            self._reach(step)
             result = self._together(lambda: part(self.link))
             if result is not None:
                 return result
             self._hang_up()
+
+    def begun(self, part: Callable[[Link], T]) -> Future[T]:
+        """The same, once, in a thread of its own; `ended` is to follow."""
+        future: Future[T] = Future()
+        link = self.link
+
+        def work() -> None:
+            try:
+                future.set_result(part(link))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=work, daemon=True).start()
+        return future
+
+    def ended(self, future: Future[T]) -> T | None:
+        """Collective. Waits for what was begun. None on every rank where it has to be begun again."""
+        result = self._together(future.result)
+        if result is None:
+            self._hang_up()
+        return result
 
     def leave(self, *, done: bool) -> None:
         """done: trained to the last step."""
         if self._link is not None:
             self._link.leave(done=done)
 
-    def _reach(self) -> None:
+    def _reach(self, step: int) -> None:
         """Collective. A connection on every rank. Raises Unreached, or Refusal, on all: a deadline after the store's
         last word."""
         self._until = self._heard + self._deadline
@@ -83,7 +110,7 @@ class StoreLinks:
             over: list[Any] = [time.monotonic() > self._until]
             dist.broadcast_object_list(over, src=0)
             if over[0]:
-                raise Unreached(self._last_words)
+                raise Unreached(step, self._last_words)
             time.sleep(AGAIN_SECONDS)
 
     def _connect(self) -> bool:

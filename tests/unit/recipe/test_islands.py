@@ -55,6 +55,7 @@ def test_the_recipe_is_one_islands(tmp_path: Path) -> None:
         "precision": "bf16",
         "overlap_steps": 0,
         "deadline_seconds": 600.0,
+        "mixing": None,
     }
     # What the compiled folder keeps is the recipe of all, which is read back as one island's again.
     assert found.document["cluster"]["nodes"] == 4 and found.document["training"]["global_batch_size"] == 64  # type: ignore[index,call-overload]
@@ -62,6 +63,13 @@ def test_the_recipe_is_one_islands(tmp_path: Path) -> None:
     again.write_text(json.dumps(found.document))
     same = load_recipe(again)
     assert (same.cluster, same.training, same.document) == (found.cluster, found.training, found.document)
+
+
+def test_overlap_has_a_mixing(tmp_path: Path) -> None:
+    for said, mixing in ((None, 0.5), (0.25, 0.25)):
+        found = recipe(tmp_path, training={"outer": {"overlap_steps": 99, "mixing": said}})
+        assert found.training.outer is not None and found.training.outer.mixing == mixing
+        assert not [d for d in check_executable(found) if d.code == "SW1924"]
 
 
 def test_tokens_are_those_of_all_islands(tmp_path: Path) -> None:
@@ -94,6 +102,9 @@ def test_one_island_is_no_island(tmp_path: Path) -> None:
         ({"training": {"outer": {"optimizer": "nesterov", "lr": 0.6}}}, "SW1235", "training.outer.optimizer"),
         ({"training": {"outer": {"lr": 0.6}}}, "SW1235", "training.outer.lr"),
         ({"training": {"outer": {"every_steps": 0}}}, "SW1104", "training.outer.every_steps"),
+        ({"training": {"outer": {"overlap_steps": 100}}}, "SW1235", "training.outer.overlap_steps"),
+        ({"training": {"outer": {"mixing": 0.5}}}, "SW1235", "training.outer.mixing"),
+        ({"training": {"outer": {"overlap_steps": 1, "mixing": 0}}}, "SW1104", "training.outer.mixing"),
         (
             {"training": {"outer": {"momentum": 1, "lr": 1, "optimizer": "nesterov"}}},
             "SW1104",
@@ -117,7 +128,6 @@ def test_degrees_of_an_island_are_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"training": {"outer": {"overlap_steps": 2}}}, "training.outer.overlap_steps"),
         ({"training": {"precision": "fp16"}}, "training.precision"),
         ({"launch": {"hostfile": "hosts"}}, "launch.hostfile"),
         ({"lora": {"rank": 4}}, "lora"),

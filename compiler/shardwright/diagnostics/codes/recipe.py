@@ -59,7 +59,7 @@ RECIPE_CODES: dict[str, str] = {
     "SW1231": "the nodes or the batch do not divide over the islands",
     "SW1232": "islands without what they need, or what islands need without them",
     "SW1233": "saves or evaluations between two outer steps",
-    "SW1235": "an outer optimizer whose settings do not fit",
+    "SW1235": "an outer step whose settings do not fit",
     "SW1301": "no file is where the recipe says",
     "SW1302": "a file that the recipe names is not of the right kind",
     "SW1303": "measurements that are not the recipe's",
