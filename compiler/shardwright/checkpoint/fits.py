@@ -20,7 +20,8 @@ PLACEMENT = tuple(axis.name for axis in printed_axes() if axis.holds)
 """Keys of a strategy that decide which rank holds what; the others change what is computed on the way."""
 # ZeRO and offload move states about, and no layer or shard of the model.
 _OF_A_RANK = tuple(key for key in PLACEMENT if key not in ("zero_stage", "offload"))
-_SAMPLES = ("global_batch_size", "sequence_length", "seed")
+_BATCH = "global_batch_size"
+_SAMPLES = (_BATCH, "sequence_length", "seed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,14 +80,15 @@ def facts_of(plan: Plan, folder: Path) -> CheckpointFacts:
         precision=plan.training.precision,
         frozen=plan.model.frozen,
         tokenizer=_tokenizer(plan.data, folder),
-        samples=samples_of(plan.training),
+        samples=samples_of(plan.training, 1 if plan.outer is None else plan.outer.islands),
         held_out=(plan.validation and plan.validation.fraction) or 0.0,
     )
 
 
-def samples_of(training: object) -> tuple[tuple[str, int], ...]:
-    """training: the plan's section, or the recipe's."""
-    return tuple((key, getattr(training, key)) for key in _SAMPLES)
+def samples_of(training: object, islands: int) -> tuple[tuple[str, int], ...]:
+    """training: the plan's section, or the recipe's, of one island: a step takes the rows of all of them."""
+    of_all = {_BATCH: islands}
+    return tuple((key, getattr(training, key) * of_all.get(key, 1)) for key in _SAMPLES)
 
 
 def fit(saved: CheckpointFacts, here: CheckpointFacts) -> CheckpointFit:

@@ -9,6 +9,7 @@ from pathlib import Path
 from shardwright.checkpoint.fits import check_fits, not_whole
 from shardwright.checkpoint.lineage import Line, branch, continued, current_line, line_of
 from shardwright.checkpoint.manifest import damage, is_finite, read_manifest
+from shardwright.checkpoint.other_islands import check_others, check_whole_round
 from shardwright.checkpoint.step_folders import published_steps, step_name, step_of
 from shardwright.checkpoint.store import CheckpointStore
 from shardwright.diagnostics import Refusal, refusal
@@ -36,7 +37,8 @@ def choose_checkpoint(plan: Plan, folder: Path, resume: str) -> Chosen | None:
     folder. Every byte is checked. What is here in part or not at all is fetched from checkpoint.upload_to, where this
     run copied it there.
 
-    Raises Refusal: SW6201 not whole, SW6203 another model, SW6204 another tokenizer.
+    Raises Refusal: SW6201 not whole, SW6203 another model, SW6204 another tokenizer, SW6218 where another number of
+    islands has trained further.
     """
     if resume == "never":
         return None
@@ -45,6 +47,7 @@ def choose_checkpoint(plan: Plan, folder: Path, resume: str) -> Chosen | None:
         if why := damage(path, contents=True):
             raise not_whole(path, why)
         step = read_manifest(path).step
+        check_whole_round(plan, path)
         notes = () if is_finite(path) else (_diverged(path),)
         line = branch(line_of(path), step)
         return Chosen(path=path, step=step, line=line, notes=(*notes, *check_fits(plan, folder, path)))
@@ -61,6 +64,7 @@ def _choose_newest(plan: Plan, folder: Path) -> Chosen | None:
         here.setdefault(*begun)
     current = current_line(folder)
     copies = _copies(store, current or (None if here else store.current())) if store else set()
+    check_others(plan, folder, root, max((*here, *copies), default=0))
     for step in sorted({*here, *copies}, reverse=True):
         path = here.get(step, root / step_name(step))
         why = damage(path, contents=True)

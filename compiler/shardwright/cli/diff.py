@@ -121,7 +121,7 @@ def _facts(subject: PricedRecipe) -> CheckpointFacts:
         lora=plan_lora(recipe, graph),
         frozen=frozen_patterns(graph, recipe.model.freeze),
         tokenizer=None if name is None else _tokenizer_files(name),
-        samples=samples_of(recipe.training),
+        samples=samples_of(recipe.training, recipe.cluster.islands),
         data=None if recipe.data is None else plan_data(recipe.data),
         held_out=(recipe.validation and recipe.validation.fraction) or 0.0,
     )

@@ -19,6 +19,7 @@ from shardwright.strict_json import strict_json
 
 Record = TypeVar("Record")
 OUTER_STEPS = "run/outer.jsonl"
+ATTEMPT = "run/attempt.json"
 PROGRESS = "@shardwright "
 """Marks rank 0's progress lines on the launcher's standard output."""
 
@@ -55,13 +56,13 @@ class AttemptRecord:
 
 def read_attempt_record(folder: Path) -> AttemptRecord:
     """folder: the compiled one. A file of an earlier version lacks some."""
-    document = read_json(folder / "run" / "attempt.json")
+    document = read_json(folder / ATTEMPT)
     return _lenient(AttemptRecord, {**document, "number": document.get("attempt")})
 
 
 def write_attempt_record(folder: Path, record: AttemptRecord) -> None:
     fields = asdict(record)
-    write_json(folder / "run" / "attempt.json", {"attempt": fields.pop("number"), **fields})
+    write_json(folder / ATTEMPT, {"attempt": fields.pop("number"), **fields})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
