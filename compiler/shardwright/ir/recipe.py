@@ -10,6 +10,7 @@ from shardwright.diagnostics import KeyPath, Source
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.lora import LoraSection
 from shardwright.ir.measured import MeasuredFile
+from shardwright.ir.tracking import TrackingSection
 from shardwright.ir.words import (
     Checkpointing,
     Choice,
@@ -331,19 +332,6 @@ class CheckpointSection:
     every_steps: int | Literal["auto"] | None  # None = only after the last step
     keep: int | None  # None = all
     upload_to: str | None = None  # URL that fsspec opens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WandbSection:
-    project: str
-    entity: str | None
-    name: str | None  # None: the recipe's
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrackingSection:
-    tensorboard: bool
-    wandb: WandbSection | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

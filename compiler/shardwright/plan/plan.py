@@ -22,10 +22,10 @@ from shardwright.ir.recipe import (
     OptimizerSection,
     OuterSection,
     SchedulerRecord,
-    TrackingSection,
     TrainingRecord,
     ValidationSection,
 )
+from shardwright.ir.tracking import TrackingSection
 from shardwright.ir.words import SEEING, Choice, Kernels, Loss, TaskName
 from shardwright.layout.axes import coordinates
 from shardwright.layout.estimate import Memory, Time, Training

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.diagnostics import Diagnostic, found
-from shardwright.ir.recipe import WandbSection
+from shardwright.ir.tracking import WandbSection
 from shardwright.plan.plan import Plan
 from shardwright.watch.journal import read_json, write_json
 

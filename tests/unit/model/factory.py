@@ -20,9 +20,9 @@ from shardwright.ir.recipe import (
     ParallelismSection,
     Recipe,
     SchedulerSection,
-    TrackingSection,
     TrainingSection,
 )
+from shardwright.ir.tracking import TrackingSection
 from shardwright.layout.problem import Problem
 from shardwright.model.build import build_model_graph
 
