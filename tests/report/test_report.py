@@ -277,6 +277,18 @@ def test_the_validation_curve_is_drawn(small: Path, tmp_path: Path) -> None:
     assert "validation" not in words(render_page(subject)[0])
 
 
+def test_the_noise_scale_is_told(small: Path, tmp_path: Path) -> None:
+    folder = with_run(shutil.copytree(small, tmp_path / "out"), 8)
+    assert "noise scale" not in words(render_page(read_folder(folder))[0])
+    of = {"gradient_square": 2.0, "row_variance": 32.0, "rows": 8}
+    path = folder / "run" / "metrics.jsonl"
+    lines = [json.loads(line) | {"noise_scale": of} for line in path.read_text().splitlines()[:8]]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    told = words(render_page(read_folder(folder))[0])
+    assert "Your batch is 0.5 to 0.5 of the noise scale: noise scale 16 rows" in told
+    assert "a proxy, not the critical batch size." in told
+
+
 def test_saves_are_shown_beside_the_prediction(small: Path, tmp_path: Path) -> None:
     folder = with_run(Path(shutil.copytree(small, tmp_path / "out")), 9)
     text = words(render_page(read_folder(folder))[0])

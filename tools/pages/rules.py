@@ -15,6 +15,7 @@ from shardwright.engines.megatron.keys import REFUSED, RUNS
 from shardwright.engines.table import ENGINES
 from shardwright.ir.lora import LoraSection
 from shardwright.ir.recipe import DataSection, Recipe, with_kernels
+from shardwright.ir.tracking import NoiseScaleSection
 from shardwright.ir.words import PartialCheckpointing
 from shardwright.layout.rule import Candidate, Rule
 from shardwright.layout.strategy import Strategy
@@ -56,7 +57,9 @@ CHANGES: tuple[dict[str, object], ...] = (
     {"context": 3, "data": 5},
     {"sequence_parallel": True},
     {"virtual_stages": 2},
+    {"data": 1, "micro_batch_size": 64, "gradient_accumulation_steps": 1},
 )
+NOISE = NoiseScaleSection(every_steps=50, rows=32)
 TEXT = DataSection(kind="text", path="corpus/*.txt", tokenizer="byte", packing=True, shuffle=True)
 
 
@@ -178,4 +181,5 @@ def recipes() -> tuple[Recipe, ...]:
         recipe_of(cluster={**cluster, "gpu": "v100-sxm2-32gb"}, training=training),
         dataclasses.replace(half, model=dataclasses.replace(half.model, router_aux_loss=0.001)),
         recipe_of(cluster={**cluster, "inter_node_gbits_per_second": 50.0}, training=training),
+        dataclasses.replace(plain, tracking=dataclasses.replace(plain.tracking, noise_scale=NOISE)),
     )

@@ -110,6 +110,11 @@ PIECES: dict[str, Piece] = {
         speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *RUN, "islands", "launch/islands.py"),
         areas=("islands",),
     ),
+    "noise-scale": Piece(
+        tests=("tests/parity/test_noise_scale.py",),
+        speaks_of=(*ENGINE, *DATA, *RUN, "watch/noise_scale.py"),
+        areas=("noise-scale",),
+    ),
     "bytes": Piece(tests=("tests/parity/test_bytes.py",), speaks_of=(*ENGINE, *COST), areas=("bytes",)),
     "packing-parity": Piece(tests=("tests/parity/test_packing.py",), speaks_of=(*ENGINE, *DATA)),
     "contrastive-parity": Piece(

@@ -81,6 +81,7 @@ def _predicted_save_seconds(folder: Path) -> float | None:
 
 def as_text(state: RunState, folder: Path, predicted_save_seconds: float | None = None) -> str:
     from shardwright.checkpoint.step_folders import step_name
+    from shardwright.watch.noise_scale import words
 
     rows = [("status", state.status if state.attempt is None else f"{state.status}, attempt {state.attempt}")]
     if state.step:
@@ -88,6 +89,8 @@ def as_text(state: RunState, folder: Path, predicted_save_seconds: float | None 
     if state.loss is not None and state.tokens_per_second is not None:
         rows.append(("loss", f"{state.loss:.4f}"))
         rows.append(("speed", f"{state.tokens_per_second:,.0f} tokens/s"))
+    if state.noise_scale is not None:
+        rows.append(("noise", words(state.noise_scale)))
     if state.saves is not None:
         rows.append(("saves", _saves(state.saves, predicted_save_seconds)))
     if state.eta_seconds is not None:

@@ -78,7 +78,7 @@ class Engine:
     transformer_engine: whether its ranks take layers of Transformer Engine in a layout; None where it has none.
     sees: whether it trains models on rows with pictures. compares: whether on pairs of a picture and a caption.
     types: those of models that it has modules of its own for; None where Hugging Face's own run.
-    islands: whether it trains islands.
+    islands: whether it trains islands. measures_noise: whether it has the gradient noise scale.
     pads_vocabulary: to a multiple of the tensor ranks; the last ones have fewer tokens.
     automatic: `target: auto` may take it. lacks: what it does not train of a model, as far as its graph says; "" where
         it may train it.
@@ -105,6 +105,7 @@ class Engine:
     compares: bool = False
     types: frozenset[str] | None = None
     islands: bool = False
+    measures_noise: bool = False
     pads_vocabulary: bool = False
     automatic: bool = True
     lacks: Callable[[ModelGraph], str] = lambda graph: ""

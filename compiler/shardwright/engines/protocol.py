@@ -17,6 +17,7 @@ from shardwright.plan.plan import Plan
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from shardwright.modules.batches import HeldOut, MicroBatch
 
@@ -95,6 +96,15 @@ class Trainer(Protocol):
 
     def restored(self, step: int, counters: Counters) -> None:
         """Collective. What `owned` gives holds a checkpoint's values by now: the model computes with them from here."""
+        ...
+
+
+class MeasuredTrainer(Trainer, Protocol):
+    """Of an engine that measures the gradient noise scale."""
+
+    def counted(self) -> Iterator[nn.Parameter]:
+        """Those parameters of this rank that are trained and count here: of a data rank's ranks together, each number
+        of the model once."""
         ...
 
 

@@ -14,6 +14,7 @@ from shardwright.lease import holds_lock
 from shardwright.plan.plan import Plan
 from shardwright.records import carried
 from shardwright.watch.journal import AttemptRecord, MeasuredSaves, number, read_attempt_record, read_saves, read_status
+from shardwright.watch.noise_scale import NoiseScale, measured_noise
 
 HEARTBEAT_LOST_SECONDS = 60.0
 """Rank 0 touches run/heartbeat every 5 s; clocks of two hosts may differ by some."""
@@ -31,6 +32,7 @@ class RunState:
     have changed.
     stalled: what `run` said where no step came for long. rank, host, stage, cause: of a failure, or of a stall.
     help: what to do about it, where that is known. saves: how long training waited for checkpoints.
+    noise_scale: of the gradient, where steps were measured.
     """
 
     status: str
@@ -47,6 +49,7 @@ class RunState:
     help: str | None
     stalled: str | None
     saves: MeasuredSaves | None = None
+    noise_scale: NoiseScale | None = None
 
     @property
     def ended(self) -> bool:
@@ -88,6 +91,7 @@ def read_state(plan: Plan, folder: Path) -> RunState:
         help=status.help if name == "failed" else None,
         stalled=status.stalled if name == "running" else None,
         saves=read_saves(folder),
+        noise_scale=measured_noise(folder, plan.training.global_batch_size),
     )
 
 

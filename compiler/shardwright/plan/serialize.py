@@ -21,8 +21,8 @@ def plan_to_json(plan: Plan) -> str:
 def plan_document(plan: Plan) -> dict[str, Any]:
     """What plan.json holds, in field order. A rank's place among context ranks stands where there are several, the
     modules of experts where ranks share them out, `kernels` where they are not Hugging Face's, `transformer_engine`
-    where ranks may take its layers, and a balance loss, frozen parameters, a task beside causal-lm, islands and what is
-    said of pictures where there is one."""
+    where ranks may take its layers, and a balance loss, frozen parameters, a task beside causal-lm, islands, a noise
+    scale and what is said of pictures where there is one."""
     document = dataclasses.asdict(plan)
     if plan.strategy.context == 1:
         for rank in document["ranks"]:
@@ -41,6 +41,8 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         del document["model"]["frozen"]
     if plan.outer is None:
         del document["outer"], document["launch"]["outer_store"], document["predicted"]["time"]["outer_comm_seconds"]
+    if plan.tracking is not None and plan.tracking.noise_scale is None:
+        del document["tracking"]["noise_scale"]
     _leave_out_pictures(document["data"])
     if plan.validation is not None and plan.validation.data is not None:
         _leave_out_pictures(document["validation"]["data"])

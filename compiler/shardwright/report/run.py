@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from shardwright.plan.plan import Plan
 from shardwright.watch.journal import number, read_json, read_status
+from shardwright.watch.noise_scale import measured_noise, words
 
 WARM_UP_STEPS = 3
 """The first steps allocate and compile: the median leaves them out where there are others."""
@@ -40,7 +41,8 @@ class Evaluation:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRun:
     """drawn: at most MOST_POINTS of the steps, evenly. peak_bytes: of the fullest rank, as run/summary.json
-    tells it; None where it does not."""
+    tells it; None where it does not. noise: what the gradient's noise scale says of the batch; "" where it was not
+    measured."""
 
     status: str
     cause: str
@@ -52,6 +54,7 @@ class MeasuredRun:
     last_loss: float
     peak_bytes: int | None
     evaluations: tuple[Evaluation, ...]
+    noise: str
 
 
 Row = TypeVar("Row", StepMetrics, Evaluation)
@@ -62,7 +65,7 @@ def read_run(folder: Path, plan: Plan) -> MeasuredRun | None:
     steps = _rows(folder / "run" / "metrics.jsonl", _step)
     if not steps:
         return None
-    status = read_status(folder)
+    status, noise = read_status(folder), measured_noise(folder, plan.training.global_batch_size)
     settled = [s.step_seconds for s in steps[WARM_UP_STEPS:]] or [s.step_seconds for s in steps]
     median = statistics.median(settled)
     tokens = plan.training.global_batch_size * plan.training.sequence_length
@@ -78,6 +81,7 @@ def read_run(folder: Path, plan: Plan) -> MeasuredRun | None:
         last_loss=steps[-1].loss,
         peak_bytes=_peak_bytes(folder / "run" / "summary.json"),
         evaluations=tuple(_rows(folder / "run" / "evaluation.jsonl", _evaluation)),
+        noise="" if noise is None else words(noise),
     )
 
 

@@ -21,6 +21,7 @@ from shardwright.rules import (
     kernels,
     layout,
     lora,
+    noise,
     offload,
     sight,
 )
@@ -94,6 +95,8 @@ RUNTIME_RULES: dict[str, Rule] = {
     "SW3181": rule(contrastive.data_ranks_alone, "tensor", "pipeline", "context", "expert"),
     "SW3182": rule(contrastive.one_micro_batch, "data", "micro_batch_size", "gradient_accumulation_steps"),
     "SW3183": rule(contrastive.unproved, "activation_checkpointing"),
+    "SW3191": rule(noise.unproved, "context", "expert", "pipeline"),
+    "SW3192": rule(noise.nothing_to_compare, "data", "micro_batch_size", "gradient_accumulation_steps"),
     "SW3119": rule(layout.fp16_on_cpu),
     "SW3120": rule(layout.zero_3_slow_links, "zero_stage"),
 }

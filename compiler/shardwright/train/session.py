@@ -37,11 +37,13 @@ from shardwright.train.attempt import Attempt, begin_on_ranks
 from shardwright.train.confidential import forget_environment, load_environment
 from shardwright.train.divergence import Divergence
 from shardwright.train.measured import AttemptSummary
+from shardwright.train.noise_scale import MeasuredNoise, noise_meter
 from shardwright.train.outer import Outer, OuterResult
 from shardwright.train.ownership import RANKS, lease_of, taken_over
 from shardwright.train.store_links import Unreached
 from shardwright.train.tracking import Tracking
 from shardwright.watch.journal import Evaluations, Metrics, OuterSteps, Saves, write_json, write_status
+from shardwright.watch.noise_scale import read_noise
 from shardwright.watch.watch import Watch
 
 
@@ -94,6 +96,7 @@ class Session:
             for each in made_up:
                 self._outer_steps.write(each.step, each.members, each.seconds, each.sent_bytes)
         self._tracking = Tracking(self.plan, folder, self.done) if first else None
+        self._noise = noise_meter(self.plan, rank, self._trainer, read_noise(folder) if first else [])
         # Rank 0 alone has the file, and each must know whether the step that is resumed from lacks its line.
         told = [self._evaluations.step if self._evaluations else 0]
         dist.broadcast_object_list(told, src=0)
@@ -119,7 +122,12 @@ class Session:
         self._check_lease()
         began = time.perf_counter()
         rate = self.learning_rate(step) if rate is None else rate
-        result = self._trainer.step(self.micro_batches(step) if micro_batches is None else micro_batches, rate)
+        batches = self.micro_batches(step) if micro_batches is None else micro_batches
+        noise: MeasuredNoise | None = None
+        if self._noise is not None and self._noise.is_due(step):
+            result, noise = self._noise.measure(step, lambda: self._trainer.step(batches, rate), batches)
+        else:
+            result = self._trainer.step(batches, rate)
         seconds = time.perf_counter() - began
         self.done = step
         self._measured.step(result.loss, seconds)
@@ -127,8 +135,10 @@ class Session:
         if self._metrics and self._tracking:
             tokens = training.global_batch_size * training.sequence_length
             pairs = training.global_batch_size if self.plan.model.contrastive else None
-            self._metrics.write(step, result.loss, result.grad_norm, rate, tokens, seconds, pairs)
+            measured = None if noise is None else noise.line()
+            self._metrics.write(step, result.loss, result.grad_norm, rate, tokens, seconds, pairs, measured)
             values = {"loss": result.loss, "grad_norm": result.grad_norm, "learning_rate": rate}
+            values |= {} if noise is None else noise.scale.curves()
             self._tracking.log(step, {**values, "tokens_per_second": tokens / seconds})
         lines = self._divergence.step(step, result.loss, result.grad_norm)
         if self._measured.is_due:

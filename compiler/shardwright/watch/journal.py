@@ -117,8 +117,9 @@ class Metrics:
         tokens: int,
         seconds: float,
         pairs: int | None = None,
+        noise: JsonObject | None = None,
     ) -> None:
-        """pairs: of the step, of a model that learns from them."""
+        """pairs: of the step, of a model that learns from them. noise: of a measured step (watch/noise_scale.py)."""
         line = {
             "step": step,
             "loss": loss,
@@ -128,6 +129,7 @@ class Metrics:
             "step_seconds": seconds,
             "tokens_per_second": tokens / seconds,
             **({} if pairs is None else {"pairs_per_second": pairs / seconds}),
+            **({} if noise is None else {"noise_scale": noise}),
             "attempt": self.attempt,
         }
         text = strict_json(line)

@@ -73,6 +73,8 @@ STRATEGY_CODES: dict[str, str] = {
     "SW3181": "a contrastive loss runs over data ranks alone",
     "SW3182": "a contrastive batch is one micro-batch",
     "SW3183": "not for contrastive training",
+    "SW3191": "the noise scale is not proved here",
+    "SW3192": "one micro-batch has no noise to measure",
     "SW3201": "the layout does not fit in memory",
     "SW3202": "no layout fits in memory",
     "SW3203": "no layout is legal",

@@ -28,6 +28,7 @@ from shardwright.modules.batches import MicroBatch
 from shardwright.modules.context.rows import own_piece
 from shardwright.modules.expert.balance import share_of_micro_batch
 from shardwright.modules.loss import CausalLoss, ChunkedLoss
+from shardwright.modules.names import is_padding
 from shardwright.plan.plan import Plan
 
 
@@ -49,6 +50,12 @@ class DeepSpeedTrainer:
 
     def held(self) -> dict[str, HeldParameter]:
         return held_parameters(self.engine.module)
+
+    def counted(self) -> Iterator[nn.Parameter]:
+        first = self.grid.get_slice_parallel_rank() == 0
+        for p in self.engine.module.parameters():
+            if p.requires_grad and not is_padding(p) and (first or getattr(p, "tensor_model_parallel", False)):
+                yield p
 
     def counters(self) -> Counters:
         scale = loss_scale(self.engine) if self.plan.training.precision == "fp16" else None

@@ -36,5 +36,6 @@ DEEPSPEED = Engine(
     compiles_layers=True,
     sees=True,
     islands=True,
+    measures_noise=True,
     compares=True,
 )
