@@ -163,16 +163,24 @@ def test_a_late_newcomer(tmp_path: Path, start: Callable[..., Process]) -> None:
     check_end(out, tmp_path, tokens, outer)
 
 
-@pytest.mark.parametrize("kind", ["nesterov", "overlap-2"])
+@pytest.mark.parametrize(
+    ("kind", "made"),
+    [
+        ("nesterov", 1),
+        ("overlap-2", 1),
+        ("nesterov", 2),  # the last outer step is made by a run that has no step left to train
+        pytest.param("overlap-2", 2, marks=pytest.mark.prove),
+    ],
+)
 def test_without_the_store_islands_save_stop_and_go_on(
-    tmp_path: Path, start: Callable[..., Process], kind: str
+    tmp_path: Path, start: Callable[..., Process], kind: str, made: int
 ) -> None:
     outer = OUTER[kind]
     tokens = write_inputs(CASE, tmp_path, outer, deadline=5.0, save_every=STEPS)
     out = tmp_path / "out"
     store = listening(start, out)
     islands = [start("run", out, "--island", k) for k in range(ISLANDS)]
-    until(lambda: rounds(out), "no outer step")
+    until(lambda: len(rounds(out)) == made, "no outer step")
     store.process.kill()
     assert [each.process.wait(PATIENCE) for each in islands] == [3, 3]
     for k, each in enumerate(islands):
@@ -204,3 +212,26 @@ def test_what_a_user_gets_wrong(tmp_path: Path, start: Callable[..., Process]) -
     refused = shardwright("run", out, "--island", 0)
     assert refused.returncode == 1 and "SW6314" in refused.stderr, refused.stderr
     must(shardwright("status", out))
+
+
+@pytest.mark.parametrize(("kind", "at"), [("overlap-2", 4), pytest.param("nesterov", 5, marks=pytest.mark.prove)])
+def test_islands_that_are_stopped_go_on(tmp_path: Path, start: Callable[..., Process], kind: str, at: int) -> None:
+    """Wherever each is: at an outer step that is on its way, one goes on without the other, and it comes back."""
+    outer = OUTER[kind]
+    tokens = write_inputs(CASE, tmp_path, outer, deadline=DEADLINE, save_every=STEPS)
+    out = tmp_path / "out"
+    store = listening(start, out)
+    islands = [start("run", out, "--island", k) for k in range(ISLANDS)]
+    until(lambda: step_of(out, 0) >= at, f"no step {at}", *islands)
+    for k in range(ISLANDS):
+        (out / f"island-{k}" / "run" / "stop").touch()
+    assert [each.process.wait(PATIENCE) for each in islands] == [0, 0], islands[0].said
+    states = [json.loads((out / f"island-{k}" / "run" / "status.json").read_text()) for k in range(ISLANDS)]
+    assert {state["status"] for state in states} == {"preempted"}, states
+    islands = [start("run", out, "--island", k) for k in range(ISLANDS)]
+    assert [each.process.wait(PATIENCE) for each in islands] == [0, 0], islands[0].said + islands[1].said
+    assert store.process.wait(60) == 0
+    wanted = simulate(CASE, tokens, outer, [r["members"] for r in rounds(out)])
+    trained = [weights(out, island, tmp_path / f"hf-{island}") for island in range(ISLANDS)]
+    assert all(torch.equal(p, trained[1][name]) for name, p in trained[0].items())
+    assert weights_apart(trained[0], wanted.weights) <= 1e-5, (states, rounds(out))

@@ -24,6 +24,8 @@ from shardwright.safe_read import parse_json, read_regular
 
 MANIFEST_VERSION = 1
 MANIFEST, CHECKSUMS = "manifest.json", "SHA256SUMS"
+OUTER_ANCHOR = "outer_anchor"
+"""A state of an island's checkpoint: the weights at the last outer step, where those of the checkpoint are others."""
 _HASHING_THREADS = 8
 _MOST_MANIFEST_BYTES, MOST_CHECKSUMS_BYTES = 2**30, 2**26
 """Ten times what thousands of ranks write."""

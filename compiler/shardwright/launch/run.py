@@ -21,6 +21,7 @@ from typing import TextIO
 import psutil
 
 from shardwright.checkpoint.index import choose_checkpoint, tell
+from shardwright.checkpoint.manifest import OUTER_ANCHOR, read_manifest
 from shardwright.checkpoint.store import CheckpointStore
 from shardwright.data.dataset import resolve
 from shardwright.data.prepare import LARGEST_UNPREPARED_BYTES, prepare
@@ -84,7 +85,8 @@ def run_folder(folder: Path, hostfile: Path | None, resume: str) -> int:
         tell(chosen)
         if chosen is None:
             print(f"starts from {weights_words(plan.model.weights)}")
-        if chosen and chosen.step >= plan.training.steps and not _owes_evaluation(plan, folder):
+        owes = chosen is not None and (_owes_evaluation(plan, folder) or _owes_outer_step(plan, chosen.path))
+        if chosen and chosen.step >= plan.training.steps and not owes:
             print(f"already trained to its last step: {chosen.path} (`--resume never` starts again)")
             # Its copy failed, which ended that run with an error.
             if plan.checkpoint.upload_to and CheckpointStore(plan.checkpoint.upload_to).copy_missing(chosen.path):
@@ -98,6 +100,11 @@ def run_folder(folder: Path, hostfile: Path | None, resume: str) -> int:
 def _owes_evaluation(plan: Plan, folder: Path) -> bool:
     """Whether the last step was saved, and its validation then failed."""
     return plan.validation is not None and evaluated_step(folder) < plan.training.steps
+
+
+def _owes_outer_step(plan: Plan, checkpoint: Path) -> bool:
+    """Whether the last step was saved, and its outer step was not made: the outer store was not reached."""
+    return plan.outer is not None and any(OUTER_ANCHOR in t.states for t in read_manifest(checkpoint).tensors.values())
 
 
 def _prepare_data(plan: Plan, folder: Path) -> Plan:

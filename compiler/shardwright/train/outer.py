@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from shardwright.checkpoint.manifest import OUTER_ANCHOR
 from shardwright.diagnostics import refusal
 from shardwright.engines.protocol import Counters, Trainer
 from shardwright.islands.client import Answer, Link
@@ -27,9 +28,9 @@ from shardwright.plan.plan import Plan
 from shardwright.train.ranges import MASTER, Ranges
 from shardwright.train.store_links import StoreLinks, Unreached
 
-ANCHOR, MOMENTUM = "outer_anchor", "outer_momentum"
-SENT, ARRIVED = "outer_sent", "outer_arrived"
-"""Deltas of a round that is not made yet; the anchor of one that is, after the very step that it was begun after."""
+ANCHOR, MOMENTUM, SENT, ARRIVED = OUTER_ANCHOR, "outer_momentum", "outer_sent", "outer_arrived"
+"""SENT: deltas of a round that is not made yet. ARRIVED: the anchor of one that is, and is to be mixed in, in a
+checkpoint of the very step that it was begun after."""
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -188,11 +189,12 @@ class Outer:
 
     def _load(self, done: int, checkpoint: Path) -> tuple[int, torch.Tensor] | None:
         """Collective. Returns the outer step that is still to be made, and its deltas."""
-        states = {name: torch.zeros_like(self._anchor) for name in (ANCHOR, ARRIVED, SENT)}
+        every, overlap = self.outer.every_steps, self.outer.overlap_steps > 0
+        names = (ANCHOR, ARRIVED, SENT) if overlap else (ANCHOR,)
+        states = {name: torch.zeros_like(self._anchor) for name in names}
         if self._momentum is not None:
             states[MOMENTUM] = self._momentum
         present = self._ranges.load(states, checkpoint)
-        every, overlap = self.outer.every_steps, self.outer.overlap_steps > 0
         if ARRIVED in present:
             self._anchor, self._mix_at = states[ARRIVED], self._landing(done)
         if ANCHOR not in present:

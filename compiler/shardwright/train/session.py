@@ -76,7 +76,8 @@ class Session:
         if self.plan.outer is not None:
             self._outer = Outer(self.plan, folder, self._trainer, rank, canonical_hash(dict(digests)))
             made_up = self._outer.begin(self.done, Path(resume) if resume else None)
-            self.done = made_up[-1].done if made_up else self.done
+            if made_up:  # what was resumed from lacks them
+                self.done, self._saved = made_up[-1].done, -1
         self._origin = Origin(line=attempt.line, rows=data.parts, data=digests)
         if resume and rank == 0:
             notes = other_data(Path(resume), data.parts, digests)
