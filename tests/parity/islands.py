@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from shardwright.checkpoint.read import CheckpointReader
 from shardwright.hf.plain_optimizer import PlainOptimizer
 from shardwright.hf.reference import cosine, mean_loss
 from shardwright.watch.rounds import read_rounds, standing
@@ -29,6 +30,8 @@ OUTER: dict[str, dict[str, Any]] = {
     "nesterov": {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.9},
     "overlap-1": {"optimizer": "average", "overlap_steps": 1, "mixing": 0.25},
     "overlap-2": {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.9, "overlap_steps": 2},
+    "bf16": {"optimizer": "average", "precision": "bf16"},
+    "bf16-overlap-2": {"optimizer": "average", "precision": "bf16", "overlap_steps": 2},
 }
 
 
@@ -185,6 +188,13 @@ def rounds(folder: Path) -> list[dict[str, Any]]:
 def weights(folder: Path, island: int, into: Path) -> dict[str, torch.Tensor]:
     must(shardwright("export", harness.newest_checkpoint(folder / f"island-{island}"), "-o", into))
     return dict(AutoModelForCausalLM.from_pretrained(into, dtype=torch.float32).named_parameters())
+
+
+def masters(folder: Path, island: int) -> dict[str, torch.Tensor]:
+    """As the newest checkpoint has them."""
+    with CheckpointReader(harness.newest_checkpoint(folder / f"island-{island}")) as reader:
+        trained = [name for name, tensor in reader.manifest.tensors.items() if "fp32" in tensor.states]
+        return {name: reader.whole(name, "fp32") for name in trained}
 
 
 def one_island(**changes: Any) -> Case:
