@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shardwright.checkpoint.manifest import MANIFEST, damage, read_manifest
 from shardwright.checkpoint.step_folders import published_steps, step_of
-from shardwright.diagnostics import refusal
+from shardwright.diagnostics import Refusal, refusal
 from shardwright.plan.plan import Plan
 from shardwright.watch.journal import ATTEMPT
 
@@ -25,6 +25,7 @@ def check_others(plan: Plan, folder: Path, root: Path, own: int) -> None:
     places = of_islands if plan.outer is None else [parent if is_apart else parent / directory]
     newest = [found for place in places if (found := _newest(place)) is not None]
     if not newest:
+        _check_none_between(places, own)
         return
     path = max(newest, key=step_of)  # of the lowest island that has it
     if plan.outer is not None:
@@ -38,6 +39,22 @@ def check_others(plan: Plan, folder: Path, root: Path, own: int) -> None:
         )
 
 
+def _check_none_between(places: list[Path], own: int) -> None:
+    """With overlap every checkpoint but that of the last step is one from between two outer steps."""
+    steps = [path for place in places for step, path in published_steps(place) if step > own]
+    if steps:
+        raise _between(max(steps, key=step_of), " `--resume never` starts anew.")
+
+
+def _between(path: Path, more: str = "") -> Refusal:
+    return refusal(
+        "SW6218",
+        f"{str(path)!r} was written between two outer steps: it has the weights of one island alone",
+        "Go on from one after an outer step. Islands make one when they are compiled again with their number and "
+        f"`overlap_steps: 0`, and run on to checkpoint.every_steps.{more}",
+    )
+
+
 def _written(path: Path) -> float:
     try:
         return path.stat().st_mtime
@@ -49,11 +66,7 @@ def check_whole_round(plan: Plan, checkpoint: Path) -> None:
     """Raises Refusal, SW6218, for one world that is to go on from the middle of a round of islands: the others' steps
     would be lost in silence."""
     if plan.outer is None and not _closes_a_round(checkpoint):
-        raise refusal(
-            "SW6218",
-            f"{str(checkpoint)!r} was written between two outer steps: it has the weights of one island alone",
-            "Take one after an outer step, or let the islands make it: compile with their number again, and run.",
-        )
+        raise _between(checkpoint)
 
 
 def _islands(parent: Path) -> list[Path]:

@@ -75,6 +75,11 @@ def test_one_world_after_islands(out: Path) -> None:
     first = folders[0] / "checkpoints" / "step-00000004"
     assert f"--resume {first}" in refused(plan, out)
     assert choose_checkpoint(plan, out, "never") is None
+    between(first)
+    between(folders[1] / "checkpoints" / "step-00000004")
+    assert "overlap_steps: 0" in refused(plan, out)
+    shutil.rmtree(first.parent)
+    write_checkpoint(folders[0], step=4)
     found = choose_checkpoint(plan, out, str(first))
     assert found is not None and found.step == 4
     write_checkpoint(out, step=4)
