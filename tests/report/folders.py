@@ -37,7 +37,10 @@ def compiled(document: dict[str, Any], folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "recipe.json"
     path.write_text(json.dumps(document))
-    write_folder(folder / "out", compile_recipe(load_recipe(path)).files)
+    found = compile_recipe(load_recipe(path))
+    write_folder(folder / "out", found.files)
+    for k, files in enumerate(found.islands):
+        write_folder(folder / "out" / f"island-{k}", files)
     return folder / "out"
 
 
@@ -48,6 +51,27 @@ def with_validation(folder: Path, steps: tuple[int, ...]) -> Path:
         for k in steps
     ]
     (folder / "run" / "evaluation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def two_islands(document: dict[str, Any]) -> dict[str, Any]:
+    """The recipe, of two islands of its size."""
+    cluster, training = document["cluster"], document["training"]
+    cluster = {**cluster, "nodes": 2 * cluster["nodes"], "islands": 2, "inter_island_gbits_per_second": 0.1}
+    outer = {"every_steps": 10}
+    training = {**training, "global_batch_size": 2 * training["global_batch_size"], "outer": outer}
+    return {**document, "cluster": cluster, "training": training}
+
+
+def with_islands_run(folder: Path, steps: int = 60) -> Path:
+    """As two islands would have left it; the second one died after step 45."""
+    for k, done in ((0, steps), (1, 45)):
+        own = with_run(folder / f"island-{k}", done, cause="killed (signal 9)" if k else "")
+        waits = [{"step": s, "members": [0, 1] if s < 50 else [0], "seconds": 0.2} for s in range(10, done + 1, 10)]
+        (own / "run" / "outer.jsonl").write_text("".join(json.dumps(line) + "\n" for line in waits) + '{"st')
+    rounds = [{"step": s, "members": [0, 1] if s < 50 else [0], "joined": []} for s in range(10, steps + 1, 10)]
+    (folder / "run").mkdir(exist_ok=True)
+    (folder / "run" / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rounds))
     return folder
 
 

@@ -13,7 +13,7 @@ from selenium.webdriver.common.actions.mouse_button import MouseButton
 from shardwright.report.write import write_report
 from tests.conftest import SMALL_RECIPE
 from tests.report.browser import Page, browser, needs_browser
-from tests.report.folders import LARGEST, compiled, with_run, with_validation
+from tests.report.folders import LARGEST, compiled, two_islands, with_islands_run, with_run, with_validation
 
 pytestmark = [needs_browser, pytest.mark.browser]
 
@@ -156,6 +156,40 @@ def test_the_validation_curve_stands_beside_the_training_loss(page_file: Path) -
         page.script("document.querySelector('[data-chart=loss][data-series=validation]').click()")
         assert page.script(shown) == [["training", True], ["validation", False], ["validation", False]]
         assert page.console() == []
+
+
+def test_islands_are_drawn_and_switched(tmp_path: Path) -> None:
+    folder = with_islands_run(compiled(two_islands(SMALL_RECIPE), tmp_path))
+    write_report(folder, tmp_path / "report.html", None)
+    for width in (360, 1440):
+        with browser(width) as driver:
+            page = Page(driver, tmp_path / "report.html")
+            assert page.console() == [] and page.requests() == []
+            assert page.script("return document.documentElement.scrollWidth") <= width
+            for chart in ("cluster", "islands-loss", "islands-waits"):
+                box = f"document.querySelector('#chart-{chart} > *').getBoundingClientRect()"
+                assert page.script(f"return {box}.right <= {width} && {box}.height > 80"), chart
+            if width < 1000:
+                continue
+            move(page, place(page, "islands-loss", 55, 4))
+            assert "step 55" in tooltip(page) and "islands 0" in tooltip(page)
+            labels = page.script(
+                "return [...document.querySelectorAll('[data-chart=islands-loss]')].map(b => b.textContent)"
+            )
+            assert labels == ["island 0", "island 1", "all islands"]
+            move(page, place(page, "cluster", 0, 0))
+            assert "island 0, node 0, slot 0" in tooltip(page)
+            # A tap shows the group inside the island, and the same shard of the other one.
+            at = place(page, "cluster", 0, 0)
+            mouse = ActionBuilder(page.driver)
+            mouse.pointer_action.move_to_location(*at).click()
+            mouse.perform()
+            page.settle()
+            found = page.script(
+                "const s = plots.cluster.renderers.find(r => r.name == 'cells').data_source; "
+                "return s.selected.indices.map(i => [s.data.island[i], s.data.rank[i]])"
+            )
+            assert [0, 0] in found and [each for each in found if each[0] == 1] == [[1, 0]]
 
 
 def test_it_prints_whole_and_light(page_file: Path) -> None:

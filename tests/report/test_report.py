@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import dataclasses
+import gzip
 import itertools
 import json
 import math
@@ -15,6 +17,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from shardwright.data.dataset import resolve
@@ -29,7 +32,7 @@ from shardwright.report.timeline import drawn_ranks, step_timeline
 from shardwright.report.write import write_report
 from shardwright.search.search import search
 from tests.conftest import SMALL_RECIPE
-from tests.report.folders import compiled, with_run
+from tests.report.folders import compiled, two_islands, with_islands_run, with_run
 from tests.unit.model.factory import problem_of
 from tests.unit.model.own_model import write_own_model
 
@@ -61,14 +64,26 @@ class Figures(HTMLParser):
 
 def columns_of(item: Any) -> dict[str, list[float]]:
     """Of the data source with stages in a chart's JSON."""
+    return columns_with(item, "stage")
+
+
+def columns_with(item: Any, column: str) -> dict[str, list[Any]]:
+    """Of the first data source with such a column in a chart's JSON. Arrays of numbers are read."""
     if isinstance(item, dict):
-        if item.get("type") == "map" and any(entry[0] == "stage" for entry in item["entries"]):
-            return dict(item["entries"])
+        if item.get("type") == "map" and any(entry[0] == column for entry in item["entries"]):
+            return {key: array(value) for key, value in item["entries"]}
         item = list(item.values())
     for part in item if isinstance(item, list) else []:
-        if found := columns_of(part):
+        if found := columns_with(part, column):
             return found
     return {}
+
+
+def array(value: Any) -> list[Any]:
+    if not isinstance(value, dict):
+        return list(value)
+    data = gzip.decompress(base64.b64decode(value["array"]["data"]))
+    return list(np.frombuffer(data, dtype=value["dtype"]))
 
 
 def at(document: Any, key: str) -> Any:
@@ -95,6 +110,7 @@ LAYOUTS = {
     "zero3": small_with({"data": 4, "zero_stage": 3, "micro_batch_size": 1}),
     "tensor": small_with({"tensor": 4}, global_batch_size=12),
     "auto": small_with({}),
+    "islands": two_islands(SMALL_RECIPE),
 }
 
 
@@ -182,6 +198,27 @@ def test_a_run_is_compared_and_its_text_is_only_text(small: Path, tmp_path: Path
     assert "<td>3.0</td>" in page and "GiB on the fullest CPU rank" in page
     assert page.count('id="chart-loss"') == 1
     assert 'id="chart-loss"' not in render_page(read_folder(small))[0]
+
+
+def test_islands_and_the_whole(tmp_path: Path) -> None:
+    folder = compiled(two_islands(SMALL_RECIPE), tmp_path)
+    plain, _ = render_page(read_folder(folder))
+    assert 'id="chart-islands-loss"' not in plain and "take islands" in plain and "arXiv 2503.09799: theirs" in plain
+    with_islands_run(folder)
+    page, timeline = render_page(read_folder(folder))
+    found = Figures(page).scripts["items"]
+    plan = read_folder(folder).plan
+    cells = columns_with(found["cluster"], "island")
+    assert list(cells["island"]) == [0] * len(plan.ranks) + [1] * len(plan.ranks)
+    assert list(cells["rank"]) == 2 * [rank.rank for rank in plan.ranks]
+    assert all(rank.outer_comm_seconds == plan.predicted.time.outer_comm_seconds > 0 for rank in timeline.ranks)
+    whole = columns_with(found["islands-loss"], "islands")
+    assert whole["step"] == list(range(1, 61))
+    assert whole["islands"][40:] == ["0"] * 20 and whole["islands"][:40] == ["0, 1"] * 40
+    text = " ".join(words(page).split())
+    assert "killed (signal 9)" in text and f"{256 * (40 * 2 + 20):,} tokens by the islands" in text
+    assert "in 6 outer steps" in text and page.count('id="chart-islands-waits"') == 1
+    assert 'id="islands"' in render_page(read_folder(folder / "island-1"))[0]
 
 
 def test_no_text_of_a_folder_ends_a_script(small: Path, tmp_path: Path) -> None:

@@ -108,6 +108,7 @@ def parts_chart(timeline: StepTimeline) -> figure:
         [r.messages_seconds for r in timeline.ranks],
         [r.data_comm_seconds for r in timeline.ranks],
         [r.optimizer_seconds for r in timeline.ranks],
+        [r.outer_comm_seconds for r in timeline.ranks],
         [r.idle_seconds for r in timeline.ranks],
     )
     shown = {name: seconds for name, seconds in zip(STEP, values, strict=True) if max(seconds) > 0}

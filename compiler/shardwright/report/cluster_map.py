@@ -41,26 +41,34 @@ def grid_of(nodes: int, gpus_per_node: int) -> Grid:
 
 
 def cluster_map(plan: Plan) -> figure:
-    grid = grid_of(plan.nodes, plan.gpus_per_node)
-    node = np.array([rank.node for rank in plan.ranks])
-    slot = np.array([rank.slot for rank in plan.ranks])
+    """Of all islands, where the plan is of them; their layouts are the same."""
+    copies = 1 if plan.outer is None or plan.outer.island is not None else plan.outer.islands
+    nodes, cells = plan.nodes * copies, len(plan.ranks) * copies
+    grid = grid_of(nodes, plan.gpus_per_node)
+    island = np.repeat(np.arange(copies), len(plan.ranks))
+
+    def each(name: str) -> np.ndarray:
+        return np.tile(np.array([getattr(rank, name) for rank in plan.ranks]), copies)
+
+    node, slot = each("node") + island * plan.nodes, each("slot")
     x = (node % grid.columns) * (grid.wide + GAP) + slot % grid.wide
     y = (node // grid.columns) * (grid.high + GAP) + slot // grid.wide
     columns: dict[str, object] = {
         "x": x.astype(np.float32),
         "y": y.astype(np.float32),
-        "rank": np.array([rank.rank for rank in plan.ranks], dtype=np.int32),
-        "node": node.astype(np.int32),
+        "rank": each("rank").astype(np.int32),
+        "island": island.astype(np.int16),
+        "node": (node - island * plan.nodes).astype(np.int32),
         "slot": slot.astype(np.int16),
-        **{axis: np.array([getattr(rank, axis) for rank in plan.ranks], dtype=np.int32) for axis in AXES},
+        **{axis: each(axis).astype(np.int32) for axis in AXES},
     }
-    if len(plan.ranks) <= LABELLED_UP_TO:
-        columns["ink"] = ["#ffffff"] * len(plan.ranks)  # page.js picks it by the cell's own colour
+    if cells <= LABELLED_UP_TO:
+        columns["ink"] = ["#ffffff"] * cells  # page.js picks it by the cell's own colour
     width = grid.columns * (grid.wide + GAP) - GAP
     depth = grid.rows * (grid.high + GAP) - GAP
     made = plot(
         name="cluster",
-        height=int(70 + min(620, max(44 * depth, 90))) if plan.nodes <= ROWS_UP_TO else 560,
+        height=int(70 + min(620, max(44 * depth, 90))) if nodes <= ROWS_UP_TO else 560,
         x_range=(-0.6, width - 0.4),
         y_range=(depth - 0.3, -0.7),
         lod_threshold=None,
@@ -68,7 +76,7 @@ def cluster_map(plan: Plan) -> figure:
     degree = plan.strategy.pipeline
     mapper = LinearColorMapper(palette=list(groups(degree)), low=-0.5, high=degree - 0.5)
     source = ColumnDataSource(columns)
-    cells = made.rect(
+    drawn = made.rect(
         "x",
         "y",
         width=0.94,
@@ -79,16 +87,17 @@ def cluster_map(plan: Plan) -> figure:
         nonselection_fill_alpha=0.12,
         name="cells",
     )
-    if len(plan.ranks) <= LABELLED_UP_TO:
+    if cells <= LABELLED_UP_TO:
         _label_cells(made, source)
-    made.add_tools(_cell_hover(plan, source, cells), TapTool(renderers=[cells]))
+    made.add_tools(_cell_hover(plan, source, drawn, copies), TapTool(renderers=[drawn]))
     source.selected.js_on_change("indices", CustomJS(args={"source": source}, code=PEERS))
     made.grid.visible = False
     made.xaxis.visible = False
-    if plan.nodes <= ROWS_UP_TO:
-        middle = [n * (grid.high + GAP) + (grid.high - 1) / 2 for n in range(plan.nodes)]
+    if nodes <= ROWS_UP_TO:
+        middle = [n * (grid.high + GAP) + (grid.high - 1) / 2 for n in range(nodes)]
         made.yaxis.ticker = middle
-        made.yaxis.major_label_overrides = {m: f"node {n}" for n, m in enumerate(middle)}
+        of = [f"island {n // plan.nodes}, " if copies > 1 else "" for n in range(nodes)]
+        made.yaxis.major_label_overrides = {m: f"{of[n]}node {n % plan.nodes}" for n, m in enumerate(middle)}
         made.yaxis.axis_line_color = made.yaxis.major_tick_line_color = None
     else:
         made.yaxis.visible = False
@@ -109,7 +118,7 @@ def _label_cells(made: figure, source: ColumnDataSource) -> None:
     )
 
 
-def _cell_hover(plan: Plan, source: ColumnDataSource, cells: object) -> HoverTool:
+def _cell_hover(plan: Plan, source: ColumnDataSource, cells: object, islands: int) -> HoverTool:
     """A rank's place, groups, layers and bytes of parameters."""
     resident = {(r.pipeline, r.tensor): r.parameter_bytes for r in plan.ranks}
     layers = CustomJSHover(args={"held": held_layers(plan)}, code="return held[value]")
@@ -123,7 +132,7 @@ return table[source.data.pipeline[i]][source.data.tensor[i]].toFixed(2) + ' GiB'
     return hover(
         [
             ("", "<b>rank @rank</b>"),
-            ("place", "node @node, slot @slot"),
+            ("place", ("island @island, " if islands > 1 else "") + "node @node, slot @slot"),
             ("groups", "pipeline @pipeline, tensor @tensor, data @data"),
             ("layers", "@pipeline{custom}"),
             ("parameters", "@rank{custom}"),
@@ -133,15 +142,16 @@ return table[source.data.pipeline[i]][source.data.tensor[i]].toFixed(2) + ' GiB'
     )
 
 
-# A tap on one GPU shows all that it talks to: those that share two of its three coordinates.
+# A tap on one GPU shows all that it talks to: those that share two of its three coordinates, and all three in the other
+# islands, through the store.
 PEERS = """
 const [tapped, ...others] = source.selected.indices
 if (tapped == null || others.length > 0) return
-const {pipeline, tensor, data} = source.data
+const {pipeline, tensor, data, island} = source.data
 const peers = [tapped]
 for (let i = 0; i < pipeline.length; i++) {
   const same = (pipeline[i] == pipeline[tapped]) + (tensor[i] == tensor[tapped]) + (data[i] == data[tapped])
-  if (same == 2) peers.push(i)
+  if (same == (island[i] == island[tapped] ? 2 : 3)) peers.push(i)
 }
 if (peers.length > 1) source.selected.indices = peers
 """

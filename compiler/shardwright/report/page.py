@@ -19,6 +19,7 @@ from markupsafe import Markup
 import shardwright
 from shardwright.cost.estimate import training_of
 from shardwright.cost.goodput import goodput, goodput_words
+from shardwright.cost.islands import IslandsCost, inner_seconds, islands_cost, islands_words
 from shardwright.cost.measured import error_words
 from shardwright.data.dataset import noted_steps
 from shardwright.figures import duration, number
@@ -33,6 +34,7 @@ from shardwright.plan.serialize import plan_document
 from shardwright.records import carried
 from shardwright.report import charts
 from shardwright.report.cluster_map import AXES, cluster_map, held_layers
+from shardwright.report.islands import IslandsRun, loss_chart, read_islands_run, waits_chart
 from shardwright.report.palette import groups
 from shardwright.report.run import MeasuredRun, read_run
 from shardwright.report.space import Space, whole_space
@@ -64,7 +66,8 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
     timeline = step_timeline(subject.layout, plan.predicted.time)
     space = whole_space(Problem(recipe=subject.recipe, graph=subject.graph, cluster=subject.cluster), subject.estimate)
     run = read_run(subject.folder, plan)
-    drawn = dict(_charts(subject, timeline, space, run))
+    islands, outer_cost = read_islands_run(subject), _outer_cost(subject)
+    drawn = dict(_charts(subject, timeline, space, run, islands))
     training = training_in(subject)
     totals = totals_of(subject, training)
     estimate = dataclasses.replace(subject.estimate, training=training)
@@ -102,6 +105,9 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
         words=Strategy.describe,
         inside=inside_words(plan.strategy),
         run=run,
+        islands=islands,
+        outer=outer_cost,
+        outer_words=[] if outer_cost is None else islands_words(outer_cost),
         held=held_layers(plan),
         axes=[_axis(plan, axis) for axis in AXES],
         first_axis=next((axis for axis in AXES if getattr(plan.strategy, axis) > 1), AXES[0]),
@@ -118,7 +124,11 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
 
 
 def _charts(
-    subject: CompiledFolder, timeline: StepTimeline, space: Space, run: MeasuredRun | None
+    subject: CompiledFolder,
+    timeline: StepTimeline,
+    space: Space,
+    run: MeasuredRun | None,
+    islands: IslandsRun | None,
 ) -> Iterator[tuple[str, figure]]:
     plan = subject.plan
     yield "cluster", cluster_map(plan)
@@ -129,6 +139,16 @@ def _charts(
     if run is not None:
         yield "loss", charts.loss_chart(run)
         yield "seconds", charts.seconds_chart(run, plan.predicted.time.step_seconds)
+    if islands is not None:
+        cost = _outer_cost(subject)
+        assert cost is not None, "a run of islands has a recipe of them"
+        yield "islands-loss", loss_chart(islands)
+        yield "islands-waits", waits_chart(islands, cost.exposed_seconds)
+
+
+def _outer_cost(subject: CompiledFolder) -> IslandsCost | None:
+    step = inner_seconds(subject.plan.predicted.time)
+    return islands_cost(subject.recipe, subject.plan.model.total_parameters, step)
 
 
 class Figures:

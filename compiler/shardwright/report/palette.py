@@ -21,9 +21,10 @@ STEP = {
     "messages between stages": ORANGE,
     "data-parallel collectives": PURPLE,
     "optimizer": GREEN,
+    "outer step": VERMILLION,
     "idle": GREY,
 }
-BARS = (SKY, BLUE, ORANGE, PURPLE, GREEN)
+BARS = (SKY, BLUE, ORANGE, PURPLE, GREEN, VERMILLION)
 """Of timeline.KINDS."""
 DARKEST = 48
 VERDICTS = {"runs": BLUE, "tight": SKY, "does not fit": ORANGE, "ruled out": GREY}

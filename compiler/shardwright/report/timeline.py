@@ -15,7 +15,8 @@ from shardwright.schedule import interleaved
 from shardwright.schedule.events import Timeline, simulate
 from shardwright.schedule.streams import FORWARD
 
-KINDS = ("forward", "backward", "messages", "data-parallel collectives", "optimizer")
+OUTER = "outer step between islands, a step's share"
+KINDS = ("forward", "backward", "messages", "data-parallel collectives", "optimizer", OUTER)
 PASS_KINDS = ("forward", "backward")
 
 
@@ -45,6 +46,7 @@ class RankStep:
     idle_seconds: float
     data_comm_seconds: float
     optimizer_seconds: float
+    outer_comm_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +65,8 @@ class StepTimeline:
 def step_timeline(layout: Layout, time: Time) -> StepTimeline:
     """One optimizer step of one data and tensor rank per pipeline rank.
 
-    time: the plan's. What follows the last pass (the data-parallel collectives that nothing hides, the optimizer) is
-    the slowest rank's, as in the planner's sum.
+    time: the plan's. What follows the last pass (the data-parallel collectives that nothing hides, the optimizer, the
+    share of an outer step between islands) is the slowest rank's, as in the planner's sum.
     """
     s, found = layout.strategy, passes(layout)
     forward, backward = stage_passes(layout)
@@ -78,9 +80,14 @@ def step_timeline(layout: Layout, time: Time) -> StepTimeline:
     return StepTimeline(
         bars=tuple(bars),
         ranks=tuple(_sums(layout, simulated, rank, time) for rank in range(s.pipeline)),
-        simulated_seconds=simulated.seconds + time.data_comm_seconds + time.optimizer_seconds,
+        simulated_seconds=simulated.seconds + sum(_after(time)),
         is_exact=is_simulated(s),
     )
+
+
+def _after(time: Time) -> tuple[float, float, float]:
+    """What follows the last pass, of KINDS from 3."""
+    return time.data_comm_seconds, time.optimizer_seconds, time.outer_comm_seconds
 
 
 def _rank_bars(simulated: Timeline, rank: int, time: Time) -> Iterator[Bar]:
@@ -93,10 +100,9 @@ def _rank_bars(simulated: Timeline, rank: int, time: Time) -> Iterator[Bar]:
             start_seconds=interval.start_seconds,
             stop_seconds=interval.stop_seconds,
         )
-    after = simulated.seconds
     parts = [(2, e.start_seconds, e.stop_seconds) for e in simulated.exchanges[rank]]
-    parts.append((3, after, after + time.data_comm_seconds))
-    parts.append((4, after + time.data_comm_seconds, after + time.data_comm_seconds + time.optimizer_seconds))
+    ends = list(itertools.accumulate(_after(time), initial=simulated.seconds))
+    parts += [(3 + place, *span) for place, span in enumerate(itertools.pairwise(ends))]
     for kind, start, stop in parts:
         if stop > start:
             yield Bar(rank=rank, kind=kind, stage=-1, micro_batch=-1, start_seconds=start, stop_seconds=stop)
@@ -118,6 +124,7 @@ def _sums(layout: Layout, simulated: Timeline, rank: int, time: Time) -> RankSte
         idle_seconds=max(0.0, simulated.seconds - busy - messages),
         data_comm_seconds=time.data_comm_seconds,
         optimizer_seconds=time.optimizer_seconds,
+        outer_comm_seconds=time.outer_comm_seconds,
     )
 
 
