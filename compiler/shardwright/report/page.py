@@ -66,7 +66,7 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
     timeline = step_timeline(subject.layout, plan.predicted.time)
     space = whole_space(Problem(recipe=subject.recipe, graph=subject.graph, cluster=subject.cluster), subject.estimate)
     run = read_run(subject.folder, plan)
-    islands, outer_cost = read_islands_run(subject), _outer_cost(subject)
+    islands = read_islands_run(subject)
     drawn = dict(_charts(subject, timeline, space, run, islands))
     training = training_in(subject)
     totals = totals_of(subject, training)
@@ -106,8 +106,7 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
         inside=inside_words(plan.strategy),
         run=run,
         islands=islands,
-        outer=outer_cost,
-        outer_words=[] if outer_cost is None else islands_words(outer_cost),
+        **_outer_part(subject),
         held=held_layers(plan),
         axes=[_axis(plan, axis) for axis in AXES],
         first_axis=next((axis for axis in AXES if getattr(plan.strategy, axis) > 1), AXES[0]),
@@ -144,6 +143,11 @@ def _charts(
         assert cost is not None, "a run of islands has a recipe of them"
         yield "islands-loss", loss_chart(islands)
         yield "islands-waits", waits_chart(islands, cost.exposed_seconds)
+
+
+def _outer_part(subject: CompiledFolder) -> dict[str, object]:
+    found = _outer_cost(subject)
+    return {"outer": found, "outer_words": [] if found is None else islands_words(found)}
 
 
 def _outer_cost(subject: CompiledFolder) -> IslandsCost | None:
