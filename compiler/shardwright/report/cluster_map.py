@@ -45,23 +45,7 @@ def cluster_map(plan: Plan) -> figure:
     copies = 1 if plan.outer is None or plan.outer.island is not None else plan.outer.islands
     nodes, cells = plan.nodes * copies, len(plan.ranks) * copies
     grid = grid_of(nodes, plan.gpus_per_node)
-    island = np.repeat(np.arange(copies), len(plan.ranks))
-
-    def each(name: str) -> np.ndarray:
-        return np.tile(np.array([getattr(rank, name) for rank in plan.ranks]), copies)
-
-    node, slot = each("node") + island * plan.nodes, each("slot")
-    x = (node % grid.columns) * (grid.wide + GAP) + slot % grid.wide
-    y = (node // grid.columns) * (grid.high + GAP) + slot // grid.wide
-    columns: dict[str, object] = {
-        "x": x.astype(np.float32),
-        "y": y.astype(np.float32),
-        "rank": each("rank").astype(np.int32),
-        "island": island.astype(np.int16),
-        "node": (node - island * plan.nodes).astype(np.int32),
-        "slot": slot.astype(np.int16),
-        **{axis: each(axis).astype(np.int32) for axis in AXES},
-    }
+    columns = _columns(plan, copies, grid)
     if cells <= LABELLED_UP_TO:
         columns["ink"] = ["#ffffff"] * cells  # page.js picks it by the cell's own colour
     width = grid.columns * (grid.wide + GAP) - GAP
@@ -102,6 +86,27 @@ def cluster_map(plan: Plan) -> figure:
     else:
         made.yaxis.visible = False
     return made
+
+
+def _columns(plan: Plan, copies: int, grid: Grid) -> dict[str, object]:
+    """Of every cell: where it is drawn, and who it is. node: in its island."""
+    island = np.repeat(np.arange(copies), len(plan.ranks))
+
+    def each(name: str) -> np.ndarray:
+        return np.tile(np.array([getattr(rank, name) for rank in plan.ranks]), copies)
+
+    slot, place = each("slot"), each("node") + island * plan.nodes
+    x = (place % grid.columns) * (grid.wide + GAP) + slot % grid.wide
+    y = (place // grid.columns) * (grid.high + GAP) + slot // grid.wide
+    return {
+        "x": x.astype(np.float32),
+        "y": y.astype(np.float32),
+        "rank": each("rank").astype(np.int32),
+        "island": island.astype(np.int16),
+        "node": each("node").astype(np.int32),
+        "slot": slot.astype(np.int16),
+        **{axis: each(axis).astype(np.int32) for axis in AXES},
+    }
 
 
 def _label_cells(made: figure, source: ColumnDataSource) -> None:
