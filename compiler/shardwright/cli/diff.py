@@ -244,6 +244,10 @@ def page(a: PricedRecipe, b: PricedRecipe, found: Difference) -> str:
     for name, subject in (("A", a), ("B", b)):
         broken = [d for d in subject.estimate.diagnostics if d.severity == "error"]
         lines += [f"  {name} does not run: {d.code}: {d.message}" for d in broken]
+        other = b if subject is a else a
+        if subject.recipe.cluster.islands == 1 and other.recipe.cluster.islands > 1:
+            asked = f"`explain {'B' if subject is a else 'A'} --why-not islands=1` prices it over the links of islands"
+            lines.append(f"  {name} is priced with the links of one cluster between all its nodes; {asked}")
         if subject.is_predicted_anew:
             lines.append(f"  {name} was compiled by another version; its figures here are this version's")
     resume = found.resume

@@ -56,6 +56,7 @@ def recipe_text(choice: Choice, source: str) -> str:
         gpus_per_node=choice.gpus_per_node,
         gpu=quote(choice.gpu),
         links=links,
+        islands=_ISLANDS if choice.nodes > 1 else "",
         length=length,
         batch=batch,
         step_tokens=f"{batch * length:,}",
@@ -74,6 +75,10 @@ _LINKS = """\
   # intra_node_gbytes_per_second: {intra} # per GPU, one direction; this is the catalogue's value
   # inter_node_gbits_per_second: {inter} # per GPU; this is the catalogue's value
 """
+_ISLANDS = """\
+  # islands: 2 # groups of nodes with a slow link between them, which meet every so many steps (docs/islands.md)
+  # inter_island_gbits_per_second: 10 # of that link
+"""
 _TEXT = """\
 # Every key with its default: `shardwright schema`. Next:
 #   shardwright check FILE               is it right?
@@ -91,6 +96,7 @@ cluster:
   gpus_per_node: {gpus_per_node}
   gpu: {gpu}
 {links}\
+{islands}\
   # host_memory_gib: 1800 # of a node; lets `parallelism.offload: auto` move states there
   # price_per_gpu_hour: 2.5 # for the cost, in any currency
 

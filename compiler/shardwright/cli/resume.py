@@ -41,7 +41,7 @@ def resume_under(a: Resumable, b: Resumable) -> Resume:
     answer = fit(a.facts, b.facts)
     if answer.refused:
         return Resume(verdict=NO, how=f"{_refused(answer)}; `shardwright export` gives its weights", notes=())
-    notes = (*_samples(answer), *_settings(a.recipe, b.recipe))
+    notes = (*_islands(a.recipe, b.recipe), *_samples(answer), *_settings(a.recipe, b.recipe))
     if answer.layout:
         changed = ", ".join(each.key for each in answer.layout)
         how = f"`run` cuts weights and optimizer states anew as it loads them, by itself; what differs: {changed}"
@@ -74,6 +74,15 @@ def _extra(recipe: Recipe) -> JsonObject:
     kept: JsonObject = {key: value for key, value in zero.items() if key != HPZ}
     rest: JsonObject = {key: value for key, value in recipe.extra.items() if key != "zero_optimization"}
     return {**rest, "zero_optimization": kept} if kept else rest
+
+
+def _islands(a: Recipe, b: Recipe) -> tuple[str, ...]:
+    """Folders of one world and of islands lie beside each other: docs/islands.md."""
+    ours, theirs = a.cluster.islands, b.cluster.islands
+    if ours == theirs or min(ours, theirs) > 1:
+        return ()
+    which = "the newest one after an outer step" if ours > 1 else "the newest one, on each island"
+    return (f"with --resume PATH: {which}; without it `run` names it and stops (SW6218)",)
 
 
 def _samples(answer: CheckpointFit) -> tuple[str, ...]:

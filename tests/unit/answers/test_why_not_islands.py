@@ -81,3 +81,22 @@ def test_a_recipe_of_one_world(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert asked(capsys, "explain", path, "--why-not", "islands=1")["verdict"] == "chosen"
     link = ("--set", "cluster.islands=2", "--set", "cluster.inter_island_gbits_per_second=1")
     assert asked(capsys, "explain", path, *link, "--why-not", "islands=1")["verdict"] == "loses"
+
+
+def test_diff_says_what_a_recipe_of_one_world_is_priced_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    islands = recipe(tmp_path)
+    document = json.loads(Path(islands).read_text())
+    cluster = {key: document["cluster"][key] for key in ("nodes", "gpus_per_node", "gpu")}
+    training = {key: value for key, value in document["training"].items() if key != "outer"}
+    changed = {**document, "cluster": cluster, "training": training}
+    plain = write_llama(tmp_path, "plain.json", **{k: v for k, v in changed.items() if k != "version"})
+    for pair, name in (((islands, plain), "A"), ((plain, islands), "B")):
+        assert main(["diff", *pair]) == 0
+        page = " ".join(capsys.readouterr().out.split())
+        assert f"`explain {name} --why-not islands=1` prices it over the links of islands" in page
+        assert "the order of the samples" not in page and "come in another order" not in page
+        assert "(SW6218)" in page
+    assert main(["diff", islands, islands]) == 0
+    assert "islands=1" not in capsys.readouterr().out
