@@ -13,7 +13,7 @@ import torch
 from PIL import Image, ImageDraw
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from shardwright.hf.processor import load_processor
+from shardwright.hf.processor import inline_processor, load_processor, processor_files
 from tests.parity.harness import BETAS, DECAY, EPS, LR, SEED, WARMUP
 from tests.parity.reference import Reference, train
 
@@ -30,7 +30,7 @@ TEXT: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 12,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 768,
 }
 TOWER: dict[str, Any] = {
     "hidden_size": 32,
@@ -117,7 +117,10 @@ class SightCase:
     tensor: int = 1
     freeze: tuple[str, ...] = ()
     lora: bool = False
+    tiles: bool = False
     steps: int = STEPS
+
+    """tiles: its processor cuts pictures, and lies in a folder beside the pictures."""
 
     @property
     def world(self) -> int:
@@ -164,19 +167,34 @@ def write_pictures(folder: Path, rows: int = ROWS) -> list[dict[str, Any]]:
     return records
 
 
-def recipe(case: SightCase) -> dict[str, Any]:
+def write_cutting(folder: Path, model: str = "smolvlm") -> Path:
+    """A model's folder without weights, whose processor cuts a picture into up to two by two tiles."""
+    document = config(SightCase(model))
+    made = AutoConfig.for_model(document.pop("model_type"), **document)
+    folder.mkdir()
+    for name, content in processor_files(inline_processor(made), made).items():
+        (folder / name).write_bytes(content)
+    settings = json.loads((folder / "preprocessor_config.json").read_text("utf-8"))
+    settings |= {"do_image_splitting": True, "size": {"longest_edge": 2 * TOWER["image_size"]}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    made.save_pretrained(folder)
+    return folder
+
+
+def recipe(case: SightCase, cutting: Path | None = None) -> dict[str, Any]:
+    """cutting: of write_cutting, where the case has tiles."""
     return {
         "version": 1,
         "name": "sight",
         "model": {
-            "config": config(case),
+            **({"config": config(case)} if cutting is None else {"source": str(cutting)}),
             "weights": "random",
             "task": "image-text-to-text",
             **({"freeze": list(case.freeze)} if case.freeze else {}),
         },
         "cluster": {"nodes": 1, "gpus_per_node": case.world, "gpu": "cpu"},
         "training": {
-            "sequence_length": LENGTHS.get(case.model, 160),
+            "sequence_length": 768 if case.tiles else LENGTHS.get(case.model, 160),
             "global_batch_size": BATCH,
             "steps": case.steps,
             "precision": "fp32",

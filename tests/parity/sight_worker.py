@@ -15,13 +15,22 @@ from shardwright.modules.lora import plain_name
 from shardwright.plan.plan import Plan
 from tests.figures import training_apart
 from tests.parity.cases_worker import main
-from tests.parity.sight import ROWS, SightCase, recipe, reference, write_pictures
+from tests.parity.sight import ROWS, SightCase, recipe, reference, write_cutting, write_pictures
 from tests.parity.with_pictures import trained
+
+
+CUTTING = "cutting"
+
+
+def _write(folder: Path) -> None:
+    write_pictures(folder)
+    write_cutting(folder / CUTTING)
 
 
 def measure(case: SightCase, folder: Path) -> dict[str, float]:
     pictures = folder.parents[1] / "pictures"
-    plan, trainer, results = trained(recipe(case), folder, pictures, write_pictures, ROWS)
+    document = recipe(case, pictures / CUTTING if case.tiles else None)
+    plan, trainer, results = trained(document, folder, pictures, _write, ROWS)
     wanted = reference(case.model, case.tied, pictures, folder / "tokenizer", tuple(case.freeze), case.lora, case.steps)
     figures = training_apart([r.loss for r in results], [r.grad_norm for r in results], wanted)
     return {**figures, "weights": weights_of_ranks(plan, trainer, wanted)}

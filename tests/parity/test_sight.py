@@ -107,6 +107,21 @@ def test_tensor_ranks_and_adapters(tmp_path: Path) -> None:
     check({name: dataclasses.replace(case, steps=FEW_STEPS) for name, case in TENSOR.items()}, tmp_path)
 
 
+CUT = {
+    "smolvlm pp2 tiles": SightCase("smolvlm", pipeline=2, micro=2, tiles=True),
+    "smolvlm dp2 zero3 tiles": SightCase("smolvlm", data=2, zero_stage=3, tiles=True),
+}
+
+
+def test_pictures_that_are_cut_into_tiles(tmp_path: Path) -> None:
+    check({name: dataclasses.replace(case, steps=FEW_STEPS) for name, case in CUT.items()}, tmp_path)
+
+
+@pytest.mark.prove
+def test_tiles_in_every_step(tmp_path: Path, proved: Record) -> None:
+    check(CUT, tmp_path, proved)
+
+
 @pytest.mark.prove
 def test_four_ranks(tmp_path: Path, proved: Record) -> None:
     check(

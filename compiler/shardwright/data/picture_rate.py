@@ -62,8 +62,8 @@ def _seconds(sight: Sight, table: PictureTable, held: npt.NDArray[np.int64]) -> 
     """A core takes for one of the pictures. held: their rows of the table's index."""
     sample = held[np.unique(np.linspace(0, len(held) - 1, SAMPLE).astype(np.int64))]
     found = [picture for row in sample for picture in dataclasses.replace(table, index=row[None]).of(int(row[0]))]
-    sight.ready(found[:1])  # the first one pays for what is imported
+    sight.ready([found[:1]])  # the first one pays for what is imported
     begun = time.process_time()  # a core's seconds, whatever else runs here
     for picture in found:
-        sight.ready([picture])
+        sight.ready([[picture]])
     return (time.process_time() - begun) / len(found)

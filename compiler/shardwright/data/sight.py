@@ -71,6 +71,8 @@ class Sight:
         self.token: str = self._processor.image_token
         self.template: str | None = getattr(self._processor, "chat_template", None)
         self._stands = functools.lru_cache(maxsize=4096)(self._text_of_size)
+        # Of a type that cuts a picture into tiles where it is alone in its row, and leaves several whole.
+        self._by_rows = "batch_num_images" in getattr(self._processor.image_processor, "model_input_names", ())
 
     def expand(self, text: str, spans: list[Span], pictures: Sequence[Picture]) -> tuple[str, list[Span]] | None:
         """The text with each placeholder written out for its picture, and where the spans stand then; None where there
@@ -80,7 +82,8 @@ class Sight:
             return None
         out, moves, at = [pieces[0]], [], len(pieces[0])
         for piece, picture in zip(pieces[1:], pictures, strict=True):
-            written = self._stands(*size_within(picture.width, picture.height, self.images.max_pixels))
+            size = size_within(picture.width, picture.height, self.images.max_pixels)
+            written = self._stands(*size, self._by_rows and len(pictures) > 1)
             out += [written, piece]
             moves.append((at + len(self.token), len(written) - len(self.token)))
             at += len(self.token) + len(piece)
@@ -98,10 +101,7 @@ class Sight:
         """What the forward takes beside the ids (B, S). Errors: SW6132."""
         import torch
 
-        found = {}
-        flat = [picture for row in rows for picture in row]
-        if flat:
-            found = self.ready(flat)
+        found = self.ready(rows) if any(rows) else {}
         places = torch.from_numpy(np.isin(tokens, self._processor.image_token_ids).astype(np.int64))
         for name in ("mm_token_type_ids", "token_type_ids"):
             if self._takes is not None and name in self._takes:
@@ -110,9 +110,13 @@ class Sight:
                 found[name] = places if marks else torch.from_numpy(_suffix(tokens, trained))
         return found
 
-    def ready(self, pictures: list[Picture]) -> dict[str, torch.Tensor]:
-        """The tensors of the pictures, decoded. Errors: SW6132."""
-        return self._of_images(self._decoded(pictures))
+    def ready(self, rows: Sequence[Sequence[Picture]]) -> dict[str, torch.Tensor]:
+        """The tensors of the rows' pictures, decoded. Errors: SW6132."""
+        images = self._decoded([picture for row in rows for picture in row])
+        if not self._by_rows:
+            return self._of_images(images)
+        left = iter(images)
+        return self._of_images([[next(left) for _ in row] for row in rows if row])
 
     def _decoded(self, pictures: list[Picture]) -> list[Any]:
         from PIL import Image
@@ -129,10 +133,11 @@ class Sight:
 
         return self._of_images([Image.new("RGB", (BLANK_SIDE, BLANK_SIDE))])
 
-    def _text_of_size(self, width: int, height: int) -> str:
+    def _text_of_size(self, width: int, height: int, among_others: bool) -> str:
         from PIL import Image
 
-        _, written = self._process([Image.new("RGB", (width, height))])
+        image = Image.new("RGB", (width, height))
+        _, written = self._process([[image, image]] if among_others else [image])
         return str(written[0])
 
     def _of_images(self, images: list[Any]) -> dict[str, torch.Tensor]:
@@ -144,9 +149,9 @@ class Sight:
         return {n: v for n, v in taken.items() if self._takes is None or n in self._takes}
 
     def _process(self, images: list[Any]) -> tuple[Any, list[str]]:
-        kept = self._processor.tokenizer.init_kwargs
-        options = self._processor._merge_kwargs(tokenizer_init_kwargs=kept, return_tensors="pt")["images_kwargs"]
-        found: tuple[Any, list[str]] = self._processor._process_images(images, **options)
+        from shardwright.hf.processor import options_of
+
+        found: tuple[Any, list[str]] = self._processor._process_images(images, **options_of(self._processor))
         return found
 
 

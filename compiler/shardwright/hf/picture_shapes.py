@@ -186,12 +186,12 @@ def _images(extra: set[str], tower: Tower, rows: Rows) -> dict[str, torch.Tensor
 
 
 def _tiles(extra: set[str], tower: Tower, rows: Rows) -> dict[str, torch.Tensor]:
-    """(N, tiles, C, H, W)"""
-    wide = [1 + (width > 1) for width in _flat(rows)]
-    pixels = torch.randn(len(wide), _TILES, tower.channels, tower.side, tower.side)
-    made = {"pixel_values": pixels} | _sides(extra, tower, (len(wide),))
+    """(N, tiles, C, H, W): a picture of two tiles by two, or of one by two, whose last tiles are none."""
+    high = [2 - (width > 1) for width in _flat(rows)]
+    pixels = torch.randn(len(high), _TILES, tower.channels, tower.side, tower.side)
+    made = {"pixel_values": pixels} | _sides(extra, tower, (len(high),))
     if "image_sizes" in made:
-        made["image_sizes"] = torch.tensor([[tower.side, tower.side * each] for each in wide])
+        made["image_sizes"] = torch.tensor([[tower.side * each, tower.side * 2] for each in high])
     return made
 
 

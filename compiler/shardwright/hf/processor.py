@@ -70,9 +70,25 @@ def inline_processor(config: PretrainedConfig) -> Any:
     try:
         kind = getattr(transformers, name)
         tokenizer = _byte_tokenizer(config, kind)
-        return _assembled(kind, _image_processor(getattr(transformers, images), config), tokenizer, _own(config))
+        made = _image_processor(getattr(transformers, images), config, cut=False)
+        return _assembled(kind, made, tokenizer, _own(config))
     except NoProcessor:
         raise
+    except Exception as error:
+        raise NoProcessor(first_line(error, 160)) from None
+
+
+def usual_processor(config: PretrainedConfig) -> tuple[Any, dict[str, Any]]:
+    """(what makes tensors of a picture, the options that it is called with) of the type's own defaults, at the sizes of
+    the configuration. Raises NoProcessor."""
+    name = PROCESSOR_MAPPING_NAMES.get(config.model_type)
+    classes = IMAGE_PROCESSOR_MAPPING_NAMES.get(config.model_type)
+    images = classes.get("pil") if isinstance(classes, dict) else None
+    if not isinstance(name, str) or images is None:
+        raise NoProcessor(f"transformers has no processor for a {config.model_type} that needs Pillow alone")
+    try:
+        made = _image_processor(getattr(transformers, images), config, cut=True)
+        return made, dict(getattr(getattr(transformers, name), "images_kwargs", None) or {})
     except Exception as error:
         raise NoProcessor(first_line(error, 160)) from None
 
@@ -83,6 +99,13 @@ def _assembled(kind: Any, images: Any, tokenizer: Any, own: dict[str, Any]) -> A
     if getattr(tokenizer, "chat_template", None):
         values.setdefault("chat_template", tokenizer.chat_template)
     return _without_videos(kind)(**{**values, "image_processor": images, "tokenizer": tokenizer})
+
+
+def options_of(processor: Any) -> dict[str, Any]:
+    """That it calls its part for pictures with."""
+    kept = processor.tokenizer.init_kwargs
+    found: dict[str, Any] = processor._merge_kwargs(tokenizer_init_kwargs=kept, return_tensors="pt")["images_kwargs"]
+    return found
 
 
 def _without_videos(kind: Any) -> Any:
@@ -113,8 +136,7 @@ def _check(processor: Any) -> None:
     from PIL import Image
 
     try:
-        options = processor._merge_kwargs(tokenizer_init_kwargs={}, return_tensors="pt")["images_kwargs"]
-        _, written = processor._process_images([Image.new("RGB", (40, 30))], **options)
+        _, written = processor._process_images([Image.new("RGB", (40, 30))], **options_of(processor))
         ids = processor.tokenizer(written[0], add_special_tokens=False)["input_ids"]
     except Exception as error:  # whatever its class raises with these sizes
         raise NoProcessor(first_line(error, 160)) from None
@@ -122,7 +144,8 @@ def _check(processor: Any) -> None:
         raise NoProcessor("its tokenizer does not know the text that stands for a picture")
 
 
-def _image_processor(kind: Any, config: PretrainedConfig) -> Any:
+def _image_processor(kind: Any, config: PretrainedConfig, *, cut: bool) -> Any:
+    """cut: into tiles, where the type's own default does it and the model would take a whole picture too."""
     tower = tower_config(config)
     side, patch = _number(getattr(tower, "image_size", None)), _number(tower.patch_size)
     default = kind()
@@ -142,8 +165,14 @@ def _image_processor(kind: Any, config: PretrainedConfig) -> Any:
             edges = None if edges is None else {k: v for k, v in dict(edges).items() if v is not None}
             if edges and not ({"shortest_edge", "longest_edge"} <= set(edges)):
                 values[name] = dict.fromkeys(edges, side)
-        if hasattr(default, "do_image_splitting"):
+        if hasattr(default, "do_image_splitting") and cut:
+            tile = getattr(default, "max_image_size", None)
+            if tile and "longest_edge" in values.get("size", {}):
+                values["size"] = {"longest_edge": default.size["longest_edge"] * side // tile["longest_edge"]}
+        elif hasattr(default, "do_image_splitting"):
             values["do_image_splitting"] = False
+        if hasattr(default, "image_grid_pinpoints") and (grid := getattr(config, "image_grid_pinpoints", None)):
+            values["image_grid_pinpoints"] = grid
     elif "patch_size" in values and {"shortest_edge", "longest_edge"} <= set(dict(default.size or {})):
         cell = (values["patch_size"] * values.get("merge_size", 1)) ** 2
         values["size"] = {"shortest_edge": cell, "longest_edge": default.size["longest_edge"]}
@@ -162,6 +191,8 @@ def _own(config: PretrainedConfig) -> dict[str, Any]:
     side, patch = _number(getattr(tower, "image_size", None)), _number(tower.patch_size)
     found = {
         "patch_size": patch,
+        "num_image_tokens": (side // patch) ** 2 if side and patch else None,
+        "vision_aspect_ratio": getattr(config, "vision_aspect_ratio", None),
         "vision_feature_select_strategy": getattr(config, "vision_feature_select_strategy", None),
         "image_seq_length": getattr(config, "mm_tokens_per_image", None) or getattr(config, "image_seq_length", None),
         # CLIP's tower has a token of its own beside the patches.

@@ -161,9 +161,10 @@ class ModelGraph:
     once_a_picture: tuple[str, ...] = ()
 
     @property
-    def identity(self) -> tuple[str, str, str, str]:
+    def identity(self) -> tuple[str, str, str, str, int]:
         """Tells it from other graphs: all the rest follows from these."""
-        return self.config_hash, self.attention, self.tensor_kind, self.task
+        tiles = 1 if self.vision is None else self.vision.tiles  # told by the processor, not by the configuration
+        return self.config_hash, self.attention, self.tensor_kind, self.task, tiles
 
     @property
     def sees(self) -> bool:

@@ -14,7 +14,7 @@ head."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """FLOPs, or bytes, of one picture of n patches: per_picture + per_patch n + per_pair n^2."""
+    """FLOPs, or bytes, of one picture (or tile) of n patches: per_picture + per_patch n + per_pair n^2."""
 
     per_picture: int = 0
     per_patch: int = 0
@@ -51,8 +51,9 @@ class VisionLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vision:
-    """patch: pixels of a patch's side. patches: of every picture, whatever its size; 0 where its size decides.
-    patches_per_token: that become one token of a row.
+    """patch: pixels of a patch's side. patches: of every picture, or tile of one, whatever its size; 0 where its size
+    decides. tiles: that a picture is cut into at the most, the whole one among them. patches_per_token: that become
+    one token of a row.
 
     layers: in the order in which they run, the one around them last; () where untraced says why they could not be run.
     tower, projector: paths of modules and of single parameters; what lies under both is the projector's, what lies
@@ -66,9 +67,10 @@ class Vision:
     tower: tuple[str, ...]
     projector: tuple[str, ...]
     untraced: str = ""
+    tiles: int = 1
 
     def patches_of(self, pixels: int) -> int:
-        """Of a picture with so many pixels."""
+        """Of a picture with so many pixels, or of a tile."""
         return self.patches or max(1, pixels // self.patch**2)
 
     def part(self, parameter: str) -> Part:

@@ -21,7 +21,7 @@ INPUT_GRADIENT = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowOfPictures:
-    """pictures: of a row; patches: of each."""
+    """pictures: that the tower sees of a row, each tile of one that is cut; patches: of each."""
 
     pictures: int
     patches: int
@@ -53,7 +53,7 @@ def largest_row(recipe: Recipe, graph: ModelGraph) -> RowOfPictures | None:
     patches = vision.patches_of(images.max_pixels)
     if not vision.patches:
         patches = max(1, min(patches, room))
-    return RowOfPictures(pictures=max(1, min(images.per_row, room // patches)), patches=patches)
+    return RowOfPictures(pictures=max(1, min(images.per_row * vision.tiles, room // patches)), patches=patches)
 
 
 def tower_flops(recipe: Recipe, graph: ModelGraph) -> tuple[int, int]:

@@ -4,15 +4,16 @@ graph.py, which traces a new one, imports it."""
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import ModelSection
 from shardwright.model.cache import cache_key, cached_graph, is_off, store_graph
 from shardwright.model.popular.graphs import shipped_graph
-from shardwright.model.popular.hub import read_config
+from shardwright.model.popular.hub import processor_here, read_config
 
-_KNOWN: dict[tuple[str, str, str, bool], ModelGraph] = {}
+_KNOWN: dict[tuple[str, str, str, bool, str], ModelGraph] = {}
 """Of this process: `estimate` asks for the same graph many times."""
 
 
@@ -22,10 +23,25 @@ def build_model_graph(section: ModelSection) -> ModelGraph:
     if section.trust_remote_code is not None and "auto_map" in config:
         return _trace(section, config, inline)  # its code is no part of any key
     text = json.dumps(config, sort_keys=True)
-    known = (text, section.attention, section.task, inline)
+    processor = None if inline else processor_here(section)
+    known = (text, section.attention, section.task, inline, "" if processor is None else processor[1])
     if known not in _KNOWN:
-        _KNOWN[known] = _find(section, config, text, inline)
+        graph = _find(section, config, text, inline)
+        cuts = processor is not None and graph.vision is not None and graph.vision.patches and not graph.contrastive
+        _KNOWN[known] = _with_tiles(graph, *processor) if processor is not None and cuts else graph
     return _KNOWN[known]
+
+
+def _with_tiles(graph: ModelGraph, folder: Path, settings: str) -> ModelGraph:
+    """As the model's own processor cuts pictures. settings: its files."""
+    key = cache_key(f"{graph.config_hash} {graph.task} {settings}", graph.attention, inline=False)
+    found = None if is_off() else cached_graph(key)
+    if found is None:
+        from shardwright.model.processor import with_own_tiles
+
+        found = with_own_tiles(graph, folder)
+        store_graph(key, found)
+    return found
 
 
 def _find(section: ModelSection, config: JsonObject, text: str, inline: bool) -> ModelGraph:

@@ -28,6 +28,7 @@ from shardwright.ir.words import TaskName
 from shardwright.model.config import check_model_type, config_json, contradiction, resolve_config, text_config
 from shardwright.model.layers import Shapes, make_layer
 from shardwright.model.probed import flash_error, probe_config, uncuttable, why_no_context_ranks, why_no_expert_ranks
+from shardwright.model.processor import with_usual_tiles
 from shardwright.model.tensor_styles import tensor_styles
 from shardwright.model.trace import trace_model
 from shardwright.model.vision import trace_vision
@@ -76,18 +77,18 @@ def trace_model_graph(
                 as_text_side(model)
         graph = dataclasses.replace(_measure(model, hf_config, task, probed, plain, key), task=task.name)
         if task.sees:
-            graph = dataclasses.replace(graph, vision=_vision(model, probed, task))
+            graph = dataclasses.replace(graph, vision=_vision(model, probed, task, inline))
     context, expert = why_no_context_ranks(graph), why_no_expert_ranks(graph)
     graph = dataclasses.replace(graph, context_ranks=context, expert_ranks=expert)
     graph.verify()
     return graph
 
 
-def _vision(model: PreTrainedModel, probed: Probed, task: Task) -> Vision:
+def _vision(model: PreTrainedModel, probed: Probed, task: Task, inline: bool) -> Vision:
     """Of a model that compares features its tower's own last modules are no projector's, and the scale is neither's."""
     vision = trace_vision(model, probed.cut)
     if not task.contrastive:
-        return vision
+        return with_usual_tiles(vision, model.config, inline=inline)
     inside = tuple(f"{path}." for path in vision.tower)
     kept = (path for path in vision.projector if path not in probed.head and not path.startswith(inside))
     return dataclasses.replace(vision, projector=tuple(kept))

@@ -1,20 +1,67 @@
-"""The processor of a model whose configuration stands in the recipe, as files of the compiled folder."""
+"""The processor of a model that sees: as files of the compiled folder, where its configuration stands in the recipe;
+and into how many tiles it cuts a picture."""
 
 from __future__ import annotations
 
-from transformers import AutoConfig
+import dataclasses
+from pathlib import Path
+
+from transformers import AutoConfig, PretrainedConfig
 
 from shardwright.diagnostics import refusal
 from shardwright.hf.floats import untagged
 from shardwright.hf.pair_processor import pair_processor_files
-from shardwright.hf.processor import NoProcessor, inline_processor, processor_files
+from shardwright.hf.picture_shapes import tower_of
+from shardwright.hf.processor import (
+    NoProcessor,
+    inline_processor,
+    load_processor,
+    processor_files,
+    usual_processor,
+)
+from shardwright.hf.tiles import cuts, most_tiles
 from shardwright.ir.model_graph import ModelGraph
+from shardwright.ir.vision import Vision
+
+
+def with_usual_tiles(vision: Vision, config: PretrainedConfig, *, inline: bool) -> Vision:
+    """As the type's own defaults cut a picture, or the processor that a configuration in the recipe gets; whole where
+    it has none."""
+    if not vision.patches:
+        return vision
+    try:
+        if inline:
+            return _cut(vision, cuts(inline_processor(config), tower_of(config)))
+        return dataclasses.replace(vision, tiles=most_tiles(*usual_processor(config), tower_of(config)))
+    except Exception:  # whatever a stranger's class raises at these sizes
+        return vision
+
+
+def with_own_tiles(graph: ModelGraph, folder: Path) -> ModelGraph:
+    """As the processor in `folder` cuts. The graph itself where it cannot be used: preparing tells why."""
+    assert graph.vision is not None
+    try:
+        found = cuts(load_processor(folder), tower_of(_config(graph)))
+    except Exception:
+        return graph
+    return dataclasses.replace(graph, vision=_cut(graph.vision, found))
+
+
+def _cut(vision: Vision, found: list[tuple[int, int]]) -> Vision:
+    """found: (tiles, tokens) of pictures of several sizes."""
+    per_token = max((tiles / tokens for tiles, tokens in found if tokens), default=0.0) * vision.patches
+    tiles = max(tiles for tiles, _ in found)
+    return dataclasses.replace(vision, tiles=tiles, patches_per_token=per_token or vision.patches_per_token)
+
+
+def _config(graph: ModelGraph) -> PretrainedConfig:
+    document = dict(untagged(dict(graph.config)))
+    return AutoConfig.for_model(str(document.pop("model_type")), **document)
 
 
 def inline_processor_files(graph: ModelGraph) -> dict[str, bytes]:
     """Name -> content. Errors: SW2020."""
-    document = dict(untagged(dict(graph.config)))
-    config = AutoConfig.for_model(str(document.pop("model_type")), **document)
+    config = _config(graph)
     try:
         return pair_processor_files(config) if graph.contrastive else processor_files(inline_processor(config), config)
     except NoProcessor as why:

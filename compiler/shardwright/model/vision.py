@@ -84,7 +84,7 @@ def _trace(model: PreTrainedModel, cut: Cut, tower: Tower, make: Make) -> Vision
             for inputs in _pictures(tower, make, dtype)
         ]
     first = runs[4]
-    fixed = first[0].patches if len(first) == 1 else 0
+    tiles = first[0].tiles if len(first) == 1 else 0
     layers = []
     for index, name in enumerate(first[0].names):
         pieces = [run.pieces[index] for run in first]
@@ -92,14 +92,14 @@ def _trace(model: PreTrainedModel, cut: Cut, tower: Tower, make: Make) -> Vision
             VisionKept(
                 checkpointing=mode,
                 element_bytes=element_bytes,
-                bytes=_fit([(r.patches, _whole(r.pieces[index], at)) for r in measured], bool(fixed)),
+                bytes=_fit([(r.patches, _whole(r.pieces[index], at)) for r in measured], tiles),
             )
             for element_bytes, measured in runs.items()
             for at, mode in enumerate(CHECKPOINTING)
             if mode != "selective"
         ]
         forward, backward = (
-            _fit([(r.patches, value(p)) for r, p in zip(first, pieces, strict=True)], bool(fixed))
+            _fit([(r.patches, value(p)) for r, p in zip(first, pieces, strict=True)], tiles)
             for value in (_forward, _backward)
         )
         layers.append(
@@ -107,7 +107,7 @@ def _trace(model: PreTrainedModel, cut: Cut, tower: Tower, make: Make) -> Vision
         )
     return Vision(
         patch=tower.patch,
-        patches=fixed,
+        patches=first[0].patches // tiles if tiles else 0,
         patches_per_token=first[0].patches / first[0].tokens,
         layers=tuple(layers),
         tower=first[0].towers,
@@ -127,10 +127,11 @@ def _whole(piece: PieceMeasure, mode: int) -> int:
     return piece.kept[mode].whole + piece.kept[mode].divided
 
 
-def _fit(points: list[tuple[int, int]], fixed: bool) -> Work:
-    """points: (n, value) of one picture, or of two of which one has twice the patches."""
-    if fixed:
-        return Work(per_picture=points[0][1])
+def _fit(points: list[tuple[int, int]], tiles: int) -> Work:
+    """points: (n, value) of one picture, or of two of which one has twice the patches. tiles: that one of fixed size
+    was cut into; 0 where its size may be any."""
+    if tiles:
+        return Work(per_picture=points[0][1] // tiles)
     (n, short), (_, long) = points
     per_pair = max(0, round((long - 2 * short) / (2 * n * n)))
     return Work(per_patch=max(0, round((short - per_pair * n * n) / n)), per_pair=per_pair)
@@ -171,6 +172,8 @@ class _TowerRun:
         """flops: whether they are counted, and the backward pass run."""
         self.model: Any = model
         self.inputs, self.patches, self.flops = inputs, patches, flops
+        pixels = inputs["pixel_values"].shape
+        self.tiles = pixels[0] * pixels[1] if len(pixels) == 5 else 1  # of one picture
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.blocks = _blocks(model, cut)
         self._called: list[tuple[str, int]] = []  # a module outside the blocks, and the width of what it returned

@@ -14,9 +14,10 @@ from shardwright.diagnostics import Diagnostic, KeyPath, Refusal, refusal
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.recipe import ModelSection
 from shardwright.model.popular.shipped import nearest_ids, shipped_config
-from shardwright.safe_read import parse_json, read_regular
+from shardwright.safe_read import parse_json, read_regular, read_regular_text
 
 CONFIG_NAME = "config.json"
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _KEY: KeyPath = ("model", "source")
 # The hub's own default; the shipped configurations are of this one.
 _MAIN = "main"
@@ -91,6 +92,20 @@ def cached_config(model_id: str, revision: str) -> Path | None:
         return None
     path = repository / "snapshots" / commit / CONFIG_NAME
     return path if os.path.isfile(path) else None
+
+
+def processor_here(section: ModelSection) -> tuple[Path, str] | None:
+    """(the folder of the model's processor, its settings as text) where they are on this machine."""
+    source = section.source or ""
+    cached = None if Path(source).is_absolute() else cached_config(source, section.revision)
+    folder = Path(source) if Path(source).is_absolute() else None if cached is None else cached.parent
+    if folder is None:
+        return None
+    found = []
+    for name in PROCESSOR_FILES:
+        with suppress(OSError, ValueError):
+            found.append(read_regular_text(folder / name))
+    return (folder, "\n".join(found)) if found else None
 
 
 def read_config_file(path: Path) -> JsonObject:

@@ -1,0 +1,125 @@
+"""Pictures that a processor cuts into tiles: what the planner counts is what the type's own processor makes."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from transformers import AutoConfig
+
+from shardwright.data.pictures import Picture
+from shardwright.data.sight import Sight
+from shardwright.hf.picture_shapes import tower_of
+from shardwright.hf.processor import inline_processor, load_processor, processor_files, usual_processor
+from shardwright.hf.tiles import cuts, most_tiles
+from shardwright.ir.recipe import ImagesSection
+from shardwright.ir.vision import Vision
+from shardwright.model.build import build_model_graph
+from shardwright.model.processor import with_usual_tiles
+from tests.parity.sight import MODELS, TEXT, TOWER, write_cutting
+from tests.unit.model.factory import model_section
+
+SIDE = TOWER["image_size"]
+LLAMA = {"model_type": "llama", **TEXT}
+CLIP = {"model_type": "clip_vision_model", **TOWER, "projection_dim": 32}
+PAIRS = [[SIDE * a, SIDE * b] for a in range(1, 7) for b in range(1, 7)]
+CUTTING: dict[str, dict[str, Any]] = {
+    "llava_next": {
+        "image_token_index": 256,
+        "image_grid_pinpoints": [[16, 32], [32, 16], [32, 32], [48, 16], [16, 48]],
+        "vision_config": CLIP,
+        "text_config": LLAMA,
+    },
+    "llava_onevision": {
+        "image_token_id": 256,
+        "image_grid_pinpoints": PAIRS,
+        "vision_config": {"model_type": "siglip_vision_model", **TOWER},
+        "text_config": {"model_type": "qwen2", **TEXT},
+    },
+}
+SIZES = ((16, 16), (40, 20), (17, 33), (60, 44), (8, 90), (120, 10), (64, 64), (100, 75))
+
+
+def png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def made(model_type: str, document: dict[str, Any]) -> Any:
+    return AutoConfig.for_model(model_type, **document)
+
+
+def folder_of(model_type: str, tmp_path: Path) -> Path:
+    if model_type == "smolvlm":
+        return write_cutting(tmp_path / "cutting")
+    config = made(model_type, CUTTING[model_type])
+    for name, content in processor_files(inline_processor(config), config).items():
+        (tmp_path / name).write_bytes(content)
+    return tmp_path
+
+
+@pytest.mark.parametrize("model_type", [*CUTTING, "smolvlm"])
+def test_a_row_holds_what_the_processor_writes(model_type: str, tmp_path: Path) -> None:
+    """Text and tensors of each size, alone and two together, against the processor's own call."""
+    folder = folder_of(model_type, tmp_path)
+    processor = load_processor(folder)
+    sight = Sight(folder, ImagesSection(per_row=2, max_pixels=10**6))
+    bounds = cuts(processor, tower_of(made(model_type, CUTTING.get(model_type, MODELS["smolvlm"]))))
+    most, per_token = max(t for t, _ in bounds), max(t / n for t, n in bounds)
+    for sizes in [*((size,) for size in SIZES), *zip(SIZES, SIZES[1:], strict=False)]:
+        images = [Image.new("RGB", size) for size in sizes]
+        pictures = [Picture(path=None, data=png(image), width=image.width, height=image.height) for image in images]
+        text = f"a{sight.token * len(sizes)}b"
+        written = sight.expand(text, [], pictures)
+        assert written is not None
+        wanted = processor(text=[text], images=[images], return_tensors="pt")
+        assert processor.tokenizer(written[0])["input_ids"] == wanted["input_ids"][0].tolist()
+        found = sight.ready([pictures])
+        assert found["pixel_values"].equal(wanted["pixel_values"])
+        tiles = found["pixel_values"].numel() // (3 * SIDE**2)
+        assert tiles <= most * len(sizes)
+        if len(sizes) == 1:
+            tokens = written[0].count(sight.token)
+            assert tiles <= tokens * per_token * 1.01
+
+
+@pytest.mark.parametrize(("model_type", "tiles"), [("llava_next", 5), ("llava_onevision", 37)])
+def test_a_configuration_of_a_recipe_is_cut_by_its_own_sizes(model_type: str, tiles: int) -> None:
+    config = made(model_type, CUTTING[model_type])
+    processor = inline_processor(config)
+    assert processor.image_processor.image_grid_pinpoints == CUTTING[model_type]["image_grid_pinpoints"]
+    assert max(t for t, _ in cuts(processor, tower_of(config))) == tiles
+
+
+REAL: dict[str, tuple[dict[str, Any], int]] = {
+    "idefics3": ({"vision_config": {**TOWER}, "text_config": LLAMA, "image_token_id": 256}, 17),
+    "internvl": ({"vision_config": {**TOWER, "image_size": [16, 16], "patch_size": [4, 4]}}, 13),
+    "llava_next": (CUTTING["llava_next"], 5),
+    "gemma3": (MODELS["gemma3"], 1),
+}
+
+
+@pytest.mark.parametrize("model_type", REAL)
+def test_a_model_from_the_hub_is_cut_as_its_type_does_it(model_type: str) -> None:
+    """Until its own processor is on this machine."""
+    document, tiles = REAL[model_type]
+    config = made(model_type, document)
+    assert most_tiles(*usual_processor(config), tower_of(config)) == tiles
+    whole = Vision(patch=4, patches=16, patches_per_token=4.0, layers=(), tower=(), projector=())
+    assert with_usual_tiles(whole, config, inline=False).tiles == tiles
+
+
+def test_a_models_own_processor_decides(tmp_path: Path) -> None:
+    folder = write_cutting(tmp_path / "cutting")
+    section = model_section(source=str(folder), task="image-text-to-text")
+    found = build_model_graph(section).vision
+    assert found is not None and (found.tiles, found.patches) == (5, 16)
+    settings = json.loads((folder / "preprocessor_config.json").read_text("utf-8"))
+    (folder / "preprocessor_config.json").write_text(json.dumps({**settings, "do_image_splitting": False}))
+    found = build_model_graph(section).vision
+    assert found is not None and (found.tiles, found.patches) == (1, 16)
