@@ -18,7 +18,6 @@ from tests.parity.cases_worker import main
 from tests.parity.sight import ROWS, SightCase, recipe, reference, write_cutting, write_pictures
 from tests.parity.with_pictures import trained
 
-
 CUTTING = "cutting"
 
 

@@ -96,7 +96,7 @@ class PairReader:
         for name in files:
             for record, where, size in records(name):
                 self._records += 1
-                found = self._pair(record, where, Path(name).parent)
+                found = self._pair(record, where, Path(self.sight.images.folder or Path(name).parent))
                 if found is not None:
                     batch.append(found)
                 shown.add(size)

@@ -24,10 +24,12 @@ import numpy.typing as npt
 from shardwright.data.turns import Message
 from shardwright.diagnostics import refusal
 from shardwright.ir.json_value import JsonObject, JsonValue
+from shardwright.safe_read import read_regular
 
 BYTES_FILE, INDEX_FILE, COUNTS_FILE = "pictures.bin", "pictures.npy", "pictures.json"
 MOST_PIXELS = 2**26
 """Of a picture that is opened at all: a small file can hold gigabytes of one colour."""
+MOST_FILE_BYTES = 2**29
 PLACEHOLDER = "<image>"
 """Stands for the next of a record's `images` in a message that is plain text."""
 MOST_TOLD = 5
@@ -139,11 +141,11 @@ def locate_picture(source: JsonValue, folder: Path) -> Picture:
     if os.path.commonpath([inside, path]) != inside:
         raise refusal(
             "SW6135",
-            f"the picture {source[:120]!r} lies outside of {inside!r}, the folder of the data",
-            "Put the pictures into that folder, or a link to theirs, and name them by paths relative to it.",
+            f"the picture {source[:120]!r} lies outside of {inside!r}, the folder of the data's pictures",
+            "Name the folder that holds them as data.images.folder, or put them into that of the data.",
         )
     try:
-        data = Path(path).read_bytes()
+        data = read_regular(path, MOST_FILE_BYTES)
     except (OSError, ValueError) as error:
         raise Damaged(f"{path!r} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     return _looked_at(repr(path), path, data)
@@ -198,7 +200,7 @@ def decode(picture: Picture, most_pixels: int) -> Any:
 
     name = "a picture in the data" if picture.path is None else repr(picture.path)
     try:
-        data = picture.data if picture.path is None else Path(picture.path).read_bytes()
+        data = picture.data if picture.path is None else read_regular(picture.path, MOST_FILE_BYTES)
         with _opened(name, data or b"") as image:
             _load(name, image)
             seen = ImageOps.exif_transpose(image).convert("RGB")

@@ -35,10 +35,13 @@ class SeenReader:
         for name in files:
             for record in records(name):
                 self._records += 1
-                self._take(chat.conversation(record, self.part.messages), record[0].get("images"), Path(name).parent)
+                self._take(chat.conversation(record, self.part.messages), record[0].get("images"), self._folder(name))
                 shown.add(record[2])
                 yield
         self._check_damage()
+
+    def _folder(self, name: str) -> Path:
+        return Path(self.images.folder or Path(name).parent)
 
     def _take(self, talk: chat.Conversation, images: object, folder: Path) -> None:
         messages, sources = take_pictures(images, talk.messages, talk.where)

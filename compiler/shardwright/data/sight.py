@@ -63,9 +63,10 @@ class Sight:
         integers_alone: bool = False,
         decoders: Decoders | None = None,
     ) -> None:
-        from shardwright.hf.processor import load_processor
+        from shardwright.hf.processor import load_processor, options_of
 
         self._processor = loaded(load_processor, folder)
+        self._options = loaded(lambda _: options_of(self._processor, tiles=images.tiles), folder)
         self.images, self._takes = images, takes
         self.integers_alone, self.decoders = integers_alone, decoders
         self.token: str = self._processor.image_token
@@ -149,9 +150,7 @@ class Sight:
         return {n: v for n, v in taken.items() if self._takes is None or n in self._takes}
 
     def _process(self, images: list[Any]) -> tuple[Any, list[str]]:
-        from shardwright.hf.processor import options_of
-
-        found: tuple[Any, list[str]] = self._processor._process_images(images, **options_of(self._processor))
+        found: tuple[Any, list[str]] = self._processor._process_images(images, **self._options)
         return found
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from shardwright.diagnostics import refusal
 from shardwright.ir.recipe import DOCUMENT_KINDS, DRAWN, STDLIB, TOKENIZED_KINDS, DataSection
 from shardwright.plan.plan import Plan
+from shardwright.plan.serialize import written_images
 
 FORMAT = 1
 """Of the prepared files; another number is another key."""
@@ -69,7 +70,7 @@ def locate(part: DataSection, folder: Path, *, look: bool = True) -> DataSource:
             part.messages,
             part.template,
             part.train_on,
-            *([] if part.images is None else [asdict(part.images), part.skip_damaged]),
+            *([] if part.images is None else [written_images(asdict(part.images)), part.skip_damaged]),
         ]
     )
     try:

@@ -24,6 +24,8 @@ from shardwright.hf.pictures import image_token, tower_config
 from shardwright.hf.raised import first_line
 
 _FILE = "processor_config.json"
+_CUTTING = ("do_image_splitting", "crop_to_patches", "do_pan_and_scan")
+"""Switches of processors that cut pictures into tiles."""
 BYTES = 256
 
 # Attribute of a tokenizer -> (its text, names of a configuration that hold its id).
@@ -101,11 +103,15 @@ def _assembled(kind: Any, images: Any, tokenizer: Any, own: dict[str, Any]) -> A
     return _without_videos(kind)(**{**values, "image_processor": images, "tokenizer": tokenizer})
 
 
-def options_of(processor: Any) -> dict[str, Any]:
-    """That it calls its part for pictures with."""
+def options_of(processor: Any, *, tiles: bool = True) -> dict[str, Any]:
+    """That it calls its part for pictures with. tiles: whether it may cut them. Raises NoProcessor."""
     kept = processor.tokenizer.init_kwargs
     found: dict[str, Any] = processor._merge_kwargs(tokenizer_init_kwargs=kept, return_tensors="pt")["images_kwargs"]
-    return found
+    if tiles:
+        return found
+    if hasattr(processor.image_processor, "image_grid_pinpoints"):
+        raise NoProcessor("it cuts every picture into tiles, and has no switch for it (images.tiles: false)")
+    return found | {name: False for name in _CUTTING if hasattr(processor.image_processor, name)}
 
 
 def _without_videos(kind: Any) -> Any:

@@ -171,10 +171,15 @@ def optimizer_steps(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImagesSection:
-    """What a conversation may hold: pictures, and pixels of each (width x height) once it is made smaller."""
+    """What a conversation may hold: pictures, and pixels of each (width x height) once it is made smaller.
+
+    tiles: whether the processor may cut a picture. folder: absolute, where the pictures lie; None is that of the file
+    that names them."""
 
     per_row: int
     max_pixels: int
+    tiles: bool = True
+    folder: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

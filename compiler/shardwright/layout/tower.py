@@ -49,11 +49,12 @@ def largest_row(recipe: Recipe, graph: ModelGraph) -> RowOfPictures | None:
         return RowOfPictures(pictures=1, patches=vision.patches)
     if images is None:
         return None
+    tiles = vision.tiles if images.tiles else 1
     room = int(recipe.training.sequence_length * vision.patches_per_token)
     patches = vision.patches_of(images.max_pixels)
     if not vision.patches:
         patches = max(1, min(patches, room))
-    return RowOfPictures(pictures=max(1, min(images.per_row * vision.tiles, room // patches)), patches=patches)
+    return RowOfPictures(pictures=max(1, min(images.per_row * tiles, room // patches)), patches=patches)
 
 
 def tower_flops(recipe: Recipe, graph: ModelGraph) -> tuple[int, int]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from shardwright.diagnostics import Diagnostic, KeyPath, found
 from shardwright.ir.model_graph import ModelGraph
-from shardwright.ir.recipe import Recipe
+from shardwright.ir.recipe import ImagesSection, Recipe
 
 _PAIR_EXAMPLE = "images: {per_row: 1, max_pixels: 1048576}"
 PAIR_KINDS = ("jsonl", "parquet")
@@ -36,7 +37,7 @@ def picture_errors(recipe: Recipe, graph: ModelGraph) -> Iterator[Diagnostic]:
                 f"Write `kind: chat` with for example `{_EXAMPLE}`; `task: causal-lm` trains on text alone where the "
                 "type has such a model.",
             )
-        elif part.images != parts[0][1].images:
+        elif _of_rows(part.images) != _of_rows(parts[0][1].images):
             yield _other_images(key)
     for key, part in parts:
         if part.images is not None and part.tokenizer not in (None, own):
@@ -70,8 +71,13 @@ def _pair_errors(recipe: Recipe, graph: ModelGraph) -> Iterator[Diagnostic]:
                 "Write `per_row: 1`.",
                 (1,),
             )
-        elif part.images != parts[0][1].images:
+        elif _of_rows(part.images) != _of_rows(parts[0][1].images):
             yield _other_images(key)
+
+
+def _of_rows(images: ImagesSection | None) -> ImagesSection | None:
+    """Parts may have their pictures in folders of their own."""
+    return images and dataclasses.replace(images, folder=None)
 
 
 def _other_images(key: KeyPath) -> Diagnostic:

@@ -52,8 +52,15 @@ def plan_document(plan: Plan) -> dict[str, Any]:
 def _leave_out_pictures(data: dict[str, Any]) -> None:
     if data["images"] is None:
         del data["images"], data["skip_damaged"]
+    else:
+        data["images"] = written_images(data["images"])
     for part in data["mixture"]:
         _leave_out_pictures(part)
+
+
+def written_images(images: dict[str, Any]) -> dict[str, Any]:
+    """Without what is not said: as it was written before it could be."""
+    return {name: value for name, value in images.items() if (name, value) not in (("tiles", True), ("folder", None))}
 
 
 def plan_from_json(text: str) -> Plan:

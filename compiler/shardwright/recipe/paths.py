@@ -16,6 +16,9 @@ GLOB_KINDS = ("text", "jsonl", "parquet", "chat")
 _PATH_KEYS: tuple[tuple[str, ...], ...] = (
     ("data", "path"),
     ("data", "mixture", "*", "path"),
+    ("data", "images", "folder"),
+    ("data", "mixture", "*", "images", "folder"),
+    ("validation", "images", "folder"),
     ("validation", "path"),
     ("cluster", "measured"),
     ("cluster", "measured", "file"),

@@ -126,6 +126,9 @@ def _data(data: Section, directory: str) -> Section:
     if settled["path"] is not None:
         settled["path"] = absolute_data_path(str(settled["path"]), directory, str(settled["kind"]))
     settled["tokenizer"] = _folder_or_name(settled["tokenizer"], directory)
+    images = cast("JsonObject | None", settled.get("images"))
+    if images is not None and images.get("folder") is not None:
+        settled["images"] = {**images, "folder": absolute(str(images["folder"]), directory)}
     if "mixture" in data:
         settled["mixture"] = [_data(dict(part), directory) for part in cast("list[JsonObject]", data["mixture"])]
     return settled

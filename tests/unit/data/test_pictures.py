@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import struct
 import zlib
 from collections.abc import Callable
@@ -96,6 +97,23 @@ def test_a_path_inside_is_taken_however_it_is_written(tmp_path: Path) -> None:
     (folder / "pictures").symlink_to(tmp_path / "elsewhere")
     for path in ("pictures/it.png", "./pictures/../pictures/it.png", str(folder / "pictures" / "it.png")):
         assert locate_picture(path, folder).width == 40
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device", "huge"])
+def test_what_is_no_file_neither_blocks_nor_fills_the_memory(kind: str, tmp_path: Path) -> None:
+    """Behind a link, which is followed."""
+    at = tmp_path / "it"
+    if kind == "folder":
+        at.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(at)
+    elif kind == "device":
+        at.symlink_to("/dev/zero")
+    else:
+        with at.open("wb") as file:
+            file.truncate(2**40)
+    with pytest.raises(Damaged, match="cannot be read: it is"):
+        locate_picture("it", tmp_path)
 
 
 def test_pictures_are_decoded_in_other_processes(tmp_path: Path) -> None:
@@ -224,6 +242,7 @@ def reader(tmp_path: Path) -> Callable[..., Any]:
         per_row: int = 2,
         model: str = "llava",
         written: str = template("llava"),
+        folder: str | None = None,
     ) -> Any:
         document = config(SightCase(model))
         made = AutoConfig.for_model(document.pop("model_type"), **document)
@@ -239,19 +258,19 @@ def reader(tmp_path: Path) -> Callable[..., Any]:
             packing=False,
             shuffle=False,
             template=written,
-            images=ImagesSection(per_row=per_row, max_pixels=1600),
+            images=ImagesSection(per_row=per_row, max_pixels=1600, folder=folder),
             skip_damaged=skip,
         )
         assert part.images is not None
-        folder = tmp_path / "prepared"
-        writer, sight = Writer(folder, "uint16", masked=True), Sight(tmp_path / "tokenizer", part.images)
-        pictures = PictureWriter(folder)
+        at = tmp_path / "prepared"
+        writer, sight = Writer(at, "uint16", masked=True), Sight(tmp_path / "tokenizer", part.images)
+        pictures = PictureWriter(at)
         seen = SeenReader(part, HubTokenizer(tmp_path / "tokenizer"), sight, writer, pictures)
         for _ in seen.read((str(source),), ReadingProgress("reading", 1)):
             pass
         pictures.finish()
         writer.finish(settings="", kind="chat", source_bytes=1)
-        documents, table = open_documents(folder), open_pictures(folder)
+        documents, table = open_documents(at), open_pictures(at)
         assert table is not None
         return pictures.counts, documents, table
 
@@ -281,6 +300,20 @@ def test_damage_beyond_its_share_is_refused(reader: Callable[..., Any], tmp_path
         reader([talk("good.png"), talk("gone.png")])
     assert "data.jsonl:2" in caught.value.diagnostics[0].message
     assert "gone.png" in caught.value.diagnostics[0].message
+
+
+def test_pictures_lie_in_the_folder_that_the_recipe_names(reader: Callable[..., Any], tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "good.png").write_bytes(encoded(PLAIN))
+    _, _, table = reader([talk("good.png", str(elsewhere / "good.png"))], folder=str(elsewhere))
+    assert [picture.path for picture in table.of(0)] == [str(elsewhere / "good.png")] * 2
+
+
+def test_the_folder_that_the_recipe_names_is_the_only_one(reader: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "good.png").write_bytes(encoded(PLAIN))
+    with pytest.raises(Refusal, match="SW6135"):
+        reader([talk(str(tmp_path / "good.png"))], folder=str(tmp_path / "elsewhere"))
 
 
 def test_a_text_that_holds_the_placeholder_is_refused(reader: Callable[..., Any], tmp_path: Path) -> None:

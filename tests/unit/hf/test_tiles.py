@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,17 @@ from transformers import AutoConfig
 
 from shardwright.data.pictures import Picture
 from shardwright.data.sight import Sight
+from shardwright.diagnostics import Refusal
 from shardwright.hf.picture_shapes import tower_of
 from shardwright.hf.processor import inline_processor, load_processor, processor_files, usual_processor
 from shardwright.hf.tiles import cuts, most_tiles
 from shardwright.ir.recipe import ImagesSection
 from shardwright.ir.vision import Vision
+from shardwright.layout.tower import largest_row
 from shardwright.model.build import build_model_graph
 from shardwright.model.processor import with_usual_tiles
-from tests.parity.sight import MODELS, TEXT, TOWER, write_cutting
+from shardwright.recipe.load import load_recipe
+from tests.parity.sight import MODELS, TEXT, TOWER, SightCase, recipe, write_cutting
 from tests.unit.model.factory import model_section
 
 SIDE = TOWER["image_size"]
@@ -71,7 +75,7 @@ def test_a_row_holds_what_the_processor_writes(model_type: str, tmp_path: Path) 
     sight = Sight(folder, ImagesSection(per_row=2, max_pixels=10**6))
     bounds = cuts(processor, tower_of(made(model_type, CUTTING.get(model_type, MODELS["smolvlm"]))))
     most, per_token = max(t for t, _ in bounds), max(t / n for t, n in bounds)
-    for sizes in [*((size,) for size in SIZES), *zip(SIZES, SIZES[1:], strict=False)]:
+    for sizes in [*((size,) for size in SIZES), *itertools.pairwise(SIZES)]:
         images = [Image.new("RGB", size) for size in sizes]
         pictures = [Picture(path=None, data=png(image), width=image.width, height=image.height) for image in images]
         text = f"a{sight.token * len(sizes)}b"
@@ -123,3 +127,32 @@ def test_a_models_own_processor_decides(tmp_path: Path) -> None:
     (folder / "preprocessor_config.json").write_text(json.dumps({**settings, "do_image_splitting": False}))
     found = build_model_graph(section).vision
     assert found is not None and (found.tiles, found.patches) == (1, 16)
+
+
+def test_pictures_are_kept_whole_where_the_recipe_says_so(tmp_path: Path) -> None:
+    folder = write_cutting(tmp_path / "cutting")
+    picture = [Picture(path=None, data=png(Image.new("RGB", (60, 44))), width=60, height=44)]
+    tiles = {}
+    for cut in (True, False):
+        sight = Sight(folder, ImagesSection(per_row=1, max_pixels=10**6, tiles=cut))
+        written = sight.expand(sight.token, [], picture)
+        tiles[cut] = sight.ready([picture])["pixel_values"].numel() // (3 * SIDE**2)
+        assert written is not None and written[0].count(sight.token) == 4 * tiles[cut]
+    assert tiles == {True: 5, False: 1}
+
+
+def test_a_processor_that_cannot_leave_a_picture_whole_is_told(tmp_path: Path) -> None:
+    folder = folder_of("llava_next", tmp_path)
+    with pytest.raises(Refusal, match="SW6133") as caught:
+        Sight(folder, ImagesSection(per_row=1, max_pixels=10**6, tiles=False))
+    assert "images.tiles" in caught.value.diagnostics[0].message
+
+
+@pytest.mark.parametrize(("cut", "pictures"), [(True, 10), (False, 2)])
+def test_the_largest_row_counts_tiles(cut: bool, pictures: int, tmp_path: Path) -> None:
+    document = recipe(SightCase("smolvlm", tiles=True), write_cutting(tmp_path / "cutting"))
+    document["data"]["images"]["tiles"] = cut
+    (tmp_path / "recipe.json").write_text(json.dumps(document))
+    read = load_recipe(tmp_path / "recipe.json")
+    row = largest_row(read, build_model_graph(read.model))
+    assert row is not None and (row.pictures, row.patches) == (pictures, 16)
