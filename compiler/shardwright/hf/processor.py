@@ -171,18 +171,27 @@ def _image_processor(kind: Any, config: PretrainedConfig, *, cut: bool) -> Any:
             edges = None if edges is None else {k: v for k, v in dict(edges).items() if v is not None}
             if edges and not ({"shortest_edge", "longest_edge"} <= set(edges)):
                 values[name] = dict.fromkeys(edges, side)
-        if hasattr(default, "do_image_splitting") and cut:
-            tile = getattr(default, "max_image_size", None)
-            if tile and "longest_edge" in values.get("size", {}):
-                values["size"] = {"longest_edge": default.size["longest_edge"] * side // tile["longest_edge"]}
-        elif hasattr(default, "do_image_splitting"):
-            values["do_image_splitting"] = False
-        if hasattr(default, "image_grid_pinpoints") and (grid := getattr(config, "image_grid_pinpoints", None)):
-            values["image_grid_pinpoints"] = grid
+        values |= _of_tiles(default, config, values, side if cut else None)
     elif "patch_size" in values and {"shortest_edge", "longest_edge"} <= set(dict(default.size or {})):
         cell = (values["patch_size"] * values.get("merge_size", 1)) ** 2
         values["size"] = {"shortest_edge": cell, "longest_edge": default.size["longest_edge"]}
     return kind(**values)
+
+
+def _of_tiles(default: Any, config: PretrainedConfig, values: dict[str, Any], side: int | None) -> dict[str, Any]:
+    """default: the processor as its class makes it; values: what it is told else. side: of a tile; None leaves pictures
+    whole."""
+    grid = getattr(config, "image_grid_pinpoints", None)
+    if grid and hasattr(default, "image_grid_pinpoints"):
+        return {"image_grid_pinpoints": grid}
+    if not hasattr(default, "do_image_splitting"):
+        return {}
+    if side is None:
+        return {"do_image_splitting": False}
+    tile = getattr(default, "max_image_size", None)
+    if not tile or "longest_edge" not in values.get("size", {}):
+        return {}
+    return {"size": {"longest_edge": default.size["longest_edge"] * side // tile["longest_edge"]}}
 
 
 def _number(size: Any) -> int | None:
