@@ -124,7 +124,7 @@ lint-docs: setup ## the table of rules in docs/lint.md
 recipes: setup ## plans every ready recipe: the table of recipes/README.md, and tests/recipes/expected
 	$(BIN)/python -m tools.plan_recipes
 
-docs: setup ## docs/recipe.md, docs/rules.md and the tables of docs/cost-model.md
+docs: setup ## docs/recipe.md, docs/rules.md, and the tables and figures of docs/cost-model.md and docs/batch-size.md
 	$(BIN)/python -m tools.pages.write
 
 readme: setup ## the outputs of commands that README.md and the other pages show

@@ -19,6 +19,7 @@ from shardwright.launch.failure import report_failure
 from shardwright.recipe.load import load_recipe
 from shardwright.train.divergence import Divergence
 from shardwright.watch.events import EVENT
+from shardwright.watch.noise_scale import NoiseScale, words
 from shardwright.watch.stall import Stack, culprits, describe
 from tools.pages.blocks import ROOT
 
@@ -72,11 +73,18 @@ def lost_loss(folder: Path) -> str:
     return said.getvalue()
 
 
+def noise_line(folder: Path) -> str:
+    """Of a run whose batch has 20 rows."""
+    scale = NoiseScale(value=50.0, low=40.0, high=66.0, steps=40, rows=20, batch=20, step=4000)
+    return f"{'noise':<9}{words(scale)}\n"
+
+
 SAMPLES: dict[tuple[str, str], Callable[[Path], str]] = {
     ("docs/troubleshooting.md", "error[SW6301]"): killed_rank,
     ("docs/troubleshooting.md", "warning[SW6303]"): stalled_rank,
     ("docs/troubleshooting.md", "warning[SW6310]"): lost_loss,
     ("docs/trust.md", "error[SW2014]"): untrusted_code,
+    ("docs/batch-size.md", "noise"): noise_line,
 }
 """(page, first word of the block) -> its text, made in an empty folder."""
 

@@ -230,11 +230,17 @@ PIECES: dict[str, Piece] = {
 
 # Written by commands of their own, not by pytest.
 BENCHES: dict[str, tuple[str, ...]] = {
+    "batch-size": (*ENGINE, *DATA, *RUN, "watch/noise_scale.py"),
     "cost": COST,
     "gloo": ("cost/collectives.py",),
     "schedule": ("schedule", "partition"),
 }
-_MODULES = {"cost": "tools/fit_cost/bench.py", "gloo": "tools/bench_gloo.py", "schedule": "tools/bench_schedule.py"}
+_MODULES = {
+    "batch-size": "tools/bench_batch.py",
+    "cost": "tools/fit_cost/bench.py",
+    "gloo": "tools/bench_gloo.py",
+    "schedule": "tools/bench_schedule.py",
+}
 
 
 def speaks_of(area: str) -> tuple[str, ...]:

@@ -18,8 +18,8 @@ from shardwright.figures import number
 KEY = "noise_scale"
 """Of a line of run/metrics.jsonl."""
 WINDOW = 40
-"""Measured steps that are averaged, the newest: the noise scale moves as the loss falls. Of 32 rows each, five such
-averages on a tiny model lay within 40 and 66, where every row's gradient gave 51 to 63."""
+"""Measured steps that are averaged at most, the newest: the noise scale moves as the loss falls. Of 32 rows each, five
+such averages on a tiny model lay within 40 and 66, where every row's gradient gave 51 to 63."""
 FEWEST = 4
 """Measured steps below which there is no interval."""
 CONFIDENCE = 0.95
@@ -60,21 +60,28 @@ class NoiseScale:
 def pooled(steps: Sequence[tuple[int, StepNoise]], batch: int) -> NoiseScale:
     """steps: number and figures of each measured one, at least one, in order. batch: rows of the global batch.
 
-    A ratio of means and not a mean of ratios, which has a bias. The interval is Fieller's (J. R. Stat. Soc. B 16,
-    1954), with Student's t, from the scatter over the steps.
+    Over the newer half of the training so far, at most WINDOW steps of it: the first gradients are long, and would
+    speak for all the others.
     """
-    newest = [noise for _, noise in steps[-WINDOW:]]
-    squares, variances = [n.square for n in newest], [n.variance for n in newest]
+    last, _ = steps[-1]
+    return over([(step, noise) for step, noise in steps[-WINDOW:] if 2 * step > last], batch)
+
+
+def over(steps: Sequence[tuple[int, StepNoise]], batch: int) -> NoiseScale:
+    """Of all of these steps. A ratio of means and not a mean of ratios, which has a bias. The interval is Fieller's
+    (J. R. Stat. Soc. B 16, 1954), with Student's t, from the scatter over the steps."""
+    squares, variances = [n.square for _, n in steps], [n.variance for _, n in steps]
     square, variance = statistics.fmean(squares), statistics.fmean(variances)
-    low, high = (None, None) if len(newest) < FEWEST else _interval(squares, variances)
+    low, high = (None, None) if len(steps) < FEWEST else _interval(squares, variances)
+    last, newest = steps[-1]
     return NoiseScale(
         value=max(0.0, variance) / square if square > 0 else None,
         low=low,
         high=high,
-        steps=len(newest),
-        rows=newest[-1].rows,
+        steps=len(steps),
+        rows=newest.rows,
         batch=batch,
-        step=steps[-1][0],
+        step=last,
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shardwright.train.noise_scale import Sums, noise_of
-from shardwright.watch.noise_scale import FEWEST, WINDOW, NoiseScale, StepNoise, measured_noise, pooled, words
+from shardwright.watch.noise_scale import FEWEST, WINDOW, NoiseScale, StepNoise, measured_noise, over, pooled, words
 
 Steps = list[tuple[int, StepNoise]]
 SIZE, MEAN, NOISE = 400, 0.5, 1.0
@@ -54,27 +54,28 @@ def test_both_estimates_are_without_bias(labels: list[int], taken: int) -> None:
 def test_nine_intervals_of_ten_hold_it() -> None:
     """They are of 95 %, and the smallest number of steps has a quantile of t that is 1 % low."""
     for steps in (FEWEST, 12, WINDOW):
-        found = [pooled(drawn(seed, steps, [10] * 8, 8), batch=8) for seed in range(300)]
+        found = [over(drawn(seed, steps, [10] * 8, 8), batch=8) for seed in range(300)]
         inside = [s.low is not None and s.low <= TRUE <= (s.high or np.inf) for s in found]
         assert np.mean(inside) >= 0.9, steps
         assert np.mean([s.high is not None for s in found]) >= 0.9, steps
 
 
 def test_nothing_is_known_of_too_few_steps_or_of_noise_alone() -> None:
-    scale = pooled(drawn(1, FEWEST - 1, [10] * 8, 8), batch=8)
+    scale = over(drawn(1, FEWEST - 1, [10] * 8, 8), batch=8)
     assert scale.value is not None and (scale.low, scale.high) == (None, None)
     assert "too few" in words(scale)
     random = np.random.default_rng(2)
     alone = [(k, StepNoise(square=float(x), variance=100.0, rows=8)) for k, x in enumerate(random.normal(0, 5, 20))]
-    scale = pooled(alone, batch=8)
+    scale = over(alone, batch=8)
     assert scale.high is None and scale.low is not None and scale.low > 10
     assert "to more" in words(scale) if scale.value else "does not stand out" in words(scale)
 
 
 def test_only_the_newest_steps_count() -> None:
-    old = [(k, StepNoise(square=1.0, variance=1000.0, rows=8)) for k in range(WINDOW)]
-    new = drawn(3, WINDOW, [10] * 8, 8)
-    assert pooled(old + new, batch=8) == pooled(new, batch=8)
+    steps = drawn(3, 2 * WINDOW + 20, [10] * 8, 8)
+    assert pooled(steps, batch=8) == over(steps[-WINDOW:], batch=8)
+    assert pooled(steps[:9], batch=8) == over(steps[4:9], batch=8)  # of steps 50 to 450, those behind 225
+    assert pooled(steps[:1], batch=8) == over(steps[:1], batch=8)
 
 
 def test_nothing_to_compare() -> None:
@@ -104,4 +105,4 @@ def test_what_a_run_left(tmp_path: Path) -> None:
     path.parent.mkdir()
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 12, "noise_scale": {"gra')
     found = measured_noise(tmp_path, 8)
-    assert found is not None and (found.value, found.steps, found.step) == (4.0, 4, 8)
+    assert found is not None and (found.value, found.steps, found.step) == (4.0, 2, 8)
