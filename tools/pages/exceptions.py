@@ -57,9 +57,6 @@ EXCEPTIONS: dict[tuple[str, str], Instead] = {
         )
         for command, option in (("run", " --detach"), ("status", ""), ("logs", ""), ("stop", ""))
     },
-    ("docs/islands.md", "shardwright run build/islands --island all"): Instead(
-        "prove", "60 steps on four ranks and a store; tests/parity/test_islands.py starts the same"
-    ),
     ("CONTRIBUTING.md", "make setup"): Instead("target", "installs what the tests run with"),
     ("CONTRIBUTING.md", "make test"): Instead("target", "runs these tests"),
     ("CONTRIBUTING.md", "make test-more"): Instead("target", "runs these tests"),
