@@ -71,18 +71,18 @@ def hosts(count: int, folder: Path, interfaces: tuple[str, ...] = ()) -> Iterato
     names = [chr(ord("a") + i) for i in range(count)]
     _write_ssh_files(folder, names)
     with contextlib.ExitStack() as stack:
-        switch = stack.enter_context(_held(["unshare", "--net", "--kill-child", "--fork", "sleep", "infinity"]))
-        inside = ["nsenter", f"--target={_child_of(switch)}", "--net"]
-        _do(*inside, "ip", "link", "add", "switch", "type", "bridge")
-        _do(*inside, "ip", "link", "set", "switch", "up")
+        switch = stack.enter_context(held(["unshare", "--net", "--kill-child", "--fork", "sleep", "infinity"]))
+        inside = ["nsenter", f"--target={child_of(switch)}", "--net"]
+        do(*inside, "ip", "link", "add", "switch", "type", "bridge")
+        do(*inside, "ip", "link", "set", "switch", "up")
         made = []
         for i, name in enumerate(names):
-            keeper = stack.enter_context(_held(_host_command(folder, name)))
-            host = Host(name=name, address=f"{NETWORK}.{i + 1}", init=_child_of(keeper), keeper=keeper)
+            keeper = stack.enter_context(held(_host_command(folder, name)))
+            host = Host(name=name, address=f"{NETWORK}.{i + 1}", init=child_of(keeper), keeper=keeper)
             card = interfaces[i] if interfaces else INTERFACE
             port = f"port{i}"
-            _do(*inside, "ip", "link", "add", port, "type", "veth", "peer", "name", card, "netns", str(host.init))
-            _do(*inside, "ip", "link", "set", port, "master", "switch", "up")
+            do(*inside, "ip", "link", "add", port, "type", "veth", "peer", "name", card, "netns", str(host.init))
+            do(*inside, "ip", "link", "set", port, "master", "switch", "up")
             for step in (
                 ("link", "set", "lo", "up"),
                 ("addr", "add", f"{host.address}/24", "dev", card),
@@ -109,7 +109,7 @@ def _host_command(folder: Path, name: str) -> list[str]:
 
 def _write_ssh_files(folder: Path, names: list[str]) -> None:
     for key in ("host_key", "user_key"):
-        _do("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key))
+        do("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key))
     addresses = "".join(f"{NETWORK}.{i + 1} {name}\n" for i, name in enumerate(names))
     (folder / "hosts").write_text(f"127.0.0.1 localhost\n{addresses}")
     (folder / "authorized_keys").write_text((folder / "user_key.pub").read_text())
@@ -125,7 +125,7 @@ def _write_ssh_files(folder: Path, names: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def _held(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+def held(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
     """Alive inside the block; the namespaces go with it."""
     process = subprocess.Popen(command, start_new_session=True)
     try:
@@ -135,7 +135,7 @@ def _held(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def _child_of(process: subprocess.Popen[bytes]) -> int:
+def child_of(process: subprocess.Popen[bytes]) -> int:
     """The process that `unshare --fork` made: the first one inside."""
     path = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     end = time.monotonic() + 20
@@ -153,6 +153,6 @@ def _await_sshd(first: Host, host: Host) -> None:
         time.sleep(0.1)
 
 
-def _do(*arguments: str) -> None:
+def do(*arguments: str) -> None:
     done = subprocess.run(arguments, capture_output=True, text=True)
     assert done.returncode == 0, f"{arguments}: {done.stderr}"
