@@ -40,6 +40,7 @@ class Island:
     decision: Decision | None = None
     told: set[int] = field(default_factory=set)  # the ranks that have heard it
     current: bool = False
+    left: set[int] = field(default_factory=set)  # the ranks that have said goodbye
     dropped: str = ""
 
     @property

@@ -145,6 +145,7 @@ class OuterStore:
                     with self._change:
                         self._done.add(island.number)
                         self.membership.finish()
+                self._await_last_rank(island, rank)
                 return
             if kind == FrameKind.ARRIVE:
                 decision = self._decided(link, island, rank, document_of(payload))
@@ -155,6 +156,13 @@ class OuterStore:
                 self._deposit(island, rank, tag, payload)
             else:
                 raise Broken(f"an unexpected {kind.name}")
+
+    def _await_last_rank(self, island: Island, rank: int) -> None:
+        """Until the island has left with every rank: what one of them still passes on is not cut short."""
+        with self._change:
+            island.left.add(rank)
+            self._change.notify_all()
+            self._change.wait_for(lambda: len(island.left) == self.membership.world or bool(island.dropped))
 
     def _decided(self, link: Channel, island: Island, rank: int, told: dict[str, Any]) -> Decision:
         try:

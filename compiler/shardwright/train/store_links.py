@@ -64,7 +64,8 @@ class StoreLinks:
     def agreed(self, step: int, part: Callable[[Link], T]) -> T:
         """Collective. This rank's part of a round, begun again until that of every rank has gone well. Raises Unreached
         on every rank, and Refusal."""
-        self._heard = time.monotonic()
+        if self._link is not None or not self._heard:  # else since the loss that this is about
+            self._heard = time.monotonic()
         while True:
             self._reach(step)
             result = self._together(lambda: part(self.link))
@@ -100,8 +101,8 @@ class StoreLinks:
 
     def _reach(self, step: int) -> None:
         """Collective. A connection on every rank. Raises Unreached, or Refusal, on all: a deadline after the store's
-        last word."""
-        self._until = self._heard + self._deadline
+        last word, or half of one where it was lost behind steps that overlap."""
+        self._until = max(self._heard + self._deadline, time.monotonic() + self._deadline / 2)
         while self._link is None:
             told = self._together(self._connect)
             if told is not None:
