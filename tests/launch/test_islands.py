@@ -13,14 +13,23 @@ import pytest
 import torch
 
 from shardwright.ir.apart import weights_apart
-from tests.launch.islands import PATIENCE, Process, listening, pids, step_of, to_ranks, until
+from tests.launch.islands import (
+    PATIENCE,
+    Process,
+    comes,
+    listening,
+    pids,
+    processes,
+    replayed,
+    step_of,
+    until,
+)
 from tests.parity import harness
 from tests.parity.harness import must, shardwright
 from tests.parity.islands import (
     ISLANDS,
     OUTER,
     STEPS,
-    island_losses,
     one_island,
     rounds,
     simulate,
@@ -34,48 +43,14 @@ CASE, DEADLINE = one_island(), 20.0
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
-    begun: list[Process] = []
-
-    def one(*words: object) -> Process:
-        begun.append(Process(tmp_path / f"log-{len(begun)}", *words))
-        return begun[-1]
-
-    yield one
-    for each in begun:
-        each.end()
-
-
-def check_end(out: Path, tmp_path: Path, tokens: Any, outer: dict[str, Any]) -> None:
-    """Both islands have the weights that a replay of the recorded memberships has."""
-    wanted = simulate(CASE, tokens, outer, [r["members"] for r in rounds(out)])
-    trained = [weights(out, island, tmp_path / f"hf-{island}") for island in range(ISLANDS)]
-    assert all(torch.equal(p, trained[1][name]) for name, p in trained[0].items())
-    assert weights_apart(trained[0], wanted.weights) <= 1e-5
-    found = island_losses(out, 0)
-    assert list(found) == list(range(1, STEPS + 1))
-    assert max(abs(found[step] - loss) for step, loss in wanted.losses[0].items()) <= 1e-5
-
-
-def comes(out: Path, store: Process, a: Process, start: Callable[..., Process], gone: Process | None) -> None:
-    """Island 1, started while island 0 stands still, which would be done before it is there. gone: its former self."""
-    to_ranks(out, 0, signal.SIGSTOP)
-    try:
-        assert gone is None or gone.process.wait(PATIENCE) == 3
-        assert rounds(out)[-1]["step"] < STEPS, "it was too fast for this test"
-        again = start("run", out, "--island", 1)
-        until(lambda: "island 1 is behind" in store.said, "island 1 does not come back", again, store)
-    finally:
-        to_ranks(out, 0, signal.SIGCONT)
-    assert (a.process.wait(PATIENCE), again.process.wait(PATIENCE)) == (0, 0), a.said + again.said
-    assert store.process.wait(60) == 0
-    assert any(r["joined"] == [1] for r in rounds(out))
+    with processes(tmp_path) as starter:
+        yield starter
 
 
 @pytest.mark.parametrize(
     ("ranks", "kind", "at"),
     [
         ("all", "nesterov", 5),
-        pytest.param("rank 0", "nesterov", 5, marks=pytest.mark.prove),
         ("all", "overlap-2", 5),  # its outer step is on its way, or here and not mixed in
         pytest.param("all", "overlap-2", 7, marks=pytest.mark.prove),
     ],
@@ -93,11 +68,13 @@ def test_an_island_killed_in_mid_round_comes_back(
         os.kill(pid, signal.SIGKILL)
     until(lambda: any(r["members"] == [0] for r in rounds(out)), "island 0 waits", store)
     comes(out, store, a, start, b)
-    check_end(out, tmp_path, tokens, outer)
+    replayed(CASE, out, tokens, outer)
 
 
 @pytest.mark.prove
-def test_a_late_newcomer(tmp_path: Path, start: Callable[..., Process]) -> None:
+def test_a_late_newcomer(
+    tmp_path: Path, start: Callable[..., Process], proved: Callable[[str, str, dict[str, Any]], None]
+) -> None:
     outer = OUTER["nesterov"]
     tokens = write_inputs(CASE, tmp_path, outer, deadline=5.0)
     out = tmp_path / "out"
@@ -106,7 +83,7 @@ def test_a_late_newcomer(tmp_path: Path, start: Callable[..., Process]) -> None:
     until(lambda: rounds(out), "island 0 waits", store)
     comes(out, store, a, start, None)
     assert rounds(out)[0]["members"] == [0]
-    check_end(out, tmp_path, tokens, outer)
+    proved("islands", "late-newcomer", {**replayed(CASE, out, tokens, outer), "verdict": "proved"})
 
 
 @pytest.mark.parametrize(
@@ -138,7 +115,7 @@ def test_without_the_store_islands_save_stop_and_go_on(
     islands = [start("run", out, "--island", k) for k in range(ISLANDS)]
     assert [each.process.wait(PATIENCE) for each in islands] == [0, 0], islands[0].said
     assert [(r["step"], r["members"]) for r in rounds(out)] == [(4, [0, 1]), (8, [0, 1]), (12, [0, 1])]
-    check_end(out, tmp_path, tokens, outer)
+    replayed(CASE, out, tokens, outer)
 
 
 def test_what_a_user_gets_wrong(tmp_path: Path, start: Callable[..., Process]) -> None:

@@ -56,9 +56,10 @@ def write_inputs(
     *,
     islands: int = ISLANDS,
     deadline: float = 60.0,
-    save_every: int = EVERY,
+    save_every: int | None = EVERY,
+    **changes: dict[str, Any],
 ) -> np.ndarray:
-    """case: of one island. Returns the tokens of all."""
+    """case: of one island. changes: to sections of the recipe. Returns the tokens of all."""
     tokens = harness.write_inputs(case, folder)
     rows = STEPS * case.batch * islands
     tokens = np.random.default_rng(SEED).integers(
@@ -71,6 +72,8 @@ def write_inputs(
     recipe["training"]["outer"] = {"every_steps": EVERY, "precision": "fp32", "deadline_seconds": deadline, **outer}
     recipe["launch"]["outer_store"] = f"127.0.0.1:{free_port()}"
     recipe["checkpoint"] = {"every_steps": save_every}
+    for section, values in changes.items():
+        recipe[section] |= values
     (folder / "recipe.yaml").write_text(json.dumps(recipe, indent=1))
     must(shardwright("compile", folder / "recipe.yaml", "-o", folder / "out"))
     return tokens

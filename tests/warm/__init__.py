@@ -25,22 +25,23 @@ HUB = "SHARDWRIGHT_WARM_HUB"
 """The settings of huggingface_hub, which reads them when it is imported: a child with others starts cold."""
 
 
-def environment() -> dict[str, str]:
+def environment(*inside: str) -> dict[str, str]:
     """This process's environment, for a child that starts warm and whose children do. Where a test has planted a
-    sitecustomize.py, that one stands before ours and everything starts cold."""
+    sitecustomize.py, that one stands before ours and everything starts cold. inside: words that start a command in
+    other namespaces, where all of them run then."""
     path = [*filter(None, [os.environ.get("PYTHONPATH")]), str(HERE / "path")]
-    address, hub = _server()
+    address, hub = _server(inside)
     return {**os.environ, ADDRESS: address, HUB: hub, "PYTHONPATH": os.pathsep.join(path)}
 
 
 @functools.cache
-def _server() -> tuple[str, str]:
+def _server(inside: tuple[str, ...]) -> tuple[str, str]:
     """Address and settings. One for all tests of this process. Ends with it, and what it started does too."""
     folder = tempfile.mkdtemp(prefix="warm-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     address = f"{folder}/socket"
     process = subprocess.Popen(
-        [sys.executable, "-u", HERE / "server.py", address],
+        [*inside, sys.executable, "-u", HERE / "server.py", address],
         env={**os.environ, "OMP_NUM_THREADS": "1"},  # more start threads, which a fork does not carry over
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

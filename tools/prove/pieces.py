@@ -106,7 +106,11 @@ PIECES: dict[str, Piece] = {
         tests=("tests/parity/test_evaluation.py",), speaks_of=(*ENGINE, *DATA, *RUN), areas=("evaluation",)
     ),
     "islands": Piece(
-        tests=("tests/launch/test_islands.py", "tests/parity/test_islands.py"),
+        tests=(
+            "tests/launch/test_islands.py",
+            "tests/launch/test_islands_faults.py",
+            "tests/parity/test_islands.py",
+        ),
         speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *RUN, "islands", "launch/islands.py"),
         areas=("islands",),
     ),
@@ -226,6 +230,12 @@ PIECES: dict[str, Piece] = {
     ),
     "schedule": Piece(tests=("tests/schedule/test_engine.py",), speaks_of=("schedule",)),
     "hosts": Piece(tests=("tests/launch/test_hosts.py",), speaks_of=LAUNCH, areas=("hosts",), hosts=True),
+    "islands-network": Piece(
+        tests=("tests/launch/test_islands_network.py",),
+        speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *RUN, "cost/islands.py", "islands", "launch/islands.py"),
+        areas=("islands-network",),
+        hosts=True,
+    ),
 }
 
 # Written by commands of their own, not by pytest.
