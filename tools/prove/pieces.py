@@ -125,6 +125,10 @@ PIECES: dict[str, Piece] = {
         tests=("tests/parity/test_contrastive.py",), speaks_of=(*ENGINE, *DATA), areas=("contrastive-parity",)
     ),
     "sight-parity": Piece(tests=("tests/parity/test_sight.py",), speaks_of=(*ENGINE, *DATA), areas=("sight-parity",)),
+    "tower": Piece(tests=("tests/unit/model/test_vision.py",), speaks_of=MODEL, areas=("tower",)),
+    "decoding": Piece(
+        tests=("tests/unit/data/test_picture_rate.py",), speaks_of=(*DATA, "hf", "plan"), areas=("decoding",)
+    ),
     "tiny-vision": Piece(
         tests=("tests/launch/test_tiny_vision.py",),
         speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),

@@ -46,7 +46,9 @@ class MicroBatch:
 
 
 class Batches:
-    """The rows of the dataset's order, shared out over the islands and the data ranks of each."""
+    """The rows of the dataset's order, shared out over the islands and the data ranks of each.
+
+    waits: steps, the first one left out, whose pictures were not ready when they were asked for."""
 
     def __init__(self, plan: Plan, data: Dataset, sight: Sight | PairSight | None = None) -> None:
         self.data, self.sight = data, sight
@@ -57,12 +59,14 @@ class Batches:
         self.shape = (-1, s.gradient_accumulation_steps, s.data, s.micro_batch_size)
         self.island = 0 if plan.outer is None else plan.outer.island or 0
         self.packed = packs(plan)
+        self.waits = 0
 
     def micro_batches(self, step: int, data_rank: int) -> list[MicroBatch]:
         """The share of `data_rank` in `step` (from 1): micro-batch m takes rows [(m * data + rank) * B, ... + B) of the
         island's part of the global batch: the k-th of equal parts is island k's."""
         if self._thread is None:
             return self._made(step, data_rank)
+        self.waits += self._ahead is not None and not self.ready(step, data_rank)
         made = self._ahead[1].result() if self._ahead and self._ahead[0] == (step, data_rank) else None
         found = self._made(step, data_rank) if made is None else made
         # Pictures of the next step are made ready while this one trains; of no more: they take memory.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from PIL import Image
 
 from shardwright.cli.main import main
 from shardwright.compile import compile_recipe
+from shardwright.data import sight as sight_module
 from shardwright.data.dataset import open_dataset
 from shardwright.data.decoder import Decoders
 from shardwright.data.picture_rate import picture_rate
+from shardwright.data.pictures import Picture, decode
 from shardwright.data.prepare import prepare
 from shardwright.data.sight import Sight
 from shardwright.lower.folder import write_folder
@@ -23,30 +26,34 @@ from shardwright.modules.batches import Batches, sight_of
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
 from shardwright.recipe.load import load_recipe
-from tests.parity.sight import TEXT, SightCase, recipe
+from tests.parity.sight import TEXT, SightCase, recipe, write_pictures
 
 ROWS, STEPS = 32, 8
 
 
 @pytest.fixture
 def prepared(tmp_path: Path) -> Path:
-    """A compiled folder for one rank whose rows have a picture of 640 x 480 pixels each, but for every fourth."""
+    return ready(tmp_path, (640, 480))
+
+
+def ready(folder: Path, size: tuple[int, int]) -> Path:
+    """A compiled folder for one rank whose rows have a picture of that size each, but for every fourth."""
     records = []
     for row in range(ROWS):
-        Image.effect_noise((640, 480), 80).convert("RGB").save(tmp_path / f"{row}.jpg")
+        Image.effect_noise(size, 80).convert("RGB").save(folder / f"{row}.jpg")
         parts = [{"type": "image", "image": f"{row}.jpg"}] if row % 4 else []
         question = {"role": "user", "content": [*parts, {"type": "text", "text": "What is it?"}]}
         answer = {"role": "assistant", "content": [{"type": "text", "text": "noise"}]}
         records.append({"messages": [question, answer]})
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     document = recipe(SightCase("llava", steps=STEPS))
-    document["data"]["images"]["max_pixels"] = 640 * 480
+    document["data"]["images"]["max_pixels"] = size[0] * size[1]
     wide = {**TEXT, "hidden_size": 768, "intermediate_size": 2048, "head_dim": 192, "num_hidden_layers": 8}
     document["model"]["config"]["text_config"] |= wide  # nothing of it runs: steps of a second are planned
-    (tmp_path / "recipe.json").write_text(json.dumps(document))
-    write_folder(tmp_path / "out", compile_recipe(load_recipe(tmp_path / "recipe.json")).files)
-    prepare(read_plan(tmp_path / "out"), tmp_path / "out", limit_bytes=None)
-    return tmp_path / "out"
+    (folder / "recipe.json").write_text(json.dumps(document))
+    write_folder(folder / "out", compile_recipe(load_recipe(folder / "recipe.json")).files)
+    prepare(read_plan(folder / "out"), folder / "out", limit_bytes=None)
+    return folder / "out"
 
 
 def faster(plan: Plan, times: float) -> Plan:
@@ -78,15 +85,74 @@ def test_prepare_prints_it(prepared: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.alone
 def test_the_queue_never_empties(prepared: Path) -> None:
     """One rank, one process that decodes, steps that sleep as long as planned."""
-    plan = read_plan(prepared)
-    rate = picture_rate(plan, prepared)
+    figures = slept(prepared)
+    assert figures["waits"] == 0, figures
+
+
+@pytest.mark.prove
+@pytest.mark.alone
+def test_the_queue_never_empties_of_large_pictures(tmp_path: Path, proved: Callable[..., None]) -> None:
+    """1920 x 1080 noise, which JPEG hardly makes smaller: the slowest that a camera's picture of that size could be."""
+    figures = slept(ready(tmp_path, (1920, 1080)))
+    proved("decoding", "1920 x 1080, one rank, one process", figures)
+    assert figures["waits"] == 0, figures
+
+
+def test_a_step_that_comes_too_early_is_counted(prepared: Path) -> None:
+    """What the counter is for: steps of no length wait every time."""
+    assert slept(prepared, times=10**6)["waits"] == STEPS - 1
+
+
+def slept(folder: Path, times: float = 1.0) -> dict[str, float]:
+    """A run whose steps sleep as long as planned, or are so many times as fast, with one process that decodes."""
+    plan = read_plan(folder)
+    rate = picture_rate(plan, folder)
     assert rate is not None and rate.cores == 1
-    sight = sight_of(plan, prepared)
-    assert isinstance(sight, Sight) and sight.decoders is None
+    sight = sight_of(plan, folder, 0)
+    assert isinstance(sight, Sight) and sight.decoders is not None
     sight.decoders = Decoders(1)
-    batches = Batches(plan, open_dataset(plan, prepared), sight)
-    assert sum(m.beside["pixel_values"].shape[0] for m in batches.micro_batches(1, 0) if m.beside) == 6
-    for step in range(2, STEPS + 1):
-        time.sleep(plan.predicted.time.step_seconds)
-        assert batches.ready(step, 0), step
-        batches.micro_batches(step, 0)
+    batches, seconds = Batches(plan, open_dataset(plan, folder), sight), plan.predicted.time.step_seconds / times
+    begun = time.monotonic()
+    shown = 0
+    for step in range(1, STEPS + 1):
+        shown += sum(m.beside["pixel_values"].shape[0] for m in batches.micro_batches(step, 0) if m.beside)
+        if step == 1:
+            begun = time.monotonic()  # nothing was asked for ahead of it
+        time.sleep(seconds)
+    assert shown == ROWS * 3 // 4 * (STEPS * 8) // ROWS
+    return {
+        "waits": batches.waits,
+        "steps": STEPS,
+        "pictures": shown,
+        "step_seconds": seconds,
+        "seconds": time.monotonic() - begun,
+        "pictures_per_second_a_core": rate.per_core,
+        "pictures_per_second_planned": rate.wanted,
+    }
+
+
+def test_only_the_first_stage_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted on each rank of pipeline 2 x data 2."""
+    write_pictures(tmp_path)
+    document = recipe(SightCase("llava", pipeline=2, data=2))
+    (tmp_path / "recipe.json").write_text(json.dumps(document))
+    write_folder(tmp_path / "out", compile_recipe(load_recipe(tmp_path / "recipe.json")).files)
+    plan = read_plan(tmp_path / "out")
+    prepare(plan, tmp_path / "out", limit_bytes=None)
+    counts = [0] * 4
+    for rank in plan.ranks:
+
+        def counted(picture: Picture, most: int, rank: int = rank.rank) -> Any:
+            counts[rank] += 1
+            return decode(picture, most)
+
+        monkeypatch.setattr(sight_module, "decode", counted)
+        monkeypatch.setattr(
+            Decoders, "decode", lambda _, pictures, most: [sight_module.decode(p, most) for p in pictures]
+        )
+        batches = Batches(plan, open_dataset(plan, tmp_path / "out"), sight_of(plan, tmp_path / "out", rank.rank))
+        batches._steps = 1  # nothing ahead: what is counted is this step's
+        batches.micro_batches(1, rank.data)
+    first = [rank.rank for rank in plan.ranks if rank.pipeline == 0]
+    assert sum(counts) == 8, counts  # of eight rows with 1, 2, 0 and 1 pictures
+    assert all((counts[rank] > 0) == (rank in first) for rank in range(4)), counts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -111,17 +112,28 @@ def forward_flops(vision: Vision, patches: int) -> int:
     return sum(layer.forward.of(patches) for layer in vision.layers)
 
 
-@pytest.mark.parametrize(("model_type", "gflops"), [("llava", 381.9), ("gemma3", 5460.4)])
-def test_a_tower_of_one_size_at_real_size(model_type: str, gflops: float) -> None:
+def real_size(model_type: str) -> tuple[int, int]:
+    """FLOPs of one picture: (as planned, as torch counts)."""
     side = MODELS[model_type]["vision_config"]["image_size"]
     counted = counted_flops(build_on_meta(model_type, attention="eager"), pixel_values=torch.zeros(1, 3, side, side))
-    found = forward_flops(traced(model_type), (side // 14) ** 2)
+    return forward_flops(traced(model_type), (side // 14) ** 2), counted
+
+
+@pytest.mark.parametrize(("model_type", "gflops"), [("llava", 381.9), ("gemma3", 5460.4)])
+def test_a_tower_of_one_size_at_real_size(model_type: str, gflops: float) -> None:
+    found, counted = real_size(model_type)
     assert found == pytest.approx(counted, rel=0.01)
     assert found == pytest.approx(gflops * 1e9, rel=0.01)  # L (2n (4h^2 + 2hf) + 4n^2 h) + 2n C P^2 h
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
 def test_a_picture_of_another_size_than_was_traced(model_type: str) -> None:
+    found, counted = another_size(model_type)
+    assert found == pytest.approx(counted, rel=0.01)
+
+
+def another_size(model_type: str) -> tuple[int, int]:
+    """FLOPs of a picture of 24 x 40 patches: (as planned, as torch counts)."""
     depth = {"depth": 8, "fullatt_block_indexes": [3, 7]} if model_type == "qwen2_5_vl" else {}
     tower = MODELS[model_type]["vision_config"]
     inputs = {
@@ -130,7 +142,7 @@ def test_a_picture_of_another_size_than_was_traced(model_type: str) -> None:
     }
     counted = counted_flops(build_on_meta(model_type, attention="eager", **depth), **inputs)
     found = trace_vision(build_on_meta(model_type, **depth), CUT) if depth else traced(model_type)
-    assert forward_flops(found, 24 * 40) == pytest.approx(counted, rel=0.01)
+    return forward_flops(found, 24 * 40), counted
 
 
 SHAPES: dict[str, tuple[str, int, dict[str, torch.Tensor]]] = {
@@ -161,14 +173,16 @@ def test_towers_take_pictures_in_other_shapes(model_type: str) -> None:
         assert (tiles or 1) * forward_flops(found, patches) == pytest.approx(counted, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "depth", "sizes"),
-    [("gemma3", "num_hidden_layers", {"image_size": 448}), ("qwen2_5_vl", "depth", {"fullatt_block_indexes": []})],
-)
-def test_kept_bytes_against_real_steps_of_one_and_two_blocks(
-    model_type: str, depth: str, sizes: dict[str, Any]
-) -> None:
-    """Extrapolated to all blocks: a block is the difference."""
+BYTES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("num_hidden_layers", {"image_size": 448}),
+    "qwen2_5_vl": ("depth", {"fullatt_block_indexes": []}),
+}
+"""How a tower says its depth, and what makes it small enough for a step here."""
+
+
+def kept_of(model_type: str) -> tuple[dict[str, int], int, int]:
+    """(bytes that each layer is planned to keep of a picture, those that real steps of one and of two blocks save)."""
+    depth, sizes = BYTES[model_type]
     found = trace_vision(build_on_meta(model_type, **sizes), CUT)
     assert not found.untraced, found.untraced
     patches = found.patches or 24 * 16
@@ -177,10 +191,34 @@ def test_kept_bytes_against_real_steps_of_one_and_two_blocks(
         for layer in found.layers
     }
     one, two = (kept_in_a_real_step(build(model_type, **{depth: n}, **sizes), patches) for n in (1, 2))
+    return kept, one, two
+
+
+@pytest.mark.parametrize("model_type", BYTES)
+def test_kept_bytes_against_real_steps_of_one_and_two_blocks(model_type: str) -> None:
+    """Extrapolated to all blocks: a block is the difference."""
+    kept, one, two = kept_of(model_type)
     blocks = len(kept) - 1
     assert sum(kept.values()) == pytest.approx(one + (blocks - 1) * (two - one), rel=0.1)
     for name in list(kept)[:-1]:
         assert kept[name] == pytest.approx(two - one, rel=0.1), name
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("model_type", MODELS)
+def test_flops_of_towers_are_recorded(model_type: str, proved: Callable[..., None]) -> None:
+    found, counted = (another_size if model_type.startswith("qwen") else real_size)(model_type)
+    proved("tower", f"{model_type}: FLOPs", {"planned": found, "counted": counted, "apart": found / counted - 1})
+    assert found == pytest.approx(counted, rel=0.01)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("model_type", BYTES)
+def test_kept_bytes_of_towers_are_recorded(model_type: str, proved: Callable[..., None]) -> None:
+    kept, one, two = kept_of(model_type)
+    planned, real = sum(kept.values()), one + (len(kept) - 2) * (two - one)
+    proved("tower", f"{model_type}: bytes", {"planned": planned, "extrapolated": real, "apart": planned / real - 1})
+    assert planned == pytest.approx(real, rel=0.1)
 
 
 def kept_in_a_real_step(model: Any, patches: int) -> int:
