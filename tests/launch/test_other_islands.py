@@ -16,7 +16,18 @@ from shardwright.hf.reference import cosine, mean_loss
 from shardwright.ir.apart import weights_apart
 from tests.parity import harness
 from tests.parity.harness import LR, MODELS, SEED, WARMUP, must, shardwright
-from tests.parity.islands import EVERY, OUTER, island_losses, one_island, outer_step, plain, rounds, write_inputs
+from tests.parity.islands import (
+    EVERY,
+    OUTER,
+    island_losses,
+    mix,
+    moved,
+    one_island,
+    outer_step,
+    plain,
+    rounds,
+    write_inputs,
+)
 from tests.parity.reference import initial_model, token_rows
 
 pytestmark = pytest.mark.launch
@@ -66,7 +77,10 @@ class Process:
             self.losses[step].append(float(loss.detach()))
 
     def meet(self, taking: int, joins: int | None = None) -> None:
-        outer_step(self.models[:taking], self.anchor, self.momentum, OUTER["nesterov"])
+        deltas = [moved(model, self.anchor, OUTER["nesterov"]) for model in self.models[:taking]]
+        outer_step(deltas, self.anchor, self.momentum, OUTER["nesterov"])
+        for model in self.models[:taking]:
+            mix(model, self.anchor, 1.0)
         if joins is not None:
             self.models[joins].load_state_dict(self.models[0].state_dict())
             self.optimizers[joins] = plain(self.models[joins], CASE)
