@@ -136,9 +136,7 @@ def _overlap(outer: JsonObject) -> Iterable[Diagnostic]:
     steps, every = cast(int, outer.get("overlap_steps") or 0), cast(int, outer.get("every_steps", 100))
     if steps >= every:
         message = f"training.outer.overlap_steps {steps} is not less than every_steps {every}"
-        help = "An outer step arrives before the next one begins" + (
-            f": write {every - 1} or less." if every > 1 else "."
-        )
+        help = f"An outer step arrives before the next one begins: write at most {every - 1}."
         yield found("SW1235", "training.outer.overlap_steps", message, help, (every - 1,))
     elif not steps and outer.get("mixing") is not None:
         message = "training.outer.mixing is for overlap, and overlap_steps is 0"

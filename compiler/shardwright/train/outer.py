@@ -25,6 +25,7 @@ from shardwright.engines.protocol import Counters, Trainer
 from shardwright.islands.client import Answer, Link
 from shardwright.islands.wire import Broken, FrameKind
 from shardwright.plan.plan import Plan
+from shardwright.plan.serialize import read_plan
 from shardwright.train.ranges import MASTER, Ranges
 from shardwright.train.store_links import StoreLinks, Unreached
 
@@ -188,25 +189,38 @@ class Outer:
         return self._ranges.saved(states)
 
     def _load(self, done: int, checkpoint: Path) -> tuple[int, torch.Tensor] | None:
-        """Collective. Returns the outer step that is still to be made, and its deltas."""
-        every, overlap = self.outer.every_steps, self.outer.overlap_steps > 0
-        names = (ANCHOR, ARRIVED, SENT) if overlap else (ANCHOR,)
-        states = {name: torch.zeros_like(self._anchor) for name in names}
+        """Collective. Returns the outer step that is still to be made, and its deltas. Raises Refusal: SW6218 where one
+        was on its way under other keys of training.outer."""
+        states = self._ranges.load((ANCHOR, ARRIVED, SENT, MOMENTUM), checkpoint)
         if self._momentum is not None:
-            states[MOMENTUM] = self._momentum
-        present = self._ranges.load(states, checkpoint)
-        if ARRIVED in present:
-            self._anchor, self._mix_at = states[ARRIVED], self._landing(done)
-        if ANCHOR not in present:
+            self._momentum = states.get(MOMENTUM, self._momentum)
+        if not states.keys() & {ANCHOR, ARRIVED}:
             return None
-        self._anchor, newest = states[ANCHOR], (done - 1) // every * every
-        if SENT in present:
-            self.base = newest - every
+        newest = done if ARRIVED in states else (done - 1) // self.outer.every_steps * self.outer.every_steps
+        self._anchor, self.base = states.get(ANCHOR, states.get(ARRIVED, self._anchor)), newest
+        self._check_same_overlap(done, checkpoint, on_its_way=not states.keys().isdisjoint({ARRIVED, SENT}))
+        if SENT in states:
+            self.base = newest - self.outer.every_steps
             return newest, states[SENT].to(_DTYPES[self.outer.precision])
-        self.base = newest
-        if overlap and done < self._landing(newest):
+        if newest and self._overlaps(newest) and done < self._landing(newest):
             self._mix_at = self._landing(newest)
-        return (done, self._deltas()) if self.outer.is_due(done, self._last) else None
+        is_due = ARRIVED not in states and self.outer.is_due(done, self._last)
+        return (done, self._deltas()) if is_due else None
+
+    def _check_same_overlap(self, done: int, checkpoint: Path, *, on_its_way: bool) -> None:
+        written = read_plan(checkpoint).outer
+        if written is None:
+            return
+        keys = ("every_steps", "overlap_steps")
+        then, now = ({key: getattr(outer, key) for key in keys} for outer in (written, self.outer))
+        is_overlapped = done >= written.every_steps and done % written.every_steps < written.overlap_steps
+        if (on_its_way or is_overlapped) and then != now:
+            was = ", ".join(f"{key} {value}" for key, value in then.items())
+            raise refusal(
+                "SW6218",
+                f"{str(checkpoint)!r} was written while an outer step was on its way, with {was}",
+                "Change training.outer after it: compile with these, and run on to the next checkpoint.every_steps.",
+            )
 
     def _deltas(self) -> torch.Tensor:
         """Of this rank, as they are sent. Raises Refusal on every rank where one is no finite number: SW6317."""

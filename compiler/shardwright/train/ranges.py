@@ -14,6 +14,7 @@ import torch
 from torch import distributed as dist
 
 from shardwright.checkpoint.load import read_states
+from shardwright.checkpoint.manifest import read_manifest
 from shardwright.engines.protocol import LiveFragment, Trainer
 from shardwright.plan.plan import Plan
 
@@ -52,13 +53,12 @@ class Ranges:
         """Collective. The trainer with these states, of which each is this rank's own."""
         return _with(self._trainer, {name: self._whole(own) for name, own in states.items()})
 
-    def load(self, states: dict[str, torch.Tensor], checkpoint: Path) -> set[str]:
-        """Collective. Those of the states that the checkpoint has are read into what is given. Returns which."""
-        wholes = {name: self._whole(own) for name, own in states.items()}
-        present = read_states(self._plan, _with(self._trainer, wholes), checkpoint, tuple(wholes))
-        for name in present:
-            states[name].copy_(self._own_of(wholes[name]))
-        return present
+    def load(self, names: tuple[str, ...], checkpoint: Path) -> dict[str, torch.Tensor]:
+        """Those of the states that the checkpoint has; of each, this rank's own."""
+        held = {state for tensor in read_manifest(checkpoint).tensors.values() for state in tensor.states}
+        wholes = {name: torch.zeros_like(self._gathered(MASTER)) for name in names if name in held}
+        read_states(self._plan, _with(self._trainer, wholes), checkpoint, tuple(wholes))
+        return {name: self._own_of(whole) for name, whole in wholes.items()}
 
     def _fragments(self) -> tuple[list[LiveFragment], list[LiveFragment]]:
         """(those that this data rank alone has, those that others have too)."""

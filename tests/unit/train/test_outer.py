@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch
 from torch import distributed
 
 from shardwright.cli import main as cli
+from shardwright.diagnostics import Refusal
 from shardwright.engines.protocol import Counters, LiveFragment
 from shardwright.islands.client import Link, Place
 from shardwright.islands.membership import Membership
@@ -28,6 +30,7 @@ from shardwright.islands.store import OuterStore
 from shardwright.plan.islands import plan_digest
 from shardwright.plan.plan import Plan, PlanOuter
 from shardwright.plan.serialize import read_plan
+from shardwright.train import outer as outer_module
 from shardwright.train import ranges
 from shardwright.train.outer import Outer, OuterResult
 
@@ -85,10 +88,9 @@ class Toy:
 
 def read_toy(plan: Plan, trainer: Any, checkpoint: Path, names: tuple[str, ...]) -> set[str]:
     [fragment] = trainer.owned()
-    present = set(names) & set(trainer.more)
-    for name in present:
+    for name in names:
         fragment.states[name].copy_(trainer.more[name])
-    return present
+    return set(names)
 
 
 class Neighbour:
@@ -123,7 +125,11 @@ class Place0:
     members: Membership
     began: tuple[int, int] = (0, 0)
 
-    def island(self, toy: Toy) -> Outer:
+    def island(self, toy: Toy, monkeypatch: pytest.MonkeyPatch | None = None) -> Outer:
+        """monkeypatch: of one that goes on from what the toy has more."""
+        if monkeypatch is not None:
+            held = SimpleNamespace(tensors={"w": SimpleNamespace(states=tuple(toy.more))})
+            monkeypatch.setattr(ranges, "read_manifest", lambda path: held)
         return Outer(self.plan, self.folder, cast(Any, toy), 0, "data")
 
     def open_once_it_is_back(self) -> None:
@@ -152,6 +158,8 @@ def place(
     recipe = write_recipe({"cluster.gpus_per_node": 1, "parallelism": {"zero_stage": 0}, "training.steps": STEPS})
     assert cli.main(["compile", str(recipe), "-o", str(tmp_path / "out")]) == 0
     monkeypatch.setattr(ranges, "read_states", read_toy)
+    monkeypatch.setattr(outer_module, "read_plan", lambda path: written[-1])
+    written: list[Plan] = []
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     listener, ended = socket.create_server(("127.0.0.1", 0)), threading.Event()
 
@@ -170,6 +178,7 @@ def place(
         )
         plan, address = read_plan(tmp_path / "out"), f"127.0.0.1:{listener.getsockname()[1]}"
         plan = dataclasses.replace(plan, outer=outer, launch=dataclasses.replace(plan.launch, outer_store=address))
+        written.append(plan)
         secret = share_secret(tmp_path / "out", [])
         members = Membership(2, 1, PATIENCE, "fp32")
         store = OuterStore(members, secret, plan_digest(plan), lambda line, _: None)
@@ -205,44 +214,60 @@ def test_the_result_is_mixed_in_later(place: Callable[..., Place0]) -> None:
     here.neighbour.done.result(PATIENCE)
 
 
-@pytest.mark.parametrize("has_arrived", [False, True])
-@pytest.mark.parametrize("at", [4, 5, 6, 7, 8, 9])
-def test_a_checkpoint_loses_nothing(place: Callable[..., Place0], at: int, has_arrived: bool) -> None:
+@pytest.mark.parametrize(
+    ("at", "has_arrived"), [(2, False), (7, False), *((at, has) for at in (4, 5, 6, 8, 9) for has in (False, True))]
+)
+def test_a_checkpoint_loses_nothing(
+    place: Callable[..., Place0], at: int, has_arrived: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a run that stops with an outer step on its way, or here and not mixed in, or with neither."""
-    here, toy, newest = place(), Toy(), 4 if at < 8 else 8
-    gates = here.neighbour.gates
-    if at > LANDS[4] or has_arrived:
+    here, toy, newest = place(), Toy(), at // EVERY * EVERY
+    gates, on_its_way = here.neighbour.gates, newest > 0 and at < LANDS[newest]
+    if at >= LANDS[4] or has_arrived:
         gates[4].set()
     outer = here.island(toy)
     outer.begin(0, None)
-    if at == LANDS[4]:
-        gates[4].set()
     train(outer, toy, 0, at)
     told = None
-    if has_arrived and at != LANDS[4]:
+    if has_arrived:
         gates[newest].set()
         end = time.monotonic() + PATIENCE
         while told is None:
             told = outer.arrived(at)
             assert time.monotonic() < end, "it does not arrive"
         assert (told.step, told.done) == (newest, at)
-    elif at != LANDS[4]:
+    else:
         assert outer.arrived(at) is None
     [fragment] = outer.saved(at).owned()
     states = {name: values.clone() for name, values in fragment.states.items()}
     here.began = here.members.islands[0].start
     outer.leave(done=False)
     again = Toy(float(states.pop("fp32")[0]), states)
-    resumed = here.island(again)
+    resumed = here.island(again, monkeypatch)
     threading.Thread(target=here.open_once_it_is_back, daemon=True).start()
     made = resumed.begin(at, Path("somewhere"))
-    assert [r.step for r in made] == ([] if told or at == LANDS[4] else [newest])
+    assert [r.step for r in made] == ([] if told or not on_its_way else [newest])
     results = train(resumed, again, at)
     resumed.leave(done=True)
     here.neighbour.done.result(PATIENCE)
     assert here.committed == [4, 8, 10]
     assert all(r["members"] == [0, 1] for r in here.members.rounds)
     assert results[-1].step == STEPS
+
+
+@pytest.mark.parametrize(
+    ("at", "states"), [(4, ("outer_arrived",)), (5, ("outer_anchor",)), (7, ("outer_anchor", "outer_sent"))]
+)
+def test_what_is_on_its_way_is_not_taken_for_something_else(
+    place: Callable[..., Place0], at: int, states: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = place()
+    assert here.plan.outer is not None
+    other = dataclasses.replace(here.plan.outer, overlap_steps=0, mixing=None)
+    toy = Toy(0.0, {name: torch.zeros(COUNT) for name in states})
+    here.plan = dataclasses.replace(here.plan, outer=other)
+    with pytest.raises(Refusal, match=r"SW6218.*every_steps 4, overlap_steps 3"):
+        here.island(toy, monkeypatch).begin(at, Path("somewhere"))
 
 
 def test_training_waits_for_what_the_steps_do_not_cover(place: Callable[..., Place0]) -> None:

@@ -65,7 +65,7 @@ RUN_CODES: dict[str, str] = {
     "SW6210": "a checkpoint whose weights would differ from those being trained",
     "SW6217": "a resumed run follows another learning rate schedule",
     "SW6216": "another run has taken over the folder",
-    "SW6218": "checkpoints of another number of islands",
+    "SW6218": "checkpoints of other islands",
     "SW6211": "pretrained weights that cannot be read",
     "SW6301": "training started and did not finish",
     "SW6302": "a rank cannot reach rank 0",
