@@ -114,9 +114,12 @@ def test_an_outer_step_over_a_slow_link_takes_what_the_plan_says(
     measured = median(min(each) for each in zip(*waited, strict=True))
     lines = [line for k in range(ISLANDS) for line in metrics(out / f"island-{k}")]
     behind = [line["step_seconds"] for line in lines if line["step"] % EVERY == 1]
-    planned = estimate["outer_seconds"] - overlap * median(behind)
-    found = {"planned_seconds": planned, "measured_seconds": measured, "apart": measured / planned - 1}
-    found["apart_from_line_rate"] = measured / (planned * PAYLOAD / FRAME) - 1
+    # Of an overlapped one, what was waited and what was trained meanwhile are compared with the whole.
+    planned, hidden = estimate["outer_seconds"], overlap * median(behind)
+    assert hidden < planned, "the link is too fast for this test"
+    found = {"planned_seconds": planned, "hidden_seconds": hidden, "measured_seconds": measured}
+    found["apart"] = (measured + hidden) / planned - 1
+    found["apart_from_line_rate"] = (measured + hidden) / (planned * PAYLOAD / FRAME) - 1
     assert abs(found["apart"]) <= 0.15, (found, waited)
     proved("islands-network", f"link-{size}-{precision}-overlap-{overlap}", {**found, "verdict": "proved"})
 
