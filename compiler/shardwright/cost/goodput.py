@@ -20,8 +20,10 @@ from shardwright.cost.estimate import SECONDS_PER_DAY
 from shardwright.cost.layout import Layout, lay_out, placed
 from shardwright.figures import duration, number
 from shardwright.ir.freeze import frozen_names
+from shardwright.ir.model_graph import ModelGraph
 from shardwright.layout.estimate import Estimate
 from shardwright.layout.problem import Problem
+from shardwright.remembered import remembered
 
 STATE_BYTES = 12
 """Of a trained element: fp32 master and Adam's two fp32 moments, in every precision (checkpoint/manifest.py)."""
@@ -210,6 +212,11 @@ def _disturbances(
     return found, nodes, speed
 
 
+@remembered(lambda graph: graph.identity)
+def _numel_by_name(graph: ModelGraph) -> dict[str, int]:
+    return {p.name: p.numel for layer in graph.layers for p in layer.parameters}
+
+
 def node_checkpoint_bytes(layout: Layout) -> list[float]:
     """Bytes that each node writes of a checkpoint's tensors, in the order of the ranks (checkpoint/write.py).
 
@@ -220,10 +227,11 @@ def node_checkpoint_bytes(layout: Layout) -> list[float]:
     """
     s, graph = layout.strategy, layout.graph
     names = frozen_names(graph, layout.recipe.model.freeze)
-    whole = {p.name: p.numel for layer in graph.layers for p in layer.parameters}
-    left = 0 if layout.adapters else graph.total_parameters - sum(whole[name] for name in names)
+    whole = _numel_by_name(graph)
+    total = sum(whole.values())
+    left = 0 if layout.adapters else total - sum(whole[name] for name in names)
     trained = STATE_BYTES * (layout.adapters[-1] if layout.adapters else left)
-    frozen = layout.element_bytes * (graph.total_parameters - left)
+    frozen = layout.element_bytes * (total - left)
     parts = [(trained, s.zero_stage >= 1, layout.trained_of)]
     if frozen:
         parts.append((frozen, s.zero_stage == 3, layout.numel_of if layout.adapters else layout.frozen_of))

@@ -7,10 +7,12 @@ Multiplication Background User's Guide); fused attention (arXiv 2205.14135, 2307
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from shardwright.cost.constants import Constants
 from shardwright.ir.cluster import Gpu
+from shardwright.remembered import remembered, settled
 
 # Output tiles that cuBLAS's kernels take, rows x columns; a product runs with the fastest for its shape.
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
@@ -56,6 +58,12 @@ def device_of(gpu: Gpu, flops_per_second: float, element_bytes: int, c: Constant
     )
 
 
+@settled
+def _of(c: Constants) -> Hashable:
+    return c
+
+
+@remembered(lambda device, c, *, m, n, k, batch=1.0: (device, _of(c), m, n, k, batch))
 def product_seconds(device: Device, c: Constants, *, m: float, n: int, k: int, batch: float = 1.0) -> float:
     """`batch` products of (m, k) by (k, n), one kernel. Fractions of a batch are allowed (an average)."""
     units = device.compute_units

@@ -7,7 +7,7 @@ import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardwright.cost.activations import Activations, Share, activations
+from shardwright.cost.activations import Activations, activations
 from shardwright.cost.collectives import Group, group_of
 from shardwright.cost.constants import Constants
 from shardwright.cost.replaced import figures_of, first_of_kind, measured_kept_bytes
@@ -106,14 +106,6 @@ class Layout:
         full = -(-choice.full // chunks)  # counted on a rank; its chunks share them evenly
         return max(start, min(start + (start == 0) + full, stop - (stop == len(self.graph.layers))))
 
-    def kept(self, start: int, stop: int) -> Share:
-        """What these layers of a stage keep of one sequence."""
-        if self.checkpointed is None:
-            return self.activations.between(start, stop)
-        until = self.checkpointed_stop(start, stop)
-        before, after = self.checkpointed.between(start, until), self.activations.between(until, stop)
-        return Share(whole=before.whole + after.whole, divided=before.divided + after.divided)
-
     def numel(self, rank: int) -> int:
         """Parameters of one rank of this pipeline rank."""
         return self.numel_of(self.ranks[rank])
@@ -204,6 +196,8 @@ def _as_measured(problem: Problem, s: Strategy, checkpointing: Checkpointing, tr
 def _with_tower(problem: Problem, checkpointing: Checkpointing, found: Activations) -> Activations:
     """With what the tower keeps of a row, beside what the embedding does."""
     recipe, graph = problem.recipe, problem.graph
+    if graph.vision is None:
+        return found
     kept = tower_kept_bytes(recipe, graph, checkpointing, ELEMENT_BYTES[recipe.training.precision])
     if not kept:
         return found

@@ -6,17 +6,22 @@ context) degree d from stage 1 (optimizer), 2 (gradients), 3 (parameters). Activ
 
 from __future__ import annotations
 
-from collections import Counter
+import numpy as np
+from numpy.typing import NDArray
 
-from shardwright.cost.activations import Share, own_modules
-from shardwright.cost.constants import default_constants
+from shardwright.cost.activations import Activations, Share, own_modules
+from shardwright.cost.constants import Constants, default_constants
 from shardwright.cost.contrastive import comparing_bytes
 from shardwright.cost.experts import exchanged_bytes
 from shardwright.cost.layout import Block, Layout
 from shardwright.cost.whole import whole_weights
 from shardwright.ir.recipe import ELEMENT_BYTES
+from shardwright.ir.words import Checkpointing
 from shardwright.layout.buckets import BUCKET_NUMEL, LIVE_NUMEL
 from shardwright.layout.estimate import Memory, StageMemory
+from shardwright.layout.problem import Problem
+
+Floats = NDArray[np.float64]
 
 # Links of a GPU, one direction, over which NCCL lays all the channels that it ever does: an A100's.
 ALL_CHANNELS_BYTES_PER_SECOND = 300e9
@@ -24,18 +29,18 @@ ALL_CHANNELS_BYTES_PER_SECOND = 300e9
 
 def estimate_memory(layout: Layout) -> Memory:
     """Bytes as nvidia-smi would show them, per pipeline rank; `fits` honours memory_headroom and ignore_memory."""
-    usable, ranks = usable_bytes(layout), RankBytes(layout)
+    usable, ranks = usable_bytes(layout.problem, layout.constants), RankBytes(layout)
     stages = tuple(ranks.of(rank, blocks, usable) for rank, blocks in enumerate(layout.ranks))
     peak = max(stage.peak_bytes for stage in stages)
     fits = peak <= usable or layout.recipe.assume.ignore_memory
     return Memory(peak_bytes=peak, capacity_bytes=layout.cluster.capacity_bytes, fits=fits, stages=stages)
 
 
-def usable_bytes(layout: Layout) -> int:
+def usable_bytes(problem: Problem, constants: Constants) -> int:
     """What the driver and a pinned memory_headroom leave of a device."""
-    driver = 0.0 if layout.cluster.gpu.is_cpu else layout.constants.driver_share
-    headroom = layout.recipe.parallelism.memory_headroom or 0.0
-    return int(layout.cluster.capacity_bytes * (1 - max(driver, headroom)))
+    driver = 0.0 if problem.cluster.gpu.is_cpu else constants.driver_share
+    headroom = problem.recipe.parallelism.memory_headroom or 0.0
+    return int(problem.cluster.capacity_bytes * (1 - max(driver, headroom)))
 
 
 def cautious_bytes(capacity_bytes: int) -> int:
@@ -70,6 +75,29 @@ def states_bytes(
     return parameters, gradients, optimizer
 
 
+def states_of_layers(layout: Layout) -> Floats:
+    """Bytes for good, prefix sums over the decoder layers, all of whose parameters are trained."""
+    numel, experts = (
+        np.array(each[1:-1], dtype=np.float64) for each in (layout.shapes.numel, layout.shapes.expert_numel)
+    )
+    each, expert = (sum(states_bytes(layout, *args)) for args in ((1.0,), (0.0, None, 1.0)))
+    found: Floats = each * (numel - numel[0])
+    return found + expert * (experts - experts[0]) if layout.strategy.spreads_experts else found
+
+
+def kept_of_layers(layout: Layout) -> Floats:
+    """Bytes of one micro-batch, prefix sums over the decoder layers, all of which are checkpointed alike."""
+    sums = np.array(_kept_sums(layout, layout.activations, layout.strategy.checkpointing)[1:-1])
+    kept: Floats = sums - sums[0]
+    return kept
+
+
+def least_rank_bytes(layout: Layout) -> tuple[float, float]:
+    """Of any pipeline rank without layers, and what the head adds to its rank."""
+    plain, with_head = (_working_bytes(layout, head, True) for head in (False, True))
+    return framework_bytes(layout) + plain, with_head - plain
+
+
 def logits_are_peak(layout: Layout) -> bool:
     """Whether the loss is the largest working set of the fullest rank: what chunks of it can lower."""
     ranks = RankBytes(layout)
@@ -84,7 +112,10 @@ class RankBytes:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._framework = framework_bytes(layout)
-        self._kept: dict[tuple[int, int], float] = {}
+        checkpointing = layout.strategy.checkpointing if layout.checkpointed is None else "none"
+        self._kept = _kept_sums(layout, layout.activations, checkpointing)
+        self._again = self._kept if layout.checkpointed is None else _kept_sums(layout, layout.checkpointed, "full")
+        self._boundary = _boundary_bytes(layout)
         self._gathers = layout.strategy.zero_stage >= 3 and layout.strategy.shards > 1
         self._frozen, self._fragmentation = layout.has_frozen, layout.constants.fragmentation
         self._working = {
@@ -120,7 +151,7 @@ class RankBytes:
         held = layout.numel_of(blocks)
         numel = layout.trained_of(blocks) if self._frozen else held
         states = states_bytes(layout, held, numel if self._frozen else None, layout.experts_of(blocks))
-        activations = sum([self._kept_bytes(block) * block.in_flight for block in blocks])
+        activations = sum([(self.kept_bytes(b.start, b.stop) + self._boundary) * b.in_flight for b in blocks])
         bucket = _bucket_bytes(layout, numel)
         # Two phases that never meet: the last backward pass, and the optimizer's step, when no activation is left.
         backward = activations + self._working[layout.has_head(blocks), _is_made_again(layout, blocks)]
@@ -136,13 +167,12 @@ class RankBytes:
         slack = round(self._fragmentation * live + min(backward, step))
         return parameters, gradients, optimizer, kept, workspace + max(0, min(slack, usable - live))
 
-    def _kept_bytes(self, block: Block) -> float:
-        """Of one micro-batch."""
-        key = (block.start, block.stop)
-        kept = self._kept.get(key)
-        if kept is None:
-            kept = self._kept[key] = _kept_bytes(self._layout, block)
-        return kept
+    def kept_bytes(self, start: int, stop: int) -> float:
+        """Of one micro-batch, by these layers of a stage."""
+        if self._again is self._kept:
+            return self._kept[stop] - self._kept[start]
+        until = self._layout.checkpointed_stop(start, stop)
+        return self._again[until] - self._again[start] + self._kept[stop] - self._kept[until]
 
 
 def framework_bytes(layout: Layout) -> float:
@@ -171,30 +201,28 @@ def _gradient_bytes(layout: Layout) -> int:
     return layout.element_bytes + accumulation
 
 
-def _kept_bytes(layout: Layout, block: Block) -> float:
-    """What one micro-batch keeps for its backward pass on one rank, on this block's layers."""
-    s = layout.strategy
-    kept = layout.kept(block.start, block.stop)
-    total = kept.on_rank(layout.shapes.attention_degree, sequence_parallel=s.sequence_parallel)
+def _kept_sums(layout: Layout, found: Activations, checkpointing: Checkpointing) -> list[float]:
+    """What one micro-batch keeps for its backward pass on one rank, prefix sums over graph.layers."""
+    s, degree = layout.strategy, layout.shapes.attention_degree
+    whole, divided = np.array(found.whole, dtype=np.float64), np.array(found.divided, dtype=np.float64)
     # A context rank has its piece of each row and, in attention, its heads of the whole one: the same share of both.
-    total *= s.micro_batch_size / s.context
-    if s.expert > 1:
-        total += _exchanged(layout, block)
-    if s.pipeline > 1:
-        # Its output, held until the gradient comes back; DeepSpeed's pipe_partitioned keeps a share a tensor rank.
-        share = 1 if s.schedule == "dualpipev" else s.tensor
-        total += layout.graph.hidden_size / share * layout.tokens * layout.element_bytes / s.virtual_stages
-    return total
+    rows = s.micro_batch_size / s.context
+    sums = (whole / (degree if s.sequence_parallel else 1) + divided / degree) * rows
+    if s.expert > 1 and checkpointing != "full":  # rows of other ranks' tokens
+        of_kind = [*(exchanged_bytes(layout, kind) for kind in layout.shapes.kinds), 0.0]  # -1: the ends
+        sums[1:] += np.cumsum(np.array(of_kind)[list(layout.shapes.kind_of)])
+    result: list[float] = sums.tolist()
+    return result
 
 
-def _exchanged(layout: Layout, block: Block) -> float:
-    """Rows of other ranks' tokens, of the layers that keep what they compute."""
-    kinds, kind_of = layout.shapes.kinds, layout.shapes.kind_of
-    if layout.checkpointed is None and layout.strategy.checkpointing == "full":
+def _boundary_bytes(layout: Layout) -> float:
+    """Of a micro-batch: a stage's output, held until the gradient comes back. DeepSpeed's pipe_partitioned keeps a
+    share a tensor rank."""
+    s = layout.strategy
+    if s.pipeline == 1:
         return 0.0
-    start = layout.checkpointed_stop(block.start, block.stop)
-    layers = Counter(kind_of[start : block.stop])
-    return sum(exchanged_bytes(layout, kinds[kind]) * count for kind, count in layers.items() if kind >= 0)
+    share = 1 if s.schedule == "dualpipev" else s.tensor
+    return layout.graph.hidden_size / share * layout.tokens * layout.element_bytes / s.virtual_stages
 
 
 def _is_made_again(layout: Layout, blocks: tuple[Block, ...]) -> bool:

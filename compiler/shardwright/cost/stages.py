@@ -56,7 +56,7 @@ class PricedStages:
 
     @functools.cached_property
     def usable_bytes(self) -> int:
-        return usable_bytes(self._layout)
+        return usable_bytes(self._layout.problem, self._layout.constants)
 
     @property
     def cautious_bytes(self) -> int:
@@ -70,10 +70,9 @@ class PricedStages:
         experts = layout.shapes.expert_numel[-1] if layout.strategy.spreads_experts else 0
         return sum(states_bytes(layout, numel, experts=experts)) / layout.strategy.pipeline
 
-    def held(self, start: int, stop: int) -> tuple[float, float, float]:
-        """Parameters and kept bytes of these layers: whole, and divided over tensor ranks."""
-        numel, kept = self._layout.shapes.numel, self._layout.kept(start, stop)
-        return numel[stop] - numel[start], kept.whole, kept.divided
+    def held(self, start: int, stop: int) -> tuple[float, float]:
+        numel = self._layout.shapes.numel
+        return numel[stop] - numel[start], self._bytes.kept_bytes(start, stop)
 
     def peak_bytes(self, rank: int, bounds: tuple[int, ...]) -> int:
         """Of a pipeline rank with these layers. bounds: start and stop of each of its stages."""

@@ -11,7 +11,7 @@ import operator
 from typing import NamedTuple
 
 from shardwright.cost.activations import keeps_products
-from shardwright.cost.collectives import all_reduce_seconds, gather_seconds
+from shardwright.cost.collectives import Group, all_reduce_seconds, gather_seconds
 from shardwright.cost.compute import peak_flops
 from shardwright.cost.contrastive import exchange_seconds, similarity_flops
 from shardwright.cost.data_parallel import data_comm_seconds, zero_efficiency
@@ -221,15 +221,33 @@ def data_seconds(layout: Layout) -> float:
 def once_a_step_seconds(layout: Layout) -> float:
     """Per parameter of a pipeline rank at ZeRO 0 or 1 (what pipelines run): its gradient's collectives and its update,
     without the starts of rings. A share of what `data_comm_seconds` and `optimizer_seconds` say of a rank."""
+    s, numel = layout.strategy, max(1.0, layout.shapes.numel[-1] / layout.strategy.pipeline)
+    return _reduced_seconds(layout, layout.group(s.shards, s.tensor), numel) / numel + _update_seconds(layout, 1)
+
+
+def least_once_a_step_seconds(layout: Layout) -> float:
+    """Of the pipeline rank with the most parameters at ZeRO 0 or 1, wherever layers are placed: what a mean rank's
+    gradients and update take. Experts that are spread over ranks are reduced over those with the same ones."""
+    s, shapes = layout.strategy, layout.shapes
+    numel = layout.adapters[-1] if layout.adapters else shapes.numel[-1] - shapes.shared_numel
+    numel -= layout.frozen[-1] if layout.frozen else 0
+    experts = shapes.expert_numel[-1] if s.spreads_experts and not layout.has_frozen else 0
+    dense = (numel - experts) / s.pipeline
+    seconds = _reduced_seconds(layout, layout.group(s.shards, s.tensor), dense)
+    if experts:
+        over = layout.group(s.expert_copies, s.expert * s.expert_tensor_ranks)
+        seconds += _reduced_seconds(layout, over, experts / s.expert_parts / s.pipeline)
+    return seconds + _update_seconds(layout, numel / s.pipeline)
+
+
+def _reduced_seconds(layout: Layout, group: Group, numel: float) -> float:
+    """Gradients of so many parameters over the group at ZeRO 0 or 1, without the starts of rings."""
     s, c, cluster = layout.strategy, layout.constants, layout.cluster
     gradient = ELEMENT_BYTES[layout.accumulation_dtype]
-    group, numel = layout.group(s.shards, s.tensor), max(1.0, layout.shapes.numel[-1] / s.pipeline)
     if s.zero_stage == 0:
-        seconds = all_reduce_seconds(cluster, c, group, gradient * numel, 0)
-    else:
-        moved = gradient + layout.element_bytes
-        seconds = gather_seconds(cluster, c, group, moved * numel, 0) / zero_efficiency(layout)
-    return seconds / numel + _update_seconds(layout, 1)
+        return all_reduce_seconds(cluster, c, group, gradient * numel, 0)
+    moved = gradient + layout.element_bytes
+    return gather_seconds(cluster, c, group, moved * numel, 0) / zero_efficiency(layout)
 
 
 def optimizer_seconds(layout: Layout, rank: int) -> float:

@@ -50,8 +50,8 @@ class StagePrices(Protocol):
     def least_bytes(self) -> float:
         """What the fullest rank of no placing is below."""
 
-    def held(self, start: int, stop: int) -> tuple[float, float, float]:
-        """Measures that a rank's peak grows with: parameters, and kept bytes of both kinds."""
+    def held(self, start: int, stop: int) -> tuple[float, float]:
+        """Measures that a rank's peak grows with: parameters, and kept bytes."""
 
     def peak_bytes(self, rank: int, bounds: tuple[int, ...]) -> int:
         """bounds: start and stop of each of the pipeline rank's stages."""
@@ -150,7 +150,7 @@ class _Room:
             held = [(r, cut[r], cut[r + 1], cut[last - 1 - r], cut[last - r]) for r in range(last // 2)]
             return all(self._peak_bytes(*h) <= limit_bytes for h in held)
         # Fewer micro-batches are in flight on later ranks, so one that holds no more than an earlier one has room.
-        seen: list[tuple[float, float, float]] = []
+        seen: list[tuple[float, float]] = []
         last = len(cut) - 2
         for rank, (first, stop) in enumerate(itertools.pairwise(cut)):
             holds = self._prices.held(self._layers[first], self._layers[stop])

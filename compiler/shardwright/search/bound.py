@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import itertools
+import math
 import operator
-from dataclasses import replace
+from dataclasses import fields, replace
 
-from shardwright.cost.layout import lay_out, placed
-from shardwright.cost.passes import Passes, message_seconds, passes, rank_seconds
+import numpy as np
+
+from shardwright.cost.layout import Layout, lay_out, placed
+from shardwright.cost.memory import usable_bytes
+from shardwright.cost.passes import FORWARD_SHARE, Passes, message_seconds, passes, rank_seconds
 from shardwright.cost.replaced import constants_of, run_factor
-from shardwright.cost.timing import data_seconds, once_a_step_seconds, optimizer_seconds
-from shardwright.layout.axes import Value
+from shardwright.cost.stages import PricedStages
+from shardwright.cost.timing import (
+    bubble_divisor,
+    data_seconds,
+    is_simulated,
+    least_once_a_step_seconds,
+    optimizer_seconds,
+)
+from shardwright.layout.axes import AXES, Value
 from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.partition.placing import place_parts
+from shardwright.partition.stages import layers_of_a_part
+from shardwright.search.room import Ints, Room, Rooms, Work, head_rank, slowest_rank, suffices, work_of
 from shardwright.search.settle import with_hpz
 
 WORTH_PRICING = 1.1
@@ -37,6 +50,8 @@ SAME += ("sequence_parallel", "loss", "offload")
 """Of the work of a micro-batch over all layers. Of the other degrees it knows no more than whether there are several
 ranks."""
 _same = operator.attrgetter(*SAME)
+_holding = operator.attrgetter(*(axis.name for axis in AXES if axis.holds), "hpz_partition_size")
+_but_checkpointing = operator.attrgetter(*(f.name for f in fields(Strategy) if f.name != "activation_checkpointing"))
 _placing = operator.attrgetter(*SAME, "pipeline", "data")
 
 
@@ -55,6 +70,34 @@ class Bound:
         self._work: dict[tuple[Value, ...], list[float]] = {}
         self._beyond: dict[tuple[Value, ...], tuple[float, float]] = {}
         self._once: dict[tuple[Value, ...], float] = {}
+        self._kept: dict[tuple[Value, ...], float] = {}
+        self._rows: dict[tuple[Value, ...], Work] = {}
+        self._rooms = Rooms()
+        self._last: Layout | None = None
+        self._least_bytes: dict[tuple[Value, ...], float] = {}
+        self._usable_bytes = usable_bytes(problem, self._constants)
+
+    def _laid_out(self, s: Strategy) -> Layout:
+        """Of the last one that was asked about once."""
+        if self._last is None or self._last.strategy is not s:
+            self._last = lay_out(self._problem, s, self._constants)
+        return self._last
+
+    def least_bytes(self, s: Strategy) -> float:
+        """The states alone: no placing's fullest rank holds less."""
+        key = _holding(s)
+        if key not in self._least_bytes:
+            self._least_bytes[key] = PricedStages(self._laid_out(s)).least_bytes
+        return self._least_bytes[key]
+
+    def may_hold(self, s: Strategy) -> bool:
+        return self._problem.recipe.assume.ignore_memory or self.least_bytes(s) <= self._usable_bytes
+
+    def has_room(self, s: Strategy) -> bool:
+        """False where the layers certainly have none."""
+        if not self._knows_room(s):
+            return True
+        return suffices(self._rooms.of(self._laid_out(s)).most_layers(), self._problem.graph.decoder_layers)
 
     def least_seconds(self, s: Strategy) -> float:
         """Of a step: all micro-batches over ranks that share the layers in the best of all shares; of a pipeline also a
@@ -64,14 +107,10 @@ class Bound:
         key: tuple[Value, ...] = (*_same(s), p > 1, s.shards > 1)
         work = self._work.get(key)
         if work is None:
-            work = self._work[key] = _work(passes(lay_out(self._problem, s, self._constants)))
+            work = self._work[key] = _work(passes(self._laid_out(s)))
         each, message = self._beyond_layers(s)
         if p == 1:
-            least = m * (work[-1] + each)
-            if s.activation_checkpointing == "full":  # stands for those that recompute a part of the layers, too
-                least = max(least, self.least_kept_seconds(s))
-            elif s.offload == "none":
-                least += self._of_one_stage(s)
+            least = m * (work[-1] + each) + (self._of_one_stage(s) if s.offload == "none" else 0.0)
         elif s.interleaves:
             least = self._interleaved(s, work, 2 * message + each / s.virtual_stages)
         else:
@@ -82,13 +121,75 @@ class Bound:
 
     def least_kept_seconds(self, s: Strategy) -> float:
         """The same with no layer recomputed."""
-        kept = s if s.activation_checkpointing == "none" else replace(s, activation_checkpointing="none")
-        return self.least_seconds(kept)
+        key = _but_checkpointing(s)
+        if key not in self._kept:
+            kept = s if s.activation_checkpointing == "none" else replace(s, activation_checkpointing="none")
+            self._kept[key] = self.least_seconds(kept)
+        return self._kept[key]
+
+    def least_placed_seconds(self, s: Strategy, *, may_recompute_less: bool = False) -> float:
+        """At least `least_seconds`, and of a pipeline also what the slowest rank does where no rank has more layers
+        than it has room for; infinite where they have none. It takes several times as long to say. may_recompute_less:
+        s, which recomputes all layers, stands for those that recompute fewer of them."""
+        least = self.least_seconds(s)
+        if self._knows_room(s):
+            room = self._rooms.of(self._laid_out(s))
+            least = max(least, self._of_slowest(s, self._rows_of(s), room.most_layers()))
+        if may_recompute_less:
+            least = min(least, self.least_recomputing_less(s))
+        return least
+
+    def least_recomputing_less(self, s: Strategy) -> float:
+        """Of those that recompute as many layers of each stage, but not all of them, as s, which does, has room for."""
+        kept = self.least_kept_seconds(s)
+        if not self._knows_room(s):
+            return kept
+        whole = replace(s, activation_checkpointing="none")
+        room = self._rooms.of(*map(self._laid_out, (s, whole)))
+        return max(kept, self._partly(s, whole, room))
+
+    def _partly(self, s: Strategy, whole: Strategy, room: Room) -> float:
+        """The best of all numbers of recomputed layers a stage. More of them make room for layers, and take longer."""
+        graph, again = self._problem.graph, self._again(s, whole)
+        stages, most = s.stages // s.pipeline, layers_of_a_part(self._problem.graph, s)
+        best = math.inf
+        for layers in range(room.fewest_recomputed(most, stages), most + 1):
+            work = self._rows_of(whole).with_more(layers * stages, again)
+            if self._of_slowest(whole, work, np.full(s.pipeline, graph.decoder_layers)) >= best:
+                break
+            best = min(best, self._of_slowest(whole, work, room.most_layers(layers * stages)))
+        return best
+
+    def _knows_room(self, s: Strategy) -> bool:
+        """Whether layers are placed by the room for them, and that is known: all that they have is trained."""
+        recipe, graph = self._problem.recipe, self._problem.graph
+        trained = recipe.lora is None and not recipe.model.freeze and not graph.sees
+        return s.pipeline > 1 and not s.interleaves and trained and not recipe.assume.ignore_memory
+
+    def _again(self, s: Strategy, whole: Strategy) -> float:
+        """Seconds of a micro-batch that recomputing one layer adds at least."""
+        return max(0.0, float(self._rows_of(s).least[1] - self._rows_of(whole).most[1]))
+
+    def _rows_of(self, s: Strategy) -> Work:
+        key = (*_same(s), s.shards > 1)
+        work = self._rows.get(key)
+        if work is None:
+            work = self._rows[key] = work_of(passes(self._laid_out(s)))
+        return work
+
+    def _of_slowest(self, s: Strategy, work: Work, most: Ints) -> float:
+        """most: layers that each rank has room for."""
+        slowest = slowest_rank(work, most, head_rank(s))
+        if slowest is None:
+            return math.inf
+        placed = _of_slowest(s, work, *slowest, *self._beyond_layers(s))
+        placed += self._once_a_step(s) if s.offload == "none" else 0.0
+        return placed * (1 - ROUNDING) * run_factor(self._problem.recipe, self._problem.graph, s)
 
     def _of_one_stage(self, s: Strategy) -> float:
         """Once a step, without a pipeline: all of it is known."""
         graph = self._problem.graph
-        layout = placed(lay_out(self._problem, s, self._constants), (0, len(graph.layers)))
+        layout = placed(self._laid_out(s), (0, len(graph.layers)))
         copied = with_hpz(layout)
         data = min(data_seconds(each) for each in (layout, copied) if each is not None)
         return data + optimizer_seconds(layout, 0)
@@ -97,7 +198,7 @@ class Bound:
         """Seconds of a micro-batch: on each rank, and of a message."""
         key = (*_placing(s), self._problem.recipe.cluster.measured is not None and s)
         if key not in self._beyond:
-            layout = lay_out(self._problem, s, self._constants)
+            layout = self._laid_out(s)
             self._beyond[key] = rank_seconds(layout), message_seconds(layout)
         return self._beyond[key]
 
@@ -113,12 +214,31 @@ class Bound:
     def _once_a_step(self, s: Strategy) -> float:
         key = (s.tensor, s.pipeline, s.context, s.expert, s.expert_tensor, s.data, s.zero_stage, s.schedule)
         if key not in self._once:
-            layout = lay_out(self._problem, s, self._constants)
-            numel = layout.adapters[-1] if layout.adapters else layout.shapes.numel[-1] - layout.shapes.shared_numel
-            if s.spreads_experts:  # theirs go over other ranks
-                numel -= layout.shapes.expert_numel[-1]
-            self._once[key] = once_a_step_seconds(layout) * numel / s.pipeline
+            self._once[key] = least_once_a_step_seconds(self._laid_out(s))
         return self._once[key]
+
+
+def _of_slowest(s: Strategy, work: Work, slowest: float, first: int, each: float, message: float) -> float:
+    """slowest: seconds of a micro-batch's layers on the slowest rank, which is `first` or one behind it. each, message:
+    of a rank beyond its layers, and of a message.
+
+    A rank begins behind the ranks before it, each of which has a layer. Under 1F1B it also waits for the first
+    gradient: of one micro-batch no two passes run at once, and of its own passes only the forward ones that it makes
+    ahead, min(p - rank, m), run beside them.
+    """
+    m, p = s.gradient_accumulation_steps, s.pipeline
+    own, all_ranks = slowest + each, work.total + p * each
+    if s.schedule == "dualpipev":
+        if is_simulated(s):
+            return max(m * own + max(0, first - 1) * float(work.least[1]), m / p * all_ranks)
+        own, all_ranks = own + 4 * message, all_ranks + 8 * (p - 1) * message
+        own = max(own, all_ranks / p)
+        return m * own + (all_ranks - own) / bubble_divisor(s)
+    share = max(work.forward_share, FORWARD_SHARE)
+    ahead = min(p - first, m)
+    waits = all_ranks + (m - 1) * own - (ahead - 1) * share * own + (2 * (p - 1) + 2 * m - ahead - 1) * message
+    before = max(0, first - 1) * float(work.least[1]) + first * (each + 2 * message)
+    return max(waits, m * (own + 2 * message) + before, _pipelined(s, all_ranks, 2 * message))
 
 
 def _pipelined(s: Strategy, work: float, messages: float) -> float:

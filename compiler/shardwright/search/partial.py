@@ -29,7 +29,7 @@ def recompute_less(problem: Problem, layout: Layout, memory: Memory) -> tuple[La
     recipe = problem.recipe
     if not may_recompute_less(problem) or layout.strategy.activation_checkpointing != "full" or not memory.fits:
         return None
-    limit = usable_bytes(layout)
+    limit = usable_bytes(layout.problem, layout.constants)
     if recipe.parallelism.memory_headroom is None and is_roomy(recipe, memory):
         limit = min(limit, cautious_bytes(memory.capacity_bytes))
     # The second copy of the weights takes room that fewer recomputed layers could have.

@@ -8,7 +8,7 @@ import math
 import time
 from dataclasses import dataclass, fields
 
-from shardwright.cost.estimate import does_not_fit, price
+from shardwright.cost.estimate import price
 from shardwright.cost.layout import Layout
 from shardwright.diagnostics import Diagnostic, Refusal, refusal
 from shardwright.ir.cluster import Cluster
@@ -18,14 +18,16 @@ from shardwright.layout.estimate import Estimate, Memory
 from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.rules.registry import UNCOUNTABLE_CODES, check_layout
+from shardwright.search.beyond import MORE_MEMORY, Beyond
 from shardwright.search.bound import FEW, WORTH_PRICING, Bound
 from shardwright.search.choice import outweighed, weighed_seconds
 from shardwright.search.partial import may_recompute_less, recompute_less
-from shardwright.search.settle import estimate_strategy, may_fit, settle
+from shardwright.search.settle import estimate_strategy, settle
 from shardwright.search.space import as_today, candidates, nearest
-from shardwright.search.walk import RejectedRegion, Rejections, legal_layouts
+from shardwright.search.walk import Legal, RejectedRegion, Rejections, legal_layouts
 
-MORE_MEMORY = 2  # the next GPU: 40 GB -> 80 GB, 80 GB -> 141 GB
+NEARLY = 4 / 3
+"""Sums of gradients in half precision save up to a quarter of a rank's bytes: 2 of 8 a parameter under ZeRO-1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +35,8 @@ class SearchResult:
     """ranked: the feasible layouts, best first. rejected: one region a code, the largest first. slow: legal ones that
     are not priced, and what each takes at least (bound.py), the fastest first.
 
-    closest: the legal layout that misses memory by least, where none fits. beyond_memory: the fastest of those that up
-    to MORE_MEMORY times the memory would hold (per group that differs in the micro-batch, the smallest that does not
-    fit).
+    closest: the legal layout that misses memory by least, where none fits. beyond_memory: the fastest of those that
+    MORE_MEMORY times the memory would hold; nearly_fits: NEARLY times.
     """
 
     ranked: tuple[Estimate, ...]
@@ -43,6 +44,7 @@ class SearchResult:
     slow: tuple[tuple[float, Strategy], ...]
     closest: Estimate | None
     beyond_memory: Estimate | None
+    nearly_fits: Estimate | None
     seconds: float
 
 
@@ -65,8 +67,8 @@ def best_of(problem: Problem) -> Estimate | None:
     if problem.recipe.objective == "memory":  # the bound is one of time
         return next(iter(_search(problem).ranked), None)
     recipe, bound = problem.recipe, Bound(problem)
-    recomputes_less = may_recompute_less(problem)
-    groups = list(legal_layouts(problem, Rejections()))
+    # Where the smallest micro-batch has no room, none has.
+    groups = [group for group in legal_layouts(problem, Rejections()) if bound.may_hold(group[0][0])]
     # With no layer recomputed first, for which three layouts have one bound.
     waiting = [
         (bound.least_kept_seconds(strategy), number, place, False)
@@ -74,23 +76,19 @@ def best_of(problem: Problem) -> Estimate | None:
         for place, (strategy, _) in enumerate(group)
     ]
     heapq.heapify(waiting)
-    fitting: dict[int, int] = {}
+    fitting = [len(group) for group in groups]
     """Of a group, how many micro-batches may fit, from the smallest on."""
     best, found = math.inf, []
     while waiting:
         least, number, place, is_own = heapq.heappop(waiting)
         if least > best:
             break
-        group = groups[number]
-        if number not in fitting:  # where the smallest has no room, none has
-            fitting[number] = len(group) if may_fit(problem, group[0][0]) else 0
         if place >= fitting[number]:
             continue
-        strategy, warnings = group[place]
+        strategy, warnings = groups[number][place]
         if not is_own:
-            # One that recomputes all layers stands for those that recompute fewer, too.
-            stands = recomputes_less and strategy.activation_checkpointing == "full"
-            own = outweighed(strategy, least if stands else bound.least_seconds(strategy))
+            stands = _stands(problem, strategy)
+            own = outweighed(strategy, bound.least_placed_seconds(strategy, may_recompute_less=stands))
             if own > least:
                 heapq.heappush(waiting, (own, number, place, True))
                 continue
@@ -104,6 +102,11 @@ def best_of(problem: Problem) -> Estimate | None:
     return min(found, key=lambda e: rank_key(recipe, e), default=None)
 
 
+def _stands(problem: Problem, strategy: Strategy) -> bool:
+    """Whether it stands for those that recompute fewer layers than all."""
+    return strategy.activation_checkpointing == "full" and may_recompute_less(problem)
+
+
 def _priced(
     problem: Problem,
     bound: Bound | None,
@@ -115,7 +118,7 @@ def _priced(
     """A layout that fits; beside one that recomputes all layers, the one that recomputes as few of them as fit, where
     that one can be better than the best."""
     found = [price(layout, memory, warnings)]
-    if bound is None or bound.least_kept_seconds(layout.strategy) <= best:
+    if bound is None or bound.least_recomputing_less(layout.strategy) <= best:
         less = recompute_less(problem, layout, memory)
         found += [price(*less, warnings)] if less else []
     return found
@@ -132,37 +135,35 @@ def _search(problem: Problem) -> SearchResult:
     recipe = problem.recipe
     started = time.perf_counter()
     feasible: list[Estimate] = []
-    beyond: list[tuple[Layout, Memory, tuple[Diagnostic, ...]]] = []
     slow: list[tuple[float, Strategy]] = []
     rejections = Rejections()
     best = math.inf
     bound, groups = _groups(problem, rejections)
+    beyond = Beyond(problem, bound)
     for group in groups:
         for place, (least, strategy, warnings) in enumerate(group):
-            if least > WORTH_PRICING * best:
+            if bound is not None and least <= WORTH_PRICING * best:
+                least = bound.least_placed_seconds(strategy, may_recompute_less=_stands(problem, strategy))
+            if WORTH_PRICING * best < least < math.inf:
                 slow.append((least, strategy))
                 continue
-            layout, memory = settle(problem, strategy)
-            if not memory.fits:
-                rejections.add(does_not_fit(memory, strategy), strategy, len(group) - place)
-                beyond.append((layout, memory, warnings))
+            layout, memory = settle(problem, strategy) if least < math.inf else (None, None)
+            if layout is None or memory is None or not memory.fits:
+                rejections.add(beyond.add(strategy, warnings, layout, memory), strategy, len(group) - place)
                 break
             found = _priced(problem, bound, layout, memory, warnings, best)
             feasible += found
             best = min(best, *(weighed_seconds(recipe, e) for e in found))
     feasible.sort(key=lambda e: rank_key(recipe, e))
-    closest = beyond_memory = None
-    if feasible:
-        priced = [price(*b) for b in beyond if b[1].peak_bytes <= MORE_MEMORY * b[1].capacity_bytes]
-        beyond_memory = min(priced, key=lambda e: rank_key(recipe, e), default=None)
-    elif beyond:
-        closest = price(*min(beyond, key=lambda each: each[1].peak_bytes))
+    closest = None if feasible else beyond.closest()
+    beyond_memory, nearly_fits = (beyond.fastest(x) if feasible else None for x in (MORE_MEMORY, NEARLY))
     return SearchResult(
         ranked=tuple(feasible),
         rejected=rejections.largest_first(),
         slow=tuple(sorted(slow, key=lambda each: (each[0], str(each[1])))),
         closest=closest,
         beyond_memory=beyond_memory,
+        nearly_fits=nearly_fits,
         seconds=time.perf_counter() - started,
     )
 
@@ -177,8 +178,20 @@ def _groups(problem: Problem, rejections: Rejections) -> tuple[Bound | None, lis
     if sum(map(len, legal)) <= FEW or problem.recipe.objective == "memory":
         return None, [[(0.0, s, found) for s, found in group] for group in legal]
     bound = Bound(problem)
-    groups = [[(bound.least_seconds(s), s, found) for s, found in group] for group in legal]
+    groups = [_bounded(problem, bound, group) for group in legal]
     return bound, sorted(groups, key=lambda group: min(least for least, *_ in group))
+
+
+def _bounded(problem: Problem, bound: Bound, group: tuple[Legal, ...]) -> list[Bounded]:
+    """From the first one on that certainly has no room, all are infinite."""
+    stands = _stands(problem, group[0][0])
+    least = bound.least_kept_seconds if stands else bound.least_seconds
+    room = len(group) if bound.may_hold(group[0][0]) else 0
+    found: list[Bounded] = []
+    for place, (strategy, warnings) in enumerate(group):
+        room = room if place == 0 or place >= room or bound.has_room(strategy) else place
+        found.append((least(strategy) if place < room else math.inf, strategy, warnings))
+    return found
 
 
 def rank_key(recipe: Recipe, estimate: Estimate) -> tuple[float | int | str, ...]:

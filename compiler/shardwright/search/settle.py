@@ -12,7 +12,7 @@ from shardwright.cost.collectives import group_of
 from shardwright.cost.constants import Constants
 from shardwright.cost.estimate import price
 from shardwright.cost.layout import Layout, lay_out, placed
-from shardwright.cost.memory import cautious_bytes, estimate_memory, logits_are_peak, usable_bytes
+from shardwright.cost.memory import cautious_bytes, estimate_memory, logits_are_peak
 from shardwright.cost.replaced import constants_of
 from shardwright.cost.stages import PricedStages
 from shardwright.cost.timing import data_seconds
@@ -75,12 +75,6 @@ def settle(problem: Problem, strategy: Strategy, constants: Constants | None = N
     chunked = place(problem, replace(strategy, loss="chunked"), constants)
     lower = estimate_memory(chunked)
     return _settle_hpz(chunked, lower) if lower.peak_bytes < memory.peak_bytes else (layout, memory)
-
-
-def may_fit(problem: Problem, strategy: Strategy) -> bool:
-    """False where the states alone are too large, wherever the layers are placed: cheaper than `settle`."""
-    layout = lay_out(problem, strategy, constants_of(problem.recipe))
-    return PricedStages(layout).least_bytes <= usable_bytes(layout) or problem.recipe.assume.ignore_memory
 
 
 def place(problem: Problem, strategy: Strategy, constants: Constants | None = None) -> Layout:

@@ -8,10 +8,11 @@ from typing import cast
 
 from shardwright.engines.table import ENGINES
 from shardwright.ir.json_value import JsonObject
+from shardwright.layout.estimate import Estimate
 from shardwright.layout.problem import Problem
 from shardwright.search.choice import weighed_seconds
 from shardwright.search.deadline import Sizing, size_cluster
-from shardwright.search.search import SearchResult, search
+from shardwright.search.search import SearchResult, best_of, search
 
 MUCH_SLOWER = 1.2
 """Weighed time of the best layout with sums in fp32, over that with sums in bf16, from which on bf16 is taken: long
@@ -61,8 +62,8 @@ def _with_sums(problem: Problem) -> Problem:
     short = _summed_in(problem, "bf16")
     if _refused(short) > _refused(problem):  # an engine that sums in fp32 alone
         return problem
-    half = search(short)
-    if not half.ranked or (full.ranked and not _is_much_slower(problem, full, half)):
+    half = best_of(short)
+    if half is None or (full.ranked and not _is_much_slower(problem, full.ranked[0], half)):
         return problem
     return short
 
@@ -77,14 +78,14 @@ def _summed_in(problem: Problem, dtype: str | None) -> Problem:
 
 
 def _binds(problem: Problem, full: SearchResult) -> bool:
-    """Whether there is a layout at all that would be faster by so much with more memory."""
+    """Whether there is a layout at all that would be faster by so much with as much memory as shorter sums free."""
     if not full.ranked:
         return full.closest is not None
     most = weighed_seconds(problem.recipe, full.ranked[0]) / MUCH_SLOWER
-    near = (*full.ranked, *(() if full.beyond_memory is None else (full.beyond_memory,)))
+    near = (*full.ranked, *(() if full.nearly_fits is None else (full.nearly_fits,)))
     return any(e.time.step_seconds <= most for e in near)
 
 
-def _is_much_slower(problem: Problem, full: SearchResult, half: SearchResult) -> bool:
-    slow, fast = (weighed_seconds(problem.recipe, each.ranked[0]) for each in (full, half))
+def _is_much_slower(problem: Problem, full: Estimate, half: Estimate) -> bool:
+    slow, fast = (weighed_seconds(problem.recipe, each) for each in (full, half))
     return slow >= MUCH_SLOWER * fast

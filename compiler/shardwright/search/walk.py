@@ -4,6 +4,7 @@ forbids is counted, not enumerated."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -28,22 +29,25 @@ class RejectedRegion:
 
 @dataclass(slots=True)
 class Rejections:
-    """One region a code."""
+    """One region a code. first: its reason and its example."""
 
-    regions: dict[str, RejectedRegion] = field(default_factory=dict)
+    first: dict[str, tuple[str, Strategy]] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
 
     def add(self, found: Diagnostic, example: Strategy, count: int = 1) -> None:
-        known = self.regions.get(found.code)
-        self.regions[found.code] = RejectedRegion(
-            code=found.code,
-            reason=known.reason if known else found.message,
-            count=known.count + count if known else count,
-            example=known.example if known else example,
-        )
+        self.first.setdefault(found.code, (found.message, example))
+        self.counts[found.code] += count
 
     def largest_first(self) -> tuple[RejectedRegion, ...]:
-        return tuple(sorted(self.regions.values(), key=lambda r: (-r.count, r.code)))
+        regions = (
+            RejectedRegion(code=code, reason=reason, count=self.counts[code], example=example)
+            for code, (reason, example) in self.first.items()
+        )
+        return tuple(sorted(regions, key=lambda r: (-r.count, r.code)))
 
+
+STEPS = "gradient_accumulation_steps"
+"""They follow from the batch, the micro-batch and the data ranks."""
 
 Legal = tuple[Strategy, tuple[Diagnostic, ...]]
 """A layout that breaks no rule, and the warnings about it."""
@@ -51,16 +55,31 @@ Legal = tuple[Strategy, tuple[Diagnostic, ...]]
 
 def legal_layouts(problem: Problem, rejections: Rejections) -> Iterator[tuple[Legal, ...]]:
     """Groups that differ in the micro-batch alone, smallest first. What a rule forbids goes to `rejections`."""
+    known: dict[tuple[str, ...], tuple[_Level, ...]] = {}
     for placement in placements(problem):
-        yield from _Walk(problem, placement, rejections).groups()
+        names = tuple(name for name, _ in placement.axes)
+        if names not in known:
+            known[names] = _levels(problem.recipe.target, names)
+        yield from _Walk(problem, placement, rejections, known[names]).groups()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Level:
+    """Rules that can be asked once an axis is settled, and not before. reads: the keys that decide whether one of them
+    is broken. told: by the values of these, the rule that is broken, or None where nothing is to be said."""
+
+    rules: tuple[Rule, ...]
+    reads: tuple[str, ...]
+    told: dict[tuple[Value, ...], Diagnostic | None] = field(default_factory=dict)
 
 
 class _Walk:
     """One placement: its axes settled one after the other."""
 
-    def __init__(self, problem: Problem, placement: Placement, rejections: Rejections) -> None:
-        self.problem, self.placement, self.rejections = problem, placement, rejections
-        self.levels = _levels(problem.recipe.target, [name for name, _ in placement.axes])
+    def __init__(
+        self, problem: Problem, placement: Placement, rejections: Rejections, levels: tuple[_Level, ...]
+    ) -> None:
+        self.problem, self.placement, self.rejections, self.levels = problem, placement, rejections, levels
 
     def groups(self) -> Iterator[tuple[Legal, ...]]:
         warnings = self._check(0, {})
@@ -87,28 +106,40 @@ class _Walk:
 
     def _check(self, level: int, settled: dict[str, Value]) -> tuple[Diagnostic, ...] | None:
         """The warnings of this level's rules; None where one is broken, which rules out all below."""
-        rules = self.levels[level]
-        if not rules:
-            return ()
+        asked = self.levels[level]
+        fixed = self.placement.settled
+        values = tuple([settled[name] if name in settled else fixed[name] for name in asked.reads])
+        below = math.prod(len(c) for _, c in self.placement.axes[level:])
+        if values in asked.told:
+            broken = asked.told[values]
+            if broken is not None:
+                self.rejections.counts[broken.code] += below
+            return () if broken is None else None
         strategy = strategy_of(self.problem.recipe, self.placement, settled)
         p = self.problem
         candidate = Candidate(recipe=p.recipe, graph=p.graph, cluster=p.cluster, strategy=strategy)
-        found = in_order(rule.check(candidate) for rule in rules)
-        if found and found[0].severity == "error":
-            self.rejections.add(found[0], strategy, math.prod(len(c) for _, c in self.placement.axes[level:]))
+        found = in_order(rule.check(candidate) for rule in asked.rules)
+        is_broken = bool(found) and found[0].severity == "error"
+        if is_broken or not found:  # warnings are in the words of each layout
+            asked.told[values] = found[0] if found else None
+        if is_broken:
+            self.rejections.add(found[0], strategy, below)
             return None
         return found
 
 
-def _levels(target: str, names: list[str]) -> tuple[tuple[Rule, ...], ...]:
-    """Per level (the degrees, then each axis) the rules that can be asked there and not before."""
+def _levels(target: str, names: tuple[str, ...]) -> tuple[_Level, ...]:
+    """Of the degrees, then of each axis."""
     settled = {axis.name for axis in AXES if axis.section} - set(names)
     waiting = list(rules_for(target).values())
-    levels: list[tuple[Rule, ...]] = []
+    levels: list[_Level] = []
     for name in (None, *names):
         if name is not None:
-            settled |= {name, "gradient_accumulation_steps"} if name == "micro_batch_size" else {name}
-        levels.append(tuple(rule for rule in waiting if rule.reads <= settled))
+            settled |= {name, STEPS} if name == "micro_batch_size" else {name}
+        rules = tuple(rule for rule in waiting if rule.reads <= settled)
+        reads = set().union(*(rule.reads for rule in rules))
+        reads |= {"micro_batch_size", "data"} if STEPS in reads else set()
+        levels.append(_Level(rules=rules, reads=tuple(sorted(reads - {STEPS}))))
         waiting = [rule for rule in waiting if not rule.reads <= settled]
     assert not waiting, "a rule reads a key that no axis settles"
     return tuple(levels)

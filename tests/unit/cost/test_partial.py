@@ -9,7 +9,7 @@ import pytest
 
 from shardwright.cost.breakdown import break_down
 from shardwright.cost.layout import Layout
-from shardwright.cost.memory import estimate_memory
+from shardwright.cost.memory import RankBytes, estimate_memory
 from shardwright.ir.words import PartialCheckpointing
 from shardwright.search.settle import estimate_strategy, place
 from tests.unit.cost.test_estimate import change
@@ -68,12 +68,11 @@ def test_each_layer_more_takes_time_and_frees_memory(name: str) -> None:
 
 def test_what_a_stage_keeps() -> None:
     """Of 32 layers the inputs of 12 and everything of 20, for each micro-batch."""
-    none, full = (layout_of({}, choice).activations for choice in ("none", "full"))
-    kept = layout_of({}, PartialCheckpointing(full=12)).kept(0, LAYERS + 2)
-    for part in ("whole", "divided"):
-        ones = [getattr(a.between(2, 3), part) for a in (full, none)]
-        ends = getattr(none.between(0, 1), part)
-        assert getattr(kept, part) == pytest.approx(ends + 12 * ones[0] + 20 * ones[1])
+    none, full, partial = (RankBytes(layout_of({}, x)) for x in ("none", "full", PartialCheckpointing(full=12)))
+    ends = none.kept_bytes(0, 1)
+    some, every = full.kept_bytes(2, 3), none.kept_bytes(2, 3)
+    assert 0 < some < every
+    assert partial.kept_bytes(0, LAYERS + 2) == pytest.approx(ends + 12 * some + 20 * every)
 
 
 def test_what_is_made_again_has_the_room_of_what_went_before() -> None:

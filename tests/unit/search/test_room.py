@@ -1,0 +1,88 @@
+"""What memory makes of a pipeline before its layers are placed: no layout that fits takes less than the bound says, and
+what it says has no room has none. Models whose layers are alike, and one whose first layer is another."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardwright.ir.words import PartialCheckpointing
+from shardwright.layout.problem import Problem
+from shardwright.model.build import build_model_graph
+from shardwright.search.bound import Bound
+from shardwright.search.room import shortest_rows, slowest_rank, work_of
+from shardwright.search.search import search
+from shardwright.search.settle import settle
+from shardwright.search.space import candidates
+from tests.unit.model.factory import LLAMA_70B, graph_of, model_section, problem_of, recipe_of
+
+FIRST_IS_DENSE = "deepseek-ai/DeepSeek-V2-Lite"
+
+
+def asked(name: str, *, nodes: int, batch: int, gpu: str, **more: Any) -> Problem:
+    config = LLAMA_70B if name == "llama-70b" else None
+    graph = build_model_graph(model_section(source=name)) if config is None else graph_of(config)
+    recipe = recipe_of(
+        config,
+        cluster={"nodes": nodes, "gpu": gpu},
+        training={"global_batch_size": batch, "sequence_length": 4096},
+        **more,
+    )
+    return problem_of(recipe, graph)
+
+
+CASES = [
+    ("llama-70b", 4, 96, "a100-sxm4-80gb", "deepspeed"),
+    ("llama-70b", 4, 64, "a100-sxm4-80gb", "megatron"),
+    (FIRST_IS_DENSE, 2, 64, "a100-sxm4-40gb", "deepspeed"),
+    (FIRST_IS_DENSE, 2, 64, "a100-sxm4-40gb", "megatron"),
+]
+
+
+@pytest.mark.parametrize(("name", "nodes", "batch", "gpu", "target"), CASES)
+def test_none_is_faster_and_none_fits_without_room(
+    name: str, nodes: int, batch: int, gpu: str, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwright.search.search.FEW", 10**9)
+    problem = asked(name, nodes=nodes, batch=batch, gpu=gpu, target=target)
+    bound, gains = Bound(problem), []
+    for e in search(problem).ranked:
+        s, partial = e.strategy, isinstance(e.strategy.activation_checkpointing, PartialCheckpointing)
+        if s.loss == "chunked":
+            s = dataclasses.replace(s, loss="full")  # as the search has it before it settles the loss
+        if partial:
+            s = dataclasses.replace(s, activation_checkpointing="full", hpz_partition_size=1)
+        assert bound.least_placed_seconds(s, may_recompute_less=partial) <= e.time.step_seconds * (1 + 1e-9), e.strategy
+        gains.append(bound.least_placed_seconds(s) / bound.least_seconds(s))
+    assert max(gains) > 1.05
+    crowded = [s for s in candidates(problem) if s.zero_stage <= 1 and not bound.has_room(s)]
+    assert crowded
+    assert not any(settle(problem, s)[1].fits for s in crowded[:: max(1, len(crowded) // 40)])
+
+
+def test_rows_of_layers_that_differ() -> None:
+    assert shortest_rows(np.array([0.0, 5, 6, 9, 10])).tolist() == [0, 1, 4, 5, 10]
+    assert shortest_rows(np.array([0.0, 2, 4, 6])).tolist() == [0, 2, 4, 6]
+
+
+def test_the_slowest_rank_is_one_that_has_room() -> None:
+    """Eight layers of a second each and a head of three: three layers on two ranks, two on the third, the head alone on
+    the last take 3. Where the first two have room for one each, the others share six layers and the head: 5."""
+    problem = asked("llama-70b", nodes=1, batch=8, gpu="h100-sxm-80gb")
+    found = work_of(_passes(problem))
+    work = dataclasses.replace(found, least=np.arange(9.0), most=np.arange(9.0), head=3.0)
+    assert slowest_rank(work, np.array([8, 8, 8, 8]), 3) == (3.0, 0)
+    assert slowest_rank(work, np.array([1, 1, 8, 8]), 3) == (5.0, 2)
+    assert slowest_rank(work, np.array([1, 1, 2, 8]), 3) == (7.0, 3)
+    assert slowest_rank(work, np.array([1, 1, 2, 3]), 3) is None
+
+
+def _passes(problem: Problem) -> Any:
+    from shardwright.cost.layout import lay_out
+    from shardwright.cost.passes import passes
+    from shardwright.cost.replaced import constants_of
+
+    return passes(lay_out(problem, next(iter(candidates(problem))), constants_of(problem.recipe)))
