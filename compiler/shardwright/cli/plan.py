@@ -182,7 +182,7 @@ def _object(
         "plans": [estimate_object(path, row.estimate) for row in rows],
         "rejected": [dataclasses.asdict(region) for region in result.rejected],
         "not_priced": [{"least_seconds": least, **dataclasses.asdict(s)} for least, s in result.slow],
-        "lost": [_lost_object(region) for region in lost_regions(recipe, result.ranked)],
+        "lost": [_lost_object(region) for region in lost_regions(recipe, result.ranked, result.slow)],
         "pareto": [estimate_object(path, estimate) for estimate in pareto_front(result.ranked)],
         "binding": binding_constraint(result.ranked[0], result.beyond_memory) if result.ranked else None,
         "measured_error": _measured_error(result),
@@ -265,10 +265,10 @@ def page_lines(
         days = f"{sizing.days:.3g} days of at most {sizing.days_at_most:g}"
         lines.append(f"{sizing.nodes} nodes are the fewest: {days}; {_bound(recipe, sizing, batch)}")
         lines += [] if larger is None else [larger.words()]
-    lost = lost_regions(recipe, result.ranked)
+    lost = lost_regions(recipe, result.ranked, result.slow)
     if lost:
         lines.append("lost to row 1:")
-        lines += [f"  {region.words():38} {region.slower:+8.1%}  {region.because}" for region in lost[:MOST_LOST]]
+        lines += [f"  {region.words():38} {region.slower_words():>9}  {region.because}" for region in lost[:MOST_LOST]]
         lines += [f"  and {len(lost) - MOST_LOST} more (--json)"] if len(lost) > MOST_LOST else []
     if result.slow:
         least = result.slow[0][0] / result.ranked[0].time.step_seconds - 1

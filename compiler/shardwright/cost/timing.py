@@ -232,6 +232,8 @@ def least_once_a_step_seconds(layout: Layout) -> float:
     numel = layout.adapters[-1] if layout.adapters else shapes.numel[-1] - shapes.shared_numel
     numel -= layout.frozen[-1] if layout.frozen else 0
     experts = shapes.expert_numel[-1] if s.spreads_experts and not layout.has_frozen else 0
+    if s.shards == 1:
+        return _update_seconds(layout, numel / s.pipeline)
     dense = (numel - experts) / s.pipeline
     seconds = _reduced_seconds(layout, layout.group(s.shards, s.tensor), dense)
     if experts:

@@ -95,7 +95,7 @@ def whole_space(problem: Problem, chosen: Estimate) -> Space:
         points=(*drawn, *legal),
         front=tuple(e.strategy for e in pareto_front(within)),
         today=tuple(point for stage in (2, 3) for point in _today(legal, stage)),
-        lost=lost_regions(recipe, result.ranked),
+        lost=lost_regions(recipe, result.ranked, result.slow),
         binding=binding_constraint(winner, result.beyond_memory),
         best=result.ranked[0].strategy if result.ranked else None,
         set_aside=set_aside(recipe, result.ranked),

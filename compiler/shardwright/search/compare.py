@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shardwright.ir.recipe import Recipe
@@ -28,8 +29,9 @@ BINDS_FROM = 0.05  # a layout beyond memory that is faster by less, within what 
 class LostRegion:
     """The feasible layouts of one region that is not the winner's.
 
-    where: the keys that make it, and their values.
+    where: the keys that make it, and their values. best: of those that are priced.
     slower: the best one's step over the winner's, less 1. because: the part of the step that costs it most.
+    at_least: the same of all, where one that is not priced may be faster than the best; None elsewhere.
     """
 
     where: tuple[tuple[str, Value], ...]
@@ -39,9 +41,17 @@ class LostRegion:
     peak_bytes: int
     slower: float
     because: str
+    at_least: float | None = None
 
     def words(self) -> str:
         return " ".join(f"{key}={value}" for key, value in self.where)
+
+    @property
+    def nearest(self) -> float:
+        return self.slower if self.at_least is None else self.at_least
+
+    def slower_words(self) -> str:
+        return f"{'' if self.at_least is None else '>='}{self.nearest:+.1%}"
 
 
 def pareto_front(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:
@@ -53,17 +63,26 @@ def pareto_front(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:
     return tuple(front)
 
 
-def lost_regions(recipe: Recipe, ranked: Sequence[Estimate]) -> tuple[LostRegion, ...]:
-    """`ranked`: best first. The nearest region first."""
+def lost_regions(
+    recipe: Recipe, ranked: Sequence[Estimate], slow: Iterable[tuple[float, Strategy]] = ()
+) -> tuple[LostRegion, ...]:
+    """`ranked`: best first. The nearest region first. slow: what is not priced, and what it takes at least."""
     if not ranked:
         return ()
     winner = ranked[0]
     keys = [axis.name for axis in AXES if axis.region]
+
+    def region_of(strategy: Strategy) -> tuple[Value, ...]:
+        return tuple(getattr(strategy, key) for key in keys)
+
     regions: dict[tuple[Value, ...], list[Estimate]] = {}
     for estimate in ranked:
-        regions.setdefault(tuple(getattr(estimate.strategy, key) for key in keys), []).append(estimate)
-    others = list(regions.items())[1:]
-    return tuple(
+        regions.setdefault(region_of(estimate.strategy), []).append(estimate)
+    unpriced: dict[tuple[Value, ...], float] = {}
+    for least, strategy in slow:
+        where = region_of(strategy)
+        unpriced[where] = min(least, unpriced.get(where, math.inf))
+    found = (
         LostRegion(
             where=tuple(zip(keys, values, strict=True)),
             layouts=len(members),
@@ -72,9 +91,17 @@ def lost_regions(recipe: Recipe, ranked: Sequence[Estimate]) -> tuple[LostRegion
             peak_bytes=members[0].memory.peak_bytes,
             slower=members[0].time.step_seconds / winner.time.step_seconds - 1,
             because=because(recipe, members[0], winner),
+            at_least=_below(unpriced.get(values, math.inf), members[0], winner),
         )
-        for values, members in others
+        for values, members in list(regions.items())[1:]
     )
+    return tuple(sorted(found, key=lambda region: region.nearest)) if unpriced else tuple(found)
+
+
+def _below(unpriced_seconds: float, best: Estimate, winner: Estimate) -> float | None:
+    """Over the winner's step, less 1, where what is not priced may take less than the best that is."""
+    is_less = unpriced_seconds < best.time.step_seconds
+    return unpriced_seconds / winner.time.step_seconds - 1 if is_less else None
 
 
 def because(recipe: Recipe, estimate: Estimate, winner: Estimate) -> str:

@@ -89,6 +89,10 @@ def test_what_is_not_priced_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     limit = WORTH_PRICING * weighed_seconds(recipe, best)
     assert all(least > limit for least, _ in pruned.slow)
     assert all(e in complete.ranked for e in pruned.ranked)
+    lost = {region.where: region.slower for region in lost_regions(recipe, complete.ranked)}
+    told = lost_regions(recipe, pruned.ranked, pruned.slow)
+    assert told and all(lost[r.where] >= r.nearest * (1 - 1e-9) for r in told)
+    assert all(lost[r.where] == r.slower for r in told if r.at_least is None)
     near = {e.strategy for e in complete.ranked if e.time.step_seconds <= limit}
     left_out = near - {e.strategy for e in pruned.ranked}
     assert all(isinstance(s.activation_checkpointing, PartialCheckpointing) for s in left_out)
