@@ -26,7 +26,7 @@ from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.partition.placing import place_parts
 from shardwright.partition.stages import layers_of_a_part
-from shardwright.search.room import Ints, Room, Rooms, Work, head_rank, slowest_rank, suffices, work_of
+from shardwright.search.room import Ints, Room, Rooms, RowSeconds, head_rank, slowest_rank, suffices, work_of
 from shardwright.search.settle import with_hpz
 
 WORTH_PRICING = 1.1
@@ -71,7 +71,7 @@ class Bound:
         self._beyond: dict[tuple[Value, ...], tuple[float, float]] = {}
         self._once: dict[tuple[Value, ...], float] = {}
         self._kept: dict[tuple[Value, ...], float] = {}
-        self._rows: dict[tuple[Value, ...], Work] = {}
+        self._rows: dict[tuple[Value, ...], RowSeconds] = {}
         self._rooms = Rooms()
         self._last: Layout | None = None
         self._least_bytes: dict[tuple[Value, ...], float] = {}
@@ -170,14 +170,14 @@ class Bound:
         """Seconds of a micro-batch that recomputing one layer adds at least."""
         return max(0.0, float(self._rows_of(s).least[1] - self._rows_of(whole).most[1]))
 
-    def _rows_of(self, s: Strategy) -> Work:
+    def _rows_of(self, s: Strategy) -> RowSeconds:
         key = (*_same(s), s.shards > 1)
         work = self._rows.get(key)
         if work is None:
             work = self._rows[key] = work_of(passes(self._laid_out(s)))
         return work
 
-    def _of_slowest(self, s: Strategy, work: Work, most: Ints) -> float:
+    def _of_slowest(self, s: Strategy, work: RowSeconds, most: Ints) -> float:
         """most: layers that each rank has room for."""
         slowest = slowest_rank(work, most, head_rank(s))
         if slowest is None:
@@ -218,7 +218,7 @@ class Bound:
         return self._once[key]
 
 
-def _of_slowest(s: Strategy, work: Work, slowest: float, first: int, each: float, message: float) -> float:
+def _of_slowest(s: Strategy, work: RowSeconds, slowest: float, first: int, each: float, message: float) -> float:
     """slowest: seconds of a micro-batch's layers on the slowest rank, which is `first` or one behind it. each, message:
     of a rank beyond its layers, and of a message.
 

@@ -25,7 +25,7 @@ ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class RowSeconds:
     """Seconds of one micro-batch, forward and backward. least, most: by the number of decoder layers in a row (L + 1
     entries), of the shortest such row and of the longest. head: of the head; total: of all layers. forward_share: the
     largest part of a layer's seconds that is its forward pass."""
@@ -36,18 +36,18 @@ class Work:
     total: float
     forward_share: float
 
-    def with_more(self, layers: int, each: float) -> Work:
+    def with_more(self, layers: int, each: float) -> RowSeconds:
         """With so much more for each of the first layers of a rank."""
         return replace(self, least=self.least + np.minimum(np.arange(len(self.least)), layers) * each)
 
 
-def work_of(found: Passes) -> Work:
+def work_of(found: Passes) -> RowSeconds:
     forward = np.add(found.forward_compute, found.forward_comm)
     both = forward + found.backward_compute + found.backward_comm
     each = np.diff(both)
     share = np.diff(forward)[each > 0] / each[each > 0]
     decoders = both[1:-1] - both[1]
-    return Work(
+    return RowSeconds(
         least=shortest_rows(decoders),
         most=-shortest_rows(-decoders),
         head=float(each[-1]),
@@ -147,7 +147,7 @@ def suffices(most: Ints, layers: int) -> bool:
     return bool(most.min() >= 0 and most.sum() >= layers)
 
 
-def slowest_rank(work: Work, most: Ints, head: int) -> tuple[float, int] | None:
+def slowest_rank(work: RowSeconds, most: Ints, head: int) -> tuple[float, int] | None:
     """What the slowest rank's layers take at least, of a micro-batch, and the first rank that can take as long. most:
     layers that each rank has room for; head: the rank that has the head. None where there is no room for all layers."""
     layers = len(work.least) - 1
