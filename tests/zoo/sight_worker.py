@@ -118,12 +118,15 @@ def _measured(model_type: str, folder: Path) -> dict[str, Any]:
     steps = torch.load(folder / "steps.pt")
     if rank > 0:
         dist.barrier()  # it finds the graph that the first rank leaves
-    compiled = compile_recipe(load_recipe(folder / "recipe.yaml"))
-    if rank == 0:
-        for name, content in compiled.files.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(content)
-        dist.barrier()
+    try:
+        compiled = compile_recipe(load_recipe(folder / "recipe.yaml"))
+        if rank == 0:
+            for name, content in compiled.files.items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(content)
+    finally:
+        if rank == 0:
+            dist.barrier()  # after a refusal too: the others wait
     plan = compiled.plan
     trainer = build_trainer(plan, folder)
     results, moments = [], []
