@@ -60,7 +60,7 @@ def resolve_config(
 ) -> PretrainedConfig:
     """The transformers configuration, every value checked. asked: the recipe's task. Errors: SW2005, SW2006 (all of
     them), SW2007, SW2017, and those of check_model_type."""
-    check_model_type(config, key, inline, asked)
+    task = check_model_type(config, key, inline, asked)
     model_type = str(config["model_type"])
     config_class = CONFIG_MAPPING[model_type]
     try:
@@ -79,9 +79,9 @@ def resolve_config(
         resolved = config_class(**values)
     except Exception as error:
         raise contradiction(error, key) from None
-    if resolved.is_encoder_decoder and model_type in support().decoders:
+    if resolved.is_encoder_decoder and (task.sees or model_type in support().decoders):
         where = (*key, "is_encoder_decoder") if "is_encoder_decoder" in config else (*key, "model_type")
-        raise Refusal(encoder_decoder(model_type, where if inline else key, decoder_alone=True))
+        raise Refusal(encoder_decoder(model_type, where if inline else key, decoder_alone=not task.sees))
     return resolved
 
 
