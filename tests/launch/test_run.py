@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shardwright.launch.state import HEARTBEAT_LOST_SECONDS
 from tests.launch.resume import compiled, continues_bit_for_bit
 from tests.launch.waiting import wait_for, wait_until
 from tests.parity.harness import Case, metrics, must, newest_checkpoint, shardwright
@@ -101,7 +102,9 @@ def test_no_rank_outlives_a_run_that_was_killed(tmp_path: Path) -> None:
     process.kill()
     process.wait()
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "a rank outlived its run")
-    wait_until(lambda: json.loads(shardwright("status", out, "--json").stdout)["status"] == "failed", "still alive?")
+    # Where the launcher ends rank 0 before that can say why it ends, its heartbeat is what tells.
+    seconds = HEARTBEAT_LOST_SECONDS + 10
+    wait_until(lambda: json.loads(shardwright("status", out, "--json").stdout)["status"] == "failed", "alive?", seconds)
 
 
 def test_a_failing_rank_speaks_before_its_echo(tmp_path: Path) -> None:
