@@ -64,11 +64,7 @@ def load_processor(folder: Path) -> Any:
 
 def inline_processor(config: PretrainedConfig) -> Any:
     """For a model whose configuration stands in a recipe. Raises NoProcessor."""
-    name = PROCESSOR_MAPPING_NAMES.get(config.model_type)
-    classes = IMAGE_PROCESSOR_MAPPING_NAMES.get(config.model_type)
-    images = classes.get("pil") if isinstance(classes, dict) else None
-    if not isinstance(name, str) or images is None:
-        raise NoProcessor(f"transformers has no processor for a {config.model_type} that needs Pillow alone")
+    name, images = _pillow_classes(config)
     try:
         kind = getattr(transformers, name)
         tokenizer = _byte_tokenizer(config, kind)
@@ -83,16 +79,22 @@ def inline_processor(config: PretrainedConfig) -> Any:
 def usual_processor(config: PretrainedConfig) -> tuple[Any, dict[str, Any]]:
     """(what makes tensors of a picture, the options that it is called with) of the type's own defaults, at the sizes of
     the configuration. Raises NoProcessor."""
-    name = PROCESSOR_MAPPING_NAMES.get(config.model_type)
-    classes = IMAGE_PROCESSOR_MAPPING_NAMES.get(config.model_type)
-    images = classes.get("pil") if isinstance(classes, dict) else None
-    if not isinstance(name, str) or images is None:
-        raise NoProcessor(f"transformers has no processor for a {config.model_type} that needs Pillow alone")
+    name, images = _pillow_classes(config)
     try:
         made = _image_processor(getattr(transformers, images), config, cut=True)
         return made, dict(getattr(getattr(transformers, name), "images_kwargs", None) or {})
     except Exception as error:
         raise NoProcessor(first_line(error, 160)) from None
+
+
+def _pillow_classes(config: PretrainedConfig) -> tuple[str, str]:
+    """Names of the type's processor, and of the part for pictures that needs Pillow alone. Raises NoProcessor."""
+    name = PROCESSOR_MAPPING_NAMES.get(config.model_type)
+    classes = IMAGE_PROCESSOR_MAPPING_NAMES.get(config.model_type)
+    images = classes.get("pil") if isinstance(classes, dict) else None
+    if not isinstance(name, str) or images is None:
+        raise NoProcessor(f"transformers has no processor for a {config.model_type} that needs Pillow alone")
+    return name, images
 
 
 def _assembled(kind: Any, images: Any, tokenizer: Any, own: dict[str, Any]) -> Any:

@@ -230,7 +230,7 @@ def _of_slowest(s: Strategy, work: RowSeconds, slowest: float, first: int, each:
     own, all_ranks = slowest + each, work.total + p * each
     if s.schedule == "dualpipev":
         if is_simulated(s):
-            return max(m * own + max(0, first - 1) * float(work.least[1]), m / p * all_ranks)
+            return m * own + max(0, first - 1) * float(work.least[1])
         own, all_ranks = own + 4 * message, all_ranks + 8 * (p - 1) * message
         own = max(own, all_ranks / p)
         return m * own + (all_ranks - own) / bubble_divisor(s)
@@ -238,7 +238,7 @@ def _of_slowest(s: Strategy, work: RowSeconds, slowest: float, first: int, each:
     ahead = min(p - first, m)
     waits = all_ranks + (m - 1) * own - (ahead - 1) * share * own + (2 * (p - 1) + 2 * m - ahead - 1) * message
     before = max(0, first - 1) * float(work.least[1]) + first * (each + 2 * message)
-    return max(waits, m * (own + 2 * message) + before, _pipelined(s, all_ranks, 2 * message))
+    return max(waits, m * (own + 2 * message) + before)
 
 
 def _pipelined(s: Strategy, work: float, messages: float) -> float:

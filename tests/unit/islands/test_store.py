@@ -235,13 +235,18 @@ def test_a_rank_hears_of_a_silent_store_in_half_the_deadline() -> None:
     assert began - 1.0 < link.heard <= began + 0.1
 
 
-def test_a_newcomer_takes_a_members_state_and_decides_nothing(running: Callable[..., Running]) -> None:
-    here = running()
+def one_lost(here: Running) -> tuple[Island, Island]:
+    """Island 0 after an outer step that it made alone, and island 1, which comes back."""
     a, b = Island(here, 0), Island(here, 1)
     begun(here, a, b)
     b.kill()
     assert a.outer(0, 4, 1.0).result(20) == [1.0, 1.0]
-    again = Island(here, 1, began=2)
+    return a, Island(here, 1, began=2)
+
+
+def test_a_newcomer_takes_a_members_state_and_decides_nothing(running: Callable[..., Running]) -> None:
+    here = running()
+    a, again = one_lost(here)
     joined = again.join(0, 2)
     assert here.store._wait_for(lambda: any(line.startswith("island 1 is behind") for line in here.told))
     assert a.outer(4, 8, 6.0).result(20) == [6.0, 6.0]
@@ -256,11 +261,7 @@ def test_who_gives_its_state_may_leave_at_once(running: Callable[..., Running]) 
     """After the last outer step, while one rank of the newcomer still takes what is on its way."""
     size = 2**25
     here = running()
-    a, b = Island(here, 0), Island(here, 1)
-    begun(here, a, b)
-    b.kill()
-    assert a.outer(0, 4, 1.0).result(20) == [1.0, 1.0]
-    again = Island(here, 1, began=2)
+    a, again = one_lost(here)
     behind = again.arrive(0, 2)
     assert here.store._wait_for(lambda: any(line.startswith("island 1 is behind") for line in here.told))
 
