@@ -1,4 +1,5 @@
-"""`activation_checkpointing: auto` between full and none: as few recomputed layers of a stage as memory has room for.
+"""`activation_checkpointing: auto` between full and none: of the numbers of recomputed layers of a stage that memory
+has room for, the fastest.
 
 Not an axis of the search: memory falls with each layer, so the best number of them follows from the layout.
 """
@@ -20,7 +21,8 @@ from shardwright.search.settle import is_roomy, settle, without_hpz
 
 
 def recompute_less(problem: Problem, layout: Layout, memory: Memory) -> tuple[Layout, Memory] | None:
-    """The layout with as few layers recomputed as fit, settled as the recipe that pins them would be.
+    """The layout with fewer layers recomputed, settled as the recipe that pins them would be: as few as fit, or as few
+    as pay where a pipeline's layers have to move for it.
 
     layout: settled, with all layers recomputed. None where it has not, where it does not fit, where recomputing none
     fits too, and where the recipe does not ask for it. What predictions fall short by stays free where the layout keeps
@@ -47,7 +49,8 @@ def may_recompute_less(problem: Problem) -> bool:
 
 
 def _settled(problem: Problem, layout: Layout, limit: int) -> tuple[Layout, Memory] | None:
-    """The layers of a pipeline may come to stand on other stages, where fewer still fit."""
+    """The layers of a pipeline may come to stand on other stages, where fewer still fit; that can make the slowest rank
+    slower than what is no longer recomputed made it faster."""
     s = layout.strategy
 
     def at(layers: int) -> tuple[Layout, Memory]:
@@ -60,11 +63,15 @@ def _settled(problem: Problem, layout: Layout, limit: int) -> tuple[Layout, Memo
     found = at(fewest)
     if found[1].peak_bytes > limit:
         return None
-    while s.pipeline > 1 and (fewer := at(fewest - 1))[1].peak_bytes <= limit:
+    while s.pipeline > 1 and (fewer := at(fewest - 1))[1].peak_bytes <= limit and _is_faster(fewer[0], found[0]):
         found, fewest = fewer, fewest - 1
         if not fewest:
             return None
     return found
+
+
+def _is_faster(layout: Layout, other: Layout) -> bool:
+    return estimate_time(layout).step_seconds < estimate_time(other).step_seconds
 
 
 def _choice(layers: int) -> Checkpointing | PartialCheckpointing:

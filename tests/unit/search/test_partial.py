@@ -1,4 +1,5 @@
-"""`activation_checkpointing: auto` recomputes as few layers as fit, where recomputing all fits and none does not."""
+"""`activation_checkpointing: auto` recomputes as few layers as fit, where recomputing all fits and none does not; more
+where fewer would make a pipeline's layers move to ranks that are then slower."""
 
 from __future__ import annotations
 
@@ -13,12 +14,14 @@ from shardwright.ir.recipe import Recipe
 from shardwright.ir.words import CHECKPOINTING, PartialCheckpointing
 from shardwright.layout.estimate import Estimate
 from shardwright.layout.problem import Problem
+from shardwright.model.build import build_model_graph
 from shardwright.report.space import whole_space
 from shardwright.search.explain import explain
+from shardwright.search.partial import recompute_less
 from shardwright.search.search import choose, pinned_estimate, search
-from shardwright.search.settle import estimate_strategy
+from shardwright.search.settle import estimate_strategy, settle
 from shardwright.search.why_not import why_not
-from tests.unit.model.factory import LLAMA_8B, graph_of, problem_of, recipe_of
+from tests.unit.model.factory import LLAMA_8B, graph_of, model_section, problem_of, recipe_of
 
 TRAINING = {"sequence_length": 8192, "global_batch_size": 64}
 OPEN: dict[str, dict[str, object]] = {
@@ -55,6 +58,29 @@ def test_the_fewest_that_fit(name: str) -> None:
     assert with_layers(pins, choice) == best
     fewer = PartialCheckpointing(full=choice.full - 1) if choice.full > 1 else "none"
     assert with_layers(pins, fewer).memory.peak_bytes > limit
+
+
+def test_more_where_fewer_move_layers() -> None:
+    """Two or three layers a rank: kept whole, early ranks have room for one, and late ones would have five."""
+    graph = build_model_graph(model_section(source="Qwen/Qwen3-235B-A22B"))
+    asked = recipe_of(
+        None,
+        cluster={"nodes": 64, "gpu": "gb200-nvl-186gb"},
+        training={"sequence_length": 4096, "global_batch_size": 1024},
+        parallelism={"tensor": 2, "pipeline": 32, "expert": 4, "micro_batch_size": 1, "schedule": "1f1b"},
+    )
+    whole = problem_of(asked, graph)
+    full = next(e for e in search(whole).ranked if e.strategy.activation_checkpointing == "full")
+    layout, memory = settle(whole, full.strategy)
+    found = recompute_less(whole, layout, memory)
+    assert found is not None
+    assert found[0].strategy.activation_checkpointing == PartialCheckpointing(full=1)
+    times = {}
+    for choice in ("none", PartialCheckpointing(full=1), PartialCheckpointing(full=2), "full"):
+        priced = estimate_strategy(whole, dataclasses.replace(full.strategy, activation_checkpointing=choice))
+        assert priced.memory.fits
+        times[str(choice)] = priced.time.step_seconds
+    assert sorted(times, key=times.__getitem__) == ["{full: 1}", "{full: 2}", "full", "none"]
 
 
 def test_it_stands_beside_what_recomputes_all() -> None:
