@@ -40,7 +40,7 @@ from shardwright.plan.plan import Plan, PlanBalance
 from shardwright.recipe.files import check_files
 from shardwright.rules.executable import check_executable
 from shardwright.search.deadline import Sizing
-from shardwright.search.engines import settle_problem
+from shardwright.search.engines import begin_others, settle_problem
 from shardwright.search.search import choose, pinned_estimate
 
 T = TypeVar("T")
@@ -110,9 +110,13 @@ def read_problem(recipe: Recipe) -> Problem:
     return Problem(recipe=recipe, graph=graph, cluster=cluster)
 
 
-def size_recipe(recipe: Recipe) -> tuple[Problem, Sizing | None]:
-    """Up to the number of nodes, and what gradients are summed in. Sizing: None where the recipe gave the nodes."""
-    return _told_of(recipe, lambda: settle_problem(read_problem(recipe)))
+def size_recipe(recipe: Recipe, *, compares_engines: bool = False) -> tuple[Problem, Sizing | None]:
+    """Up to the number of nodes, and what gradients are summed in. Sizing: None where the recipe gave the nodes.
+    compares_engines: `other_engine` is going to be asked, and may begin meanwhile."""
+    problem = read_problem(recipe)
+    if compares_engines:
+        begin_others(problem)
+    return _told_of(recipe, lambda: settle_problem(problem))
 
 
 def estimate_recipe(recipe: Recipe) -> tuple[Problem, Estimate]:

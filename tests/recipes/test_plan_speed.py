@@ -1,12 +1,14 @@
-"""`plan` of any model that comes with the package, on any GPU that does, takes 2 s of the processor at most: the whole
-command, the interpreter's start included. Nothing of the model is on the machine beforehand."""
+"""`plan` of any model that comes with the package, on any GPU that does, takes 2 s at most: the whole command, the
+interpreter's start included, on a machine that does nothing else. Nothing of the model is on it beforehand."""
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,27 +24,27 @@ GPUS = tuple(name for name in catalogue()["gpus"] if name != "cpu")
 @pytest.mark.prove
 @pytest.mark.parametrize("gpu", GPUS)
 def test_any_model_is_planned_in_two_seconds(gpu: str, tmp_path: Path, proved: Callable[..., None]) -> None:
-    slow, worst = [], ("", 0.0)
-    for model in shipped_ids():
-        seconds = min_of_rounds(model, gpu, tmp_path)
-        worst = max(worst, (model, seconds), key=lambda each: each[1])
-        slow += [(model, seconds)] * (seconds > LIMIT)
+    found = {model: best_of_rounds(model, gpu, tmp_path) for model in shipped_ids()}
+    slow = {model: seconds for model, (seconds, _) in found.items() if seconds > LIMIT}
     assert not slow
-    proved("plan-speed", gpu, {"models": len(shipped_ids()), "slowest": worst[0], "processor_seconds": worst[1]})
+    worst = max(found, key=lambda model: found[model])
+    seconds, of_processors = found[worst]
+    figures = {"models": len(found), "slowest": worst, "seconds": seconds, "processor_seconds": of_processors}
+    proved("plan-speed", gpu, figures)
 
 
-def min_of_rounds(model: str, gpu: str, folder: Path) -> float:
-    """Again where it took too long: other work on the machine makes it slower."""
-    found = LIMIT + 1
+def best_of_rounds(model: str, gpu: str, folder: Path) -> tuple[float, float]:
+    """Again where it took too long: other work on the machine makes it slower. Of the round that took least."""
+    found = (math.inf, math.inf)
     for _ in range(ROUNDS):
         found = min(found, plan_seconds(model, gpu, folder))
-        if found <= LIMIT:
+        if found[0] <= LIMIT:
             break
-    return round(found, 2)
+    return found
 
 
-def plan_seconds(model: str, gpu: str, folder: Path) -> float:
-    """1 is an answer, too: no layout of the model runs on so many of these GPUs."""
+def plan_seconds(model: str, gpu: str, folder: Path) -> tuple[float, float]:
+    """Of the clock, and of processors. 1 is an answer, too: no layout of the model runs on so many of these GPUs."""
     words = ["plan", model, "--gpu", gpu, "--nodes", str(NODES)]
     environment = {
         **os.environ,
@@ -50,10 +52,11 @@ def plan_seconds(model: str, gpu: str, folder: Path) -> float:
         "HF_HUB_CACHE": str(folder),
         "HF_TOKEN": "",
     }
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "shardwright", *words], cwd=folder, env=environment, capture_output=True, text=True
     )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode in (0, 1) and "Traceback" not in done.stderr, (model, gpu, done.stderr[-2000:])
-    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    of_processors = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    return round(seconds, 2), round(of_processors, 2)

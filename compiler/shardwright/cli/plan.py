@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         text = plan_model.recipe_text(args, model)
         recipe = plan_model.load_text(text, args.overrides, plan_model.words_of(args, model))
-    problem, sizing = size_recipe(recipe)
+    problem, sizing = size_recipe(recipe, compares_engines=True)
     recipe = problem.recipe
     batch = None if sizing is None else other_batch(problem, sizing)
     larger = None if sizing is None else larger_batch(problem, sizing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from shardwright.layout.axes import AXES
 from shardwright.layout.estimate import Estimate
 from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
+from shardwright.search.beside import Beside
 from shardwright.search.compare import because
 from shardwright.search.deadline import Sizing
 from shardwright.search.kernels import settle_kernels
@@ -79,16 +81,28 @@ def asked_engine(problem: Problem, target: str) -> Problem:
     return other
 
 
+_BEGUN: list[tuple[Problem, Beside[list[tuple[str, Estimate]]]]] = []
+"""What is worked out already for the next question about another engine; at most one."""
+
+
+def begin_others(problem: Problem) -> None:
+    """What `other_engine` will ask, where that is known before the problem is settled: it takes as long as the search
+    for the plan itself."""
+    is_settled = problem.recipe.target != AUTO and problem.recipe.cluster.nodes is not None
+    if is_settled and _compares_engines(problem):
+        reopened = _reopened(problem)
+        _BEGUN[:] = [(reopened, Beside(functools.partial(_bests, reopened)))]
+
+
 def other_engine(problem: Problem, chosen: Estimate) -> OtherEngine | None:
     """problem: settled. None where no other engine takes the recipe and the model, none of its layouts runs, or the
     figures are not of this project's own run on GPUs. Of several the best."""
     recipe = problem.recipe
-    own = recipe.prices_own_run and recipe.assume.mfu is None and recipe.cluster.measured is None
-    if not own or problem.cluster.gpu.is_cpu or not ENGINES[recipe.target].automatic:
+    if not _compares_engines(problem):
         return None
     reopened = _reopened(problem)
-    others = [e for e in engines_for(AUTO) if e.name != recipe.target and _takes(e, reopened)]
-    bests = [(e.name, best) for e in others if (best := best_of(_under(reopened, e))) is not None]
+    begun, _BEGUN[:] = list(_BEGUN), []
+    bests = begun[0][1].result() if begun and begun[0][0] == reopened else _bests(reopened)
     if not bests:
         return None
     target, best = min(bests, key=lambda each: rank_key(recipe, each[1]))
@@ -104,6 +118,18 @@ def other_engine(problem: Problem, chosen: Estimate) -> OtherEngine | None:
         wins=wins,
         because=because(recipe, chosen, best) if wins else because(recipe, best, chosen),
     )
+
+
+def _compares_engines(problem: Problem) -> bool:
+    recipe = problem.recipe
+    own = recipe.prices_own_run and recipe.assume.mfu is None and recipe.cluster.measured is None
+    return own and not problem.cluster.gpu.is_cpu and ENGINES[recipe.target].automatic
+
+
+def _bests(reopened: Problem) -> list[tuple[str, Estimate]]:
+    """Of each other engine that takes the recipe and the model, and has a layout that runs."""
+    others = [e for e in engines_for(AUTO) if e.name != reopened.recipe.target and _takes(e, reopened)]
+    return [(e.name, best) for e in others if (best := best_of(_under(reopened, e))) is not None]
 
 
 def _under(problem: Problem, engine: Engine) -> Problem:

@@ -19,7 +19,8 @@ from shardwright.layout.estimate import Estimate
 from shardwright.layout.problem import Problem
 from shardwright.lower.folder import write_folder
 from shardwright.recipe.load import load_recipe
-from shardwright.search.engines import other_engine, settle_problem
+from shardwright.search import beside, engines
+from shardwright.search.engines import begin_others, other_engine, settle_problem
 from shardwright.search.search import best_of, search
 from tests.unit.model.factory import LLAMA_70B, SMALL_LLAMA, graph_of, problem_of, recipe_of
 
@@ -140,6 +141,20 @@ def test_an_engine_that_is_missing_is_named(write_recipe: Callable[..., Path], m
     with pytest.raises(Refusal) as caught:
         compile_recipe(load_recipe(path))
     assert {d.code for d in caught.value.diagnostics} == {"SW1923"}
+
+
+def test_what_is_begun_meanwhile_is_what_would_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another process, of the problem before it is settled. Of another problem it is not used."""
+    monkeypatch.setattr(beside, "may_fork", lambda: True)
+    asked, chosen = problem("deepspeed", **PINS), search(problem("deepspeed", **PINS)).ranked[0]
+    expected = other_engine(asked, chosen)
+    begin_others(asked)
+    monkeypatch.setattr(engines, "best_of", lambda problem: pytest.fail("it is worked out in this process"))
+    settled, _ = settle_problem(problem("deepspeed", **PINS))
+    assert expected is not None and other_engine(settled, chosen) == expected
+    begin_others(asked)
+    with pytest.raises(pytest.fail.Exception):
+        other_engine(problem("deepspeed", **PINS, micro_batch_size=1), chosen)
 
 
 def test_plan_and_explain_say_it(write_recipe: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
