@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections.abc import Iterable
 from typing import NamedTuple
+
+import numpy as np
 
 from shardwright.cost.activations import keeps_products
 from shardwright.cost.collectives import Group, all_reduce_seconds, gather_seconds
@@ -112,7 +115,7 @@ def estimate_time(layout: Layout) -> Time:
     # DualPipeV's messages to both neighbours may overlap while it fills.
     pipeline_comm = min(m * worst.pipeline_comm, schedule - m * (worst.compute + worst.tensor_comm))
     bubble = max(0.0, schedule - m * (worst.compute + worst.tensor_comm) - pipeline_comm)
-    data_comm = max(data_comm_seconds(layout, rank, stages[rank].compute) for rank in range(s.pipeline))
+    data_comm = max(data_comm_seconds(layout, rank, stages[rank].compute) for rank in _unlike_ranks(layout))
     data_comm += exchange_seconds(layout)
     if s.offload != "none":  # another link, at the same time
         data_comm = max(data_comm, host_transfer_seconds(layout, slowest, worst.compute))
@@ -197,6 +200,15 @@ def _recomputed_in_first_layers(layout: Layout) -> int:
     )
 
 
+def _unlike_ranks(layout: Layout) -> Iterable[int]:
+    """One each of those whose data-parallel collectives are the same. Pipelines run at ZeRO 0 or 1: gradients are
+    reduced when all passes are through, so that their number decides."""
+    if layout.strategy.zero_stage > 1:
+        return range(layout.strategy.pipeline)
+    held = {(layout.trained_of(b), layout.experts_of(b)): rank for rank, b in enumerate(layout.ranks)}
+    return held.values()
+
+
 def stage_seconds(layout: Layout, rank: int, found: Passes) -> StageSeconds:
     s, blocks = layout.strategy, layout.ranks[rank]
 
@@ -225,21 +237,35 @@ def once_a_step_seconds(layout: Layout) -> float:
     return _reduced_seconds(layout, layout.group(s.shards, s.tensor), numel) / numel + _update_seconds(layout, 1)
 
 
-def least_once_a_step_seconds(layout: Layout) -> float:
+def least_once_a_step_seconds(layout: Layout, layers: int = 0) -> float:
     """Of the pipeline rank with the most parameters at ZeRO 0 or 1, wherever layers are placed: what a mean rank's
-    gradients and update take. Experts that are spread over ranks are reduced over those with the same ones."""
+    gradients and update take. Experts that are spread over ranks are reduced over those with the same ones. layers:
+    decoder layers, all of whose parameters are trained, that some rank has at least."""
     s, shapes = layout.strategy, layout.shapes
     numel = layout.adapters[-1] if layout.adapters else shapes.numel[-1] - shapes.shared_numel
     numel -= layout.frozen[-1] if layout.frozen else 0
-    experts = shapes.expert_numel[-1] if s.spreads_experts and not layout.has_frozen else 0
+    spreads = s.spreads_experts and not layout.has_frozen
+    experts = shapes.expert_numel[-1] if spreads else 0
+    held = [((numel - experts) / s.pipeline, experts / s.pipeline)]
+    if layers:
+        numels, experts_of = (np.diff(each[1:-1]) for each in (shapes.numel, shapes.expert_numel))
+        shared = experts_of * spreads
+        held.append((layers * float((numels - shared).min()), layers * float(shared.min())))
+    return max(_least_reduced_seconds(layout, *each) for each in held) + max(
+        _update_seconds(layout, sum(each)) for each in held
+    )
+
+
+def _least_reduced_seconds(layout: Layout, numel: float, experts: float) -> float:
+    """numel: without the experts that are spread over ranks."""
+    s = layout.strategy
     if s.shards == 1:
-        return _update_seconds(layout, numel / s.pipeline)
-    dense = (numel - experts) / s.pipeline
-    seconds = _reduced_seconds(layout, layout.group(s.shards, s.tensor), dense)
+        return 0.0
+    seconds = _reduced_seconds(layout, layout.group(s.shards, s.tensor), numel)
     if experts:
         over = layout.group(s.expert_copies, s.expert * s.expert_tensor_ranks)
-        seconds += _reduced_seconds(layout, over, experts / s.expert_parts / s.pipeline)
-    return seconds + _update_seconds(layout, numel / s.pipeline)
+        seconds += _reduced_seconds(layout, over, experts / s.expert_parts)
+    return seconds
 
 
 def _reduced_seconds(layout: Layout, group: Group, numel: float) -> float:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
+from collections.abc import Callable
 from dataclasses import fields, replace
 
 import numpy as np
@@ -13,6 +15,7 @@ from shardwright.cost.layout import Layout, lay_out, placed
 from shardwright.cost.memory import usable_bytes
 from shardwright.cost.passes import FORWARD_SHARE, Passes, message_seconds, passes, rank_seconds
 from shardwright.cost.replaced import constants_of, run_factor
+from shardwright.cost.shapes import model_shapes
 from shardwright.cost.stages import PricedStages
 from shardwright.cost.timing import (
     bubble_divisor,
@@ -26,33 +29,33 @@ from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.partition.placing import place_parts
 from shardwright.partition.stages import layers_of_a_part
-from shardwright.search.room import Ints, Room, Rooms, RowSeconds, head_rank, slowest_rank, suffices, work_of
+from shardwright.search.room import (
+    Ints,
+    Room,
+    Rooms,
+    RowSeconds,
+    commonest_layers,
+    fewest_by_place,
+    head_rank,
+    in_a_row,
+    slowest_rank,
+    work_of,
+)
 from shardwright.search.settle import with_hpz
 
-WORTH_PRICING = 1.1
-"""Times the best layout's weighed time; what takes longer for certain is counted, not priced."""
+WORTH_PRICING = 1.05
+"""Times the best layout's step; what takes longer for certain is counted, not priced, unless it could rank first."""
 ROUNDING = 1e-9
 """Where all of a step is known, it is summed in another order."""
 FEW = 500
 """Layouts, so many of which are priced in about a second: all of them, for what a complete list is worth."""
 
-SAME: tuple[str, ...] = (
-    "tensor",
-    "context",
-    "expert",
-    "expert_tensor",
-    "micro_batch_size",
-    "activation_checkpointing",
-    "schedule",
-    "virtual_stages",
-)
-SAME += ("sequence_parallel", "loss", "offload")
-"""Of the work of a micro-batch over all layers. Of the other degrees it knows no more than whether there are several
-ranks."""
-_same = operator.attrgetter(*SAME)
+_WORK: tuple[str, ...] = ("tensor", "context", "expert", "expert_tensor", "micro_batch_size")
+_WORK += ("activation_checkpointing", "sequence_parallel", "loss", "offload")
+_work_key = operator.attrgetter(*_WORK)
 _holding = operator.attrgetter(*(axis.name for axis in AXES if axis.holds), "hpz_partition_size")
 _but_checkpointing = operator.attrgetter(*(f.name for f in fields(Strategy) if f.name != "activation_checkpointing"))
-_placing = operator.attrgetter(*SAME, "pipeline", "data")
+_placing = operator.attrgetter(*_WORK, "schedule", "virtual_stages", "pipeline", "data")
 
 
 def _work(found: Passes) -> list[float]:
@@ -72,10 +75,17 @@ class Bound:
         self._once: dict[tuple[Value, ...], float] = {}
         self._kept: dict[tuple[Value, ...], float] = {}
         self._rows: dict[tuple[Value, ...], RowSeconds] = {}
-        self._rooms = Rooms()
+        self._counted = commonest_layers(problem.graph)
+        self._rooms = Rooms(self._counted)
+        self._is_tied = model_shapes(problem.graph, 1).shared_numel > 0
         self._last: Layout | None = None
         self._least_bytes: dict[tuple[Value, ...], float] = {}
         self._usable_bytes = usable_bytes(problem, self._constants)
+
+    def _work_of(self, s: Strategy) -> tuple[Value, ...]:
+        """What the work of a micro-batch over all layers is the same for. Of the other degrees it knows no more than
+        whether there are several ranks; of the schedule, where it puts a tied tensor."""
+        return *_work_key(s), self._is_tied and s.schedule, s.pipeline > 1, s.shards > 1
 
     def _laid_out(self, s: Strategy) -> Layout:
         """Of the last one that was asked about once."""
@@ -97,14 +107,14 @@ class Bound:
         """False where the layers certainly have none."""
         if not self._knows_room(s):
             return True
-        return suffices(self._rooms.of(self._laid_out(s)).most_layers(), self._problem.graph.decoder_layers)
+        return self._rooms.of(self._laid_out(s)).suffices
 
     def least_seconds(self, s: Strategy) -> float:
         """Of a step: all micro-batches over ranks that share the layers in the best of all shares; of a pipeline also a
         mean rank's gradients and update. Recomputing only a part of the layers may take less.
         """
         m, p = s.gradient_accumulation_steps, s.pipeline
-        key: tuple[Value, ...] = (*_same(s), p > 1, s.shards > 1)
+        key = self._work_of(s)
         work = self._work.get(key)
         if work is None:
             work = self._work[key] = _work(passes(self._laid_out(s)))
@@ -115,7 +125,7 @@ class Bound:
             least = self._interleaved(s, work, 2 * message + each / s.virtual_stages)
         else:
             least = _pipelined(s, work[-1] + p * each, 2 * message)
-        if p > 1 and s.offload == "none":
+        if p > 1:
             least += self._once_a_step(s)
         return least * (1 - ROUNDING) * run_factor(self._problem.recipe, self._problem.graph, s)
 
@@ -149,12 +159,13 @@ class Bound:
         return max(kept, self._partly(s, whole, room))
 
     def _partly(self, s: Strategy, whole: Strategy, room: Room) -> float:
-        """The best of all numbers of recomputed layers a stage. More of them make room for layers, and take longer."""
+        """The best of all numbers of recomputed layers a stage, one at least. More of them make room for layers, and
+        take longer."""
         graph, again = self._problem.graph, self._again(s, whole)
         stages, most = s.stages // s.pipeline, layers_of_a_part(self._problem.graph, s)
         best = math.inf
-        for layers in range(room.fewest_recomputed(most, stages), most + 1):
-            work = self._rows_of(whole).with_more(layers * stages, again)
+        for layers in range(max(1, room.fewest_recomputed(most, stages)), most + 1):
+            work = replace(self._rows_of(whole), repeated=layers * stages, again=again)
             if self._of_slowest(whole, work, np.full(s.pipeline, graph.decoder_layers)) >= best:
                 break
             best = min(best, self._of_slowest(whole, work, room.most_layers(layers * stages)))
@@ -168,13 +179,13 @@ class Bound:
 
     def _again(self, s: Strategy, whole: Strategy) -> float:
         """Seconds of a micro-batch that recomputing one layer adds at least."""
-        return max(0.0, float(self._rows_of(s).least[1] - self._rows_of(whole).most[1]))
+        return max(0.0, float((self._rows_of(s).each - self._rows_of(whole).each).min()))
 
     def _rows_of(self, s: Strategy) -> RowSeconds:
-        key = (*_same(s), s.shards > 1)
+        key = (*self._work_of(s), in_a_row(s))
         work = self._rows.get(key)
         if work is None:
-            work = self._rows[key] = work_of(passes(self._laid_out(s)))
+            work = self._rows[key] = work_of(passes(self._laid_out(s)), self._counted, in_a_row=in_a_row(s))
         return work
 
     def _of_slowest(self, s: Strategy, work: RowSeconds, most: Ints) -> float:
@@ -182,8 +193,10 @@ class Bound:
         slowest = slowest_rank(work, most, head_rank(s))
         if slowest is None:
             return math.inf
-        placed = _of_slowest(s, work, *slowest, *self._beyond_layers(s))
-        placed += self._once_a_step(s) if s.offload == "none" else 0.0
+        beyond = self._beyond_layers(s)
+        placed = _of_slowest(s, work, *slowest, *beyond) + self._once_a_step(s)
+        if is_simulated(s):
+            placed = max(placed, _of_ranks(s, work, most, *beyond, functools.partial(self._once_a_step, s)))
         return placed * (1 - ROUNDING) * run_factor(self._problem.recipe, self._problem.graph, s)
 
     def _of_one_stage(self, s: Strategy) -> float:
@@ -211,10 +224,13 @@ class Bound:
         before = itertools.accumulate(parts[:p], initial=0.0)
         return max(m * sum(parts[rank::p]) + ahead for rank, ahead in zip(range(p), before, strict=False))
 
-    def _once_a_step(self, s: Strategy) -> float:
-        key = (s.tensor, s.pipeline, s.context, s.expert, s.expert_tensor, s.data, s.zero_stage, s.schedule)
+    def _once_a_step(self, s: Strategy, layers: int = 0) -> float:
+        """layers: that a rank has at least, where that is known."""
+        if s.offload != "none":
+            return 0.0
+        key = (s.tensor, s.pipeline, s.context, s.expert, s.expert_tensor, s.data, s.zero_stage, s.schedule, layers)
         if key not in self._once:
-            self._once[key] = least_once_a_step_seconds(self._laid_out(s))
+            self._once[key] = least_once_a_step_seconds(self._laid_out(s), layers)
         return self._once[key]
 
 
@@ -230,7 +246,7 @@ def _of_slowest(s: Strategy, work: RowSeconds, slowest: float, first: int, each:
     own, all_ranks = slowest + each, work.total + p * each
     if s.schedule == "dualpipev":
         if is_simulated(s):
-            return m * own + max(0, first - 1) * float(work.least[1])
+            return m * (own + 2 * message) + max(0, first - 1) * float(work.least[1])
         own, all_ranks = own + 4 * message, all_ranks + 8 * (p - 1) * message
         own = max(own, all_ranks / p)
         return m * own + (all_ranks - own) / bubble_divisor(s)
@@ -239,6 +255,46 @@ def _of_slowest(s: Strategy, work: RowSeconds, slowest: float, first: int, each:
     waits = all_ranks + (m - 1) * own - (ahead - 1) * share * own + (2 * (p - 1) + 2 * m - ahead - 1) * message
     before = max(0, first - 1) * float(work.least[1]) + first * (each + 2 * message)
     return max(waits, m * (own + 2 * message) + before)
+
+
+def _of_ranks(
+    s: Strategy, work: RowSeconds, most: Ints, each: float, message: float, once: Callable[[int], float]
+) -> float:
+    """What all ranks say together, of a schedule that is simulated. once: of a step, by the layers of a rank.
+
+    One micro-batch takes W on all ranks. Beside it, rank r has m - 1 of its own to do under 1F1B, but for the forward
+    passes that it makes ahead. DualPipeV's rank r has made 2 p - r and p + 1 forward passes of its two stages, and
+    p - r backward passes of the second, before the first micro-batch comes back to the first (schedule/streams.py);
+    of its four messages with a neighbour, two at most pass at once.
+
+    Where the rank with the most layers has c of them, others have few or many: of the k ranks with the most, the last
+    one is rank k - 1 or stands behind it. The longest of what these say is the step's bound for this c, and the least
+    over c is the layout's. What the first of them says grows with c.
+    """
+    m, p = s.gradient_accumulation_steps, s.pipeline
+    rank = np.arange(p)
+    alone = np.full(p, work.total + p * each)
+    if s.schedule == "1f1b":
+        ahead = np.minimum(p - rank, m)
+        alone += (2 * (p - 1) + 2 * m - ahead - 1) * message
+        times, forwards = np.full(p, m - 1), ahead - 1
+    else:
+        alone += (2 * m + 3 * (p - 2)) * message
+        times, forwards = m - p + rank, np.full(p, p)
+    waits = times - forwards * max(work.forward_share, FORWARD_SHARE)
+    most, best = -np.sort(-most), math.inf
+    for largest in range(-(-work.layers // p), work.layers + 1):
+        held = fewest_by_place(work.layers, most, largest)
+        if held is None:
+            continue
+        # Of n <= c layers, n r / c at least are among the r that are recomputed.
+        again = times * work.again_on(held) + work.layers * work.again * min(1.0, work.repeated / largest)
+        seconds = alone + waits * (work.least[held] + each) + again
+        more = once(largest)
+        best = min(best, float(seconds.max()) + more)
+        if seconds[0] + more >= best:
+            break
+    return best
 
 
 def _pipelined(s: Strategy, work: float, messages: float) -> float:

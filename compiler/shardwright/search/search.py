@@ -6,7 +6,9 @@ import dataclasses
 import heapq
 import math
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from shardwright.cost.estimate import price
 from shardwright.cost.layout import Layout
@@ -61,6 +63,25 @@ def search(problem: Problem) -> SearchResult:
     return found
 
 
+@dataclass(slots=True)
+class _Best:
+    """Of the layouts priced so far the first in rank. weighed: its step with the prices of risk and moving parts."""
+
+    weighed: float = math.inf
+    step: float = math.inf
+
+    def take(self, recipe: Recipe, found: Iterable[Estimate]) -> None:
+        each = ((weighed_seconds(recipe, e), e.time.step_seconds) for e in found)
+        self.weighed, self.step = min((self.weighed, self.step), *each)
+
+    def can_beat(self, strategy: Strategy, least: float) -> bool:
+        """Whether one that takes so long at least can rank first, or be faster."""
+        return least <= self.step or outweighed(strategy, least) <= self.weighed
+
+    def is_near(self, strategy: Strategy, least: float) -> bool:
+        return least <= WORTH_PRICING * self.step or self.can_beat(strategy, least)
+
+
 def best_of(problem: Problem) -> Estimate | None:
     """The best feasible layout as another plan is compared with: no other one is kept. By branch and bound, the least
     bound first, until none that is left can be better."""
@@ -78,10 +99,10 @@ def best_of(problem: Problem) -> Estimate | None:
     heapq.heapify(waiting)
     fitting = [len(group) for group in groups]
     """Of a group, how many micro-batches may fit, from the smallest on."""
-    best, found = math.inf, []
+    best, found = _Best(), []
     while waiting:
         least, number, place, is_own = heapq.heappop(waiting)
-        if least > best:
+        if least > best.weighed:
             break
         if place >= fitting[number]:
             continue
@@ -98,7 +119,7 @@ def best_of(problem: Problem) -> Estimate | None:
             continue
         priced = _priced(problem, bound, layout, memory, warnings, best)
         found += priced
-        best = min(best, *(weighed_seconds(recipe, e) for e in priced))
+        best.take(recipe, priced)
     return min(found, key=lambda e: rank_key(recipe, e), default=None)
 
 
@@ -113,12 +134,12 @@ def _priced(
     layout: Layout,
     memory: Memory,
     warnings: tuple[Diagnostic, ...],
-    best: float,
+    best: _Best,
 ) -> list[Estimate]:
-    """A layout that fits; beside one that recomputes all layers, the one that recomputes as few of them as fit, where
-    that one can be better than the best."""
+    """A layout that fits; beside one that recomputes all layers, the one that recomputes fewer of them, where that one
+    can be better than the best."""
     found = [price(layout, memory, warnings)]
-    if bound is None or bound.least_recomputing_less(layout.strategy) <= best:
+    if bound is None or best.is_near(layout.strategy, bound.least_recomputing_less(layout.strategy)):
         less = recompute_less(problem, layout, memory)
         found += [price(*less, warnings)] if less else []
     return found
@@ -129,22 +150,21 @@ def _search(problem: Problem) -> SearchResult:
 
     Exhaustive, with three bounds: a rule forbids all that it does not read about; where a micro-batch does not fit no
     larger one does (activations and logits grow with it, nothing shrinks); and of more than a FEW layouts, what
-    certainly takes longer than the best is not priced. Beside a layout that recomputes all layers stands the one that
-    recomputes as few of them as fit, where fewer do.
+    certainly takes a tenth longer than the best, and cannot rank before it, is not priced. Beside a layout that
+    recomputes all layers stands the one that recomputes fewer of them, where that is faster.
     """
     recipe = problem.recipe
     started = time.perf_counter()
     feasible: list[Estimate] = []
     slow: list[tuple[float, Strategy]] = []
     rejections = Rejections()
-    best = math.inf
+    best = _Best()
     bound, groups = _groups(problem, rejections)
     beyond = Beyond(problem, bound)
-    for group in groups:
-        for place, (least, strategy, warnings) in enumerate(group):
-            if bound is not None and least <= WORTH_PRICING * best:
-                least = bound.least_placed_seconds(strategy, may_recompute_less=_stands(problem, strategy))
-            if WORTH_PRICING * best < least < math.inf:
+    for group in _fastest_first(problem, bound, groups, best):
+        for place, (least, less, strategy, warnings) in enumerate(group):
+            least, matters = min(least, less), best.is_near(strategy, least) or best.is_near(strategy, less)
+            if least < math.inf and not matters:
                 slow.append((least, strategy))
                 continue
             layout, memory = settle(problem, strategy) if least < math.inf else (None, None)
@@ -153,7 +173,7 @@ def _search(problem: Problem) -> SearchResult:
                 break
             found = _priced(problem, bound, layout, memory, warnings, best)
             feasible += found
-            best = min(best, *(weighed_seconds(recipe, e) for e in found))
+            best.take(recipe, found)
     feasible.sort(key=lambda e: rank_key(recipe, e))
     closest = None if feasible else beyond.closest()
     beyond_memory, nearly_fits = (beyond.fastest(x) if feasible else None for x in (MORE_MEMORY, NEARLY))
@@ -168,30 +188,61 @@ def _search(problem: Problem) -> SearchResult:
     )
 
 
-Bounded = tuple[float, Strategy, tuple[Diagnostic, ...]]
-"""What it takes at least; its warnings."""
+class _Bounded(NamedTuple):
+    """least: seconds that it takes at least. less: that those take at least for which it stands."""
+
+    least: float
+    less: float
+    strategy: Strategy
+    warnings: tuple[Diagnostic, ...]
 
 
-def _groups(problem: Problem, rejections: Rejections) -> tuple[Bound | None, list[list[Bounded]]]:
-    """Of legal_layouts; where there are many, the group that can be fastest first, and the bound that says so."""
+_Group = list[_Bounded]
+
+
+def _groups(problem: Problem, rejections: Rejections) -> tuple[Bound | None, list[_Group]]:
+    """Of legal_layouts; where there are many, the bound that says what they take."""
     legal = list(legal_layouts(problem, rejections))
     if sum(map(len, legal)) <= FEW or problem.recipe.objective == "memory":
-        return None, [[(0.0, s, found) for s, found in group] for group in legal]
+        return None, [[_Bounded(0.0, math.inf, *each) for each in group] for group in legal]
     bound = Bound(problem)
-    groups = [_bounded(problem, bound, group) for group in legal]
-    return bound, sorted(groups, key=lambda group: min(least for least, *_ in group))
+    return bound, [_bounded(problem, bound, group) for group in legal]
 
 
-def _bounded(problem: Problem, bound: Bound, group: tuple[Legal, ...]) -> list[Bounded]:
+def _bounded(problem: Problem, bound: Bound, group: tuple[Legal, ...]) -> _Group:
     """From the first one on that certainly has no room, all are infinite."""
     stands = _stands(problem, group[0][0])
     least = bound.least_kept_seconds if stands else bound.least_seconds
     room = len(group) if bound.may_hold(group[0][0]) else 0
-    found: list[Bounded] = []
+    found: _Group = []
     for place, (strategy, warnings) in enumerate(group):
         room = room if place == 0 or place >= room or bound.has_room(strategy) else place
-        found.append((least(strategy) if place < room else math.inf, strategy, warnings))
+        found.append(_Bounded(least(strategy) if place < room else math.inf, math.inf, strategy, warnings))
     return found
+
+
+def _fastest_first(problem: Problem, bound: Bound | None, groups: list[_Group], best: _Best) -> Iterator[_Group]:
+    """The group that can be fastest first. What the better bound says is asked of those alone that can still matter."""
+    if bound is None:
+        yield from groups
+        return
+    waiting = [(min(each.least for each in group), number, False) for number, group in enumerate(groups)]
+    heapq.heapify(waiting)
+    while waiting:
+        _, number, is_placed = heapq.heappop(waiting)
+        if not is_placed and any(best.is_near(each.strategy, each.least) for each in groups[number]):
+            groups[number] = group = [_placed(problem, bound, each, best) for each in groups[number]]
+            heapq.heappush(waiting, (min(min(each.least, each.less) for each in group), number, True))
+        else:
+            yield groups[number]
+
+
+def _placed(problem: Problem, bound: Bound, each: _Bounded, best: _Best) -> _Bounded:
+    if each.least == math.inf or not best.is_near(each.strategy, each.least):
+        return each
+    stands = _stands(problem, each.strategy)
+    less = bound.least_recomputing_less(each.strategy) if stands else math.inf
+    return each._replace(least=bound.least_placed_seconds(each.strategy), less=less)
 
 
 def rank_key(recipe: Recipe, estimate: Estimate) -> tuple[float | int | str, ...]:

@@ -18,7 +18,7 @@ from shardwright.layout.problem import Problem
 from shardwright.layout.rule import Candidate
 from shardwright.rules.registry import check_layout, rules_for
 from shardwright.search.bound import WORTH_PRICING, Bound
-from shardwright.search.choice import weighed_seconds
+from shardwright.search.choice import outweighed, weighed_seconds
 from shardwright.search.compare import lost_regions, pareto_front
 from shardwright.search.search import rank_key, search
 from shardwright.search.settle import estimate_strategy, settled_estimate
@@ -86,8 +86,9 @@ def test_what_is_not_priced_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     pruned = search(dataclasses.replace(asked))
     best = pruned.ranked[0]
     assert best == complete.ranked[0] and pruned.slow
-    limit = WORTH_PRICING * weighed_seconds(recipe, best)
+    limit = WORTH_PRICING * best.time.step_seconds
     assert all(least > limit for least, _ in pruned.slow)
+    assert all(outweighed(s, least) > weighed_seconds(recipe, best) for least, s in pruned.slow)
     assert all(e in complete.ranked for e in pruned.ranked)
     lost = {region.where: region.slower for region in lost_regions(recipe, complete.ranked)}
     told = lost_regions(recipe, pruned.ranked, pruned.slow)

@@ -13,7 +13,7 @@ from shardwright.ir.words import PartialCheckpointing
 from shardwright.layout.problem import Problem
 from shardwright.model.build import build_model_graph
 from shardwright.search.bound import Bound
-from shardwright.search.room import shortest_rows, slowest_rank, work_of
+from shardwright.search.room import shortest, slowest_rank, work_of
 from shardwright.search.search import search
 from shardwright.search.settle import settle
 from shardwright.search.space import candidates
@@ -64,15 +64,18 @@ def test_none_is_faster_and_none_fits_without_room(
 
 
 def test_rows_of_layers_that_differ() -> None:
-    assert shortest_rows(np.array([0.0, 5, 6, 9, 10])).tolist() == [0, 1, 4, 5, 10]
-    assert shortest_rows(np.array([0.0, 2, 4, 6])).tolist() == [0, 2, 4, 6]
+    each = np.array([5.0, 1, 3, 1])
+    assert shortest(each, None, in_a_row=True).tolist() == [0, 1, 4, 5, 10]
+    assert shortest(np.array([2.0, 2, 2]), None, in_a_row=True).tolist() == [0, 2, 4, 6]
+    assert shortest(each, None, in_a_row=False).tolist() == [0, 1, 2, 5, 10]
+    assert shortest(each, each < 5, in_a_row=True).tolist() == [0, 1, 2, 5]
 
 
 def test_the_slowest_rank_is_one_that_has_room() -> None:
     """Eight layers of a second each and a head of three: three layers on two ranks, two on the third, the head alone on
     the last take 3. Where the first two have room for one each, the others share six layers and the head: 5."""
     problem = asked("llama-70b", nodes=1, batch=8, gpu="h100-sxm-80gb")
-    found = work_of(_passes(problem))
+    found = work_of(_passes(problem), None, in_a_row=True)
     work = dataclasses.replace(found, least=np.arange(9.0), most=np.arange(9.0), head=3.0)
     assert slowest_rank(work, np.array([8, 8, 8, 8]), 3) == (3.0, 0)
     assert slowest_rank(work, np.array([1, 1, 8, 8]), 3) == (5.0, 2)
