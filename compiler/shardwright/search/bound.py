@@ -45,6 +45,8 @@ from shardwright.search.settle import with_hpz
 
 WORTH_PRICING = 1.05
 """Times the best layout's step; what takes longer for certain is counted, not priced, unless it could rank first."""
+ENOUGH, WORTH_COMPARING = 40, 1.25
+"""The same for the first so many layouts, for what others lose by is worth knowing."""
 ROUNDING = 1e-9
 """Where all of a step is known, it is summed in another order."""
 FEW = 500

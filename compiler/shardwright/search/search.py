@@ -6,7 +6,7 @@ import dataclasses
 import heapq
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.rules.registry import UNCOUNTABLE_CODES, check_layout
 from shardwright.search.beyond import MORE_MEMORY, Beyond
-from shardwright.search.bound import FEW, WORTH_PRICING, Bound
+from shardwright.search.bound import ENOUGH, FEW, WORTH_COMPARING, WORTH_PRICING, Bound
 from shardwright.search.choice import outweighed, weighed_seconds
 from shardwright.search.partial import may_recompute_less, recompute_less
 from shardwright.search.settle import estimate_strategy, settle
@@ -65,12 +65,15 @@ def search(problem: Problem) -> SearchResult:
 
 @dataclass(slots=True)
 class _Best:
-    """Of the layouts priced so far the first in rank. weighed: its step with the prices of risk and moving parts."""
+    """Of the layouts priced so far the first in rank. weighed: its step with the prices of risk and moving parts.
+    priced: how many there are."""
 
     weighed: float = math.inf
     step: float = math.inf
+    priced: int = 0
 
-    def take(self, recipe: Recipe, found: Iterable[Estimate]) -> None:
+    def take(self, recipe: Recipe, found: Sequence[Estimate]) -> None:
+        self.priced += len(found)
         each = ((weighed_seconds(recipe, e), e.time.step_seconds) for e in found)
         self.weighed, self.step = min((self.weighed, self.step), *each)
 
@@ -79,7 +82,8 @@ class _Best:
         return least <= self.step or outweighed(strategy, least) <= self.weighed
 
     def is_near(self, strategy: Strategy, least: float) -> bool:
-        return least <= WORTH_PRICING * self.step or self.can_beat(strategy, least)
+        near = WORTH_PRICING if self.priced >= ENOUGH else WORTH_COMPARING
+        return least <= near * self.step or self.can_beat(strategy, least)
 
 
 def best_of(problem: Problem) -> Estimate | None:
@@ -150,8 +154,9 @@ def _search(problem: Problem) -> SearchResult:
 
     Exhaustive, with three bounds: a rule forbids all that it does not read about; where a micro-batch does not fit no
     larger one does (activations and logits grow with it, nothing shrinks); and of more than a FEW layouts, what
-    certainly takes a tenth longer than the best, and cannot rank before it, is not priced. Beside a layout that
-    recomputes all layers stands the one that recomputes fewer of them, where that is faster.
+    certainly takes longer than the best by a twentieth (the first ENOUGH: by a quarter), and cannot rank before it, is
+    not priced. Beside a layout that recomputes all layers stands the one that recomputes fewer of them, where that is
+    faster.
     """
     recipe = problem.recipe
     started = time.perf_counter()
