@@ -102,4 +102,6 @@ def sites() -> Iterator[Sites]:
             do(*site.command("ip", "link", "set", "eth0", "up"))
             do(*site.command("ip", "route", "add", "default", "via", f"{network}.2"))
         do(*router.command("sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"))
+        for site in (near, far):  # of the kernel's ways the one that is always there; a machine's own may be any
+            do(*site.command("sh", "-c", "echo reno > /proc/sys/net/ipv4/tcp_congestion_control"))
         yield Sites(near, far, router)

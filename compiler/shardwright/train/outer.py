@@ -163,7 +163,7 @@ class Outer:
             self._use_state(answer.step, outcome.updates, outcome.taken)
             step = self._landing(answer.step)
         else:
-            self._move_anchor(outcome.means.float())
+            self._move_anchor(outcome.means)
             self.base, self._receivers = answer.step, outcome.receivers
             self._mix_at = self._landing(answer.step) if self._overlaps(answer.step) else None
             if self._mix_at is None:
@@ -224,7 +224,9 @@ class Outer:
 
     def _deltas(self) -> torch.Tensor:
         """Of this rank, as they are sent. Raises Refusal on every rank where one is no finite number: SW6317."""
-        deltas = (self._anchor - self._ranges.own(MASTER)).to(_DTYPES[self.outer.precision])
+        own = self._ranges.own(MASTER)
+        # In place: as many bytes again would be written for the first time, which takes as long as sending some.
+        deltas = torch.sub(self._anchor, own, out=own).to(_DTYPES[self.outer.precision])
         flags: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(flags, bool(deltas.isfinite().all()))
         if not all(flags):
@@ -243,7 +245,8 @@ class Outer:
             self._anchor -= mean
         else:
             self._momentum.mul_(self.outer.momentum).add_(mean)
-            self._anchor.sub_(mean + self.outer.momentum * self._momentum, alpha=self.outer.lr)
+            self._anchor.sub_(mean, alpha=self.outer.lr)
+            self._anchor.sub_(self._momentum, alpha=self.outer.lr * self.outer.momentum)
 
     def _mix(self, step: int) -> None:
         """Collective. What the islands made of the weights before the overlap, into what this one has made since."""

@@ -51,7 +51,7 @@ class Ranges:
 
     def saved(self, states: dict[str, torch.Tensor]) -> Trainer:
         """Collective. The trainer with these states, of which each is this rank's own."""
-        return _with(self._trainer, {name: self._whole(own) for name, own in states.items()})
+        return _with(self._trainer, {name: self._whole(own).clone() for name, own in states.items()})
 
     def load(self, names: tuple[str, ...], checkpoint: Path) -> dict[str, torch.Tensor]:
         """Those of the states that the checkpoint has; of each, this rank's own."""
@@ -77,6 +77,8 @@ class Ranges:
         return counts[0], counts[1], -(-counts[1] // self._plan.strategy.shards)
 
     def _own_of(self, whole: torch.Tensor) -> torch.Tensor:
+        if self._replicas is None:
+            return whole
         alone, shared, each = self._bounds()
         first = min(shared, each * self._place_among_replicas())
         return torch.cat([whole[:alone], whole[alone + first : alone + min(shared, first + each)]])
@@ -86,10 +88,10 @@ class Ranges:
         return at.data * self._plan.strategy.context + at.context
 
     def _whole(self, own: torch.Tensor) -> torch.Tensor:
-        """Collective."""
+        """Collective. `own` itself, not a copy, where that is all."""
         alone, shared, each = self._bounds()
         if self._replicas is None or shared == 0:
-            return own.clone()
+            return own
         mine = torch.zeros(each)
         mine[: own.numel() - alone] = own[alone:]
         found = [torch.zeros(each) for _ in range(self._plan.strategy.shards)]
