@@ -26,7 +26,7 @@ def data_comm_seconds(layout: Layout, rank: int, compute_seconds: float) -> floa
     drains there. ZeRO-2 reduces at every micro-batch, ZeRO-3 gathers too."""
     s, c, cluster = layout.strategy, layout.constants, layout.cluster
     tied = _tied_seconds(layout)
-    if s.shards == 1:
+    if s.shards == 1 and s.expert_copies == 1:
         return tied
     if s.zero_stage == 3:
         return tied + _zero_3_seconds(layout, rank, compute_seconds)

@@ -259,7 +259,7 @@ def least_once_a_step_seconds(layout: Layout, layers: int = 0) -> float:
 def _least_reduced_seconds(layout: Layout, numel: float, experts: float) -> float:
     """numel: without the experts that are spread over ranks."""
     s = layout.strategy
-    if s.shards == 1:
+    if s.shards == 1 and s.expert_copies == 1:
         return 0.0
     seconds = _reduced_seconds(layout, layout.group(s.shards, s.tensor), numel)
     if experts:

@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 
-from shardwright.cost.collectives import all_to_all_seconds, group_of
+from shardwright.cost.collectives import all_reduce_seconds, all_to_all_seconds, group_of
 from shardwright.cost.constants import Constants, default_constants
+from shardwright.cost.data_parallel import data_comm_seconds
 from shardwright.cost.experts import UNEVEN, exchanged_seconds
 from shardwright.cost.layout import Layout
 from shardwright.cost.memory import estimate_memory
@@ -15,6 +16,7 @@ from shardwright.cost.passes import passes
 from shardwright.cost.shapes import model_shapes
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.partition import StagePartition
+from shardwright.ir.recipe import ELEMENT_BYTES
 from shardwright.layout.strategy import Strategy
 from shardwright.partition.tensor import tensor_parallel_map
 from shardwright.plan.ranks import place_ranks
@@ -81,6 +83,13 @@ def test_tensor_ranks_that_hold_whole_experts() -> None:
     assert after.optimizer_bytes == before.optimizer_bytes
     assert found(expert_tensor=1, expert=4).strategy.expert_parts == 2
     assert exchanged_seconds(whole)[1] < exchanged_seconds(cut)[1]  # no rows are gathered over tensor ranks
+    # One data rank: the experts' gradients alone are on two ranks.
+    alone = found(data=1, expert=1, expert_tensor=1, zero_stage=0)
+    group = group_of(alone.cluster, 2, 1)
+    moved = 2 * experts * ELEMENT_BYTES[alone.accumulation_dtype]
+    reduced = all_reduce_seconds(alone.cluster, alone.constants, group, moved, 1)
+    assert data_comm_seconds(alone, 0, 0.0) == pytest.approx(reduced) and reduced > 0
+    assert data_comm_seconds(found(data=1, expert=1, zero_stage=0), 0, 0.0) == 0
 
 
 def test_rows_within_a_node_and_beyond_go_at_the_same_time() -> None:
