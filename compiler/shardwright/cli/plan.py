@@ -272,7 +272,7 @@ def page_lines(
         lines += [f"  and {len(lost) - MOST_LOST} more (--json)"] if len(lost) > MOST_LOST else []
     if result.slow:
         least = result.slow[0][0] / result.ranked[0].time.step_seconds - 1
-        lines.append(f"not priced: {len(result.slow)} layouts that are slower by {least:.0%} at least")
+        lines.append(f"not priced: {len(result.slow)} layouts that are slower by {least:.1%} at least")
     if result.rejected:
         lines.append("ruled out:")
         lines += [f"  {region.count:6}  {region.code}  e.g. {region.reason}" for region in result.rejected]

@@ -40,6 +40,7 @@ class Beyond:
         self._problem, self._bound = problem, bound
         self._found: list[_NoRoom] = []
         self._reason: Diagnostic | None = None
+        self._fastest: dict[float, Estimate | None] = {}
 
     def add(
         self, strategy: Strategy, warnings: tuple[Diagnostic, ...], layout: Layout | None, memory: Memory | None
@@ -57,6 +58,11 @@ class Beyond:
 
     def fastest(self, times: float = MORE_MEMORY) -> Estimate | None:
         """Of those that so many times the memory would hold, each moving part at its price."""
+        if times not in self._fastest:
+            self._fastest[times] = self._find_fastest(times)
+        return self._fastest[times]
+
+    def _find_fastest(self, times: float) -> Estimate | None:
         best: tuple[float, Estimate | None] = math.inf, None
         room = times * self._problem.cluster.capacity_bytes
         near = [(self._least(each), place) for place, each in enumerate(self._found) if self._may_fit(each, room)]

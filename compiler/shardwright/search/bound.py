@@ -44,13 +44,13 @@ from shardwright.search.room import (
 from shardwright.search.settle import with_hpz
 
 WORTH_PRICING = 1.05
-"""Times the best layout's step; what takes longer for certain is counted, not priced, unless it could rank first."""
+"""Times the best layout's weighed time; what takes longer for certain is counted, not priced."""
 ENOUGH, WORTH_COMPARING = 40, 1.25
-"""The same for the first so many layouts, for what others lose by is worth knowing."""
+"""The first so many layouts are priced to so many times the best one's step: what others lose by is worth knowing."""
 ROUNDING = 1e-9
 """Where all of a step is known, it is summed in another order."""
-FEW = 500
-"""Layouts, so many of which are priced in about a second: all of them, for what a complete list is worth."""
+FEW = 250
+"""Layouts, so many of which are priced in about half a second: all of them, for what a complete list is worth."""
 
 _WORK: tuple[str, ...] = ("tensor", "context", "expert", "expert_tensor", "micro_batch_size")
 _WORK += ("activation_checkpointing", "sequence_parallel", "loss", "offload")
@@ -248,14 +248,14 @@ def _of_slowest(s: Strategy, work: RowSeconds, slowest: float, first: int, each:
     own, all_ranks = slowest + each, work.total + p * each
     if s.schedule == "dualpipev":
         if is_simulated(s):
-            return m * (own + 2 * message) + max(0, first - 1) * float(work.least[1])
+            return m * (own + 2 * message) + max(0, first - 1) * float(work.each.min())
         own, all_ranks = own + 4 * message, all_ranks + 8 * (p - 1) * message
         own = max(own, all_ranks / p)
         return m * own + (all_ranks - own) / bubble_divisor(s)
     share = max(work.forward_share, FORWARD_SHARE)
     ahead = min(p - first, m)
     waits = all_ranks + (m - 1) * own - (ahead - 1) * share * own + (2 * (p - 1) + 2 * m - ahead - 1) * message
-    before = max(0, first - 1) * float(work.least[1]) + first * (each + 2 * message)
+    before = max(0, first - 1) * float(work.each.min()) + first * (each + 2 * message)
     return max(waits, m * (own + 2 * message) + before)
 
 

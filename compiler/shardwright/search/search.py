@@ -37,17 +37,25 @@ class SearchResult:
     """ranked: the feasible layouts, best first. rejected: one region a code, the largest first. slow: legal ones that
     are not priced, and what each takes at least (bound.py), the fastest first.
 
-    closest: the legal layout that misses memory by least, where none fits. beyond_memory: the fastest of those that
-    MORE_MEMORY times the memory would hold; nearly_fits: NEARLY times.
+    closest: the legal layout that misses memory by least, where none fits. beyond: those that have no room.
     """
 
     ranked: tuple[Estimate, ...]
     rejected: tuple[RejectedRegion, ...]
     slow: tuple[tuple[float, Strategy], ...]
     closest: Estimate | None
-    beyond_memory: Estimate | None
-    nearly_fits: Estimate | None
+    beyond: Beyond
     seconds: float
+
+    @property
+    def beyond_memory(self) -> Estimate | None:
+        """The fastest of those that MORE_MEMORY times the memory would hold, where some layout fits."""
+        return self.beyond.fastest(MORE_MEMORY) if self.ranked else None
+
+    @property
+    def nearly_fits(self) -> Estimate | None:
+        """The same of NEARLY times the memory."""
+        return self.beyond.fastest(NEARLY) if self.ranked else None
 
 
 _KNOWN: list[tuple[Problem, SearchResult]] = []
@@ -82,8 +90,9 @@ class _Best:
         return least <= self.step or outweighed(strategy, least) <= self.weighed
 
     def is_near(self, strategy: Strategy, least: float) -> bool:
-        near = WORTH_PRICING if self.priced >= ENOUGH else WORTH_COMPARING
-        return least <= near * self.step or self.can_beat(strategy, least)
+        if self.priced < ENOUGH and least <= WORTH_COMPARING * self.step:
+            return True
+        return least <= self.step or outweighed(strategy, least) <= WORTH_PRICING * self.weighed
 
 
 def best_of(problem: Problem) -> Estimate | None:
@@ -154,9 +163,9 @@ def _search(problem: Problem) -> SearchResult:
 
     Exhaustive, with three bounds: a rule forbids all that it does not read about; where a micro-batch does not fit no
     larger one does (activations and logits grow with it, nothing shrinks); and of more than a FEW layouts, what
-    certainly takes longer than the best by a twentieth (the first ENOUGH: by a quarter), and cannot rank before it, is
-    not priced. Beside a layout that recomputes all layers stands the one that recomputes fewer of them, where that is
-    faster.
+    certainly takes longer than the best, by a twentieth with the price of its moving parts (the first ENOUGH: by a
+    quarter without), is not priced. Beside a layout that recomputes all layers stands the one that recomputes fewer of
+    them, where that is faster.
     """
     recipe = problem.recipe
     started = time.perf_counter()
@@ -181,14 +190,12 @@ def _search(problem: Problem) -> SearchResult:
             best.take(recipe, found)
     feasible.sort(key=lambda e: rank_key(recipe, e))
     closest = None if feasible else beyond.closest()
-    beyond_memory, nearly_fits = (beyond.fastest(x) if feasible else None for x in (MORE_MEMORY, NEARLY))
     return SearchResult(
         ranked=tuple(feasible),
         rejected=rejections.largest_first(),
         slow=tuple(sorted(slow, key=lambda each: (each[0], str(each[1])))),
         closest=closest,
-        beyond_memory=beyond_memory,
-        nearly_fits=nearly_fits,
+        beyond=beyond,
         seconds=time.perf_counter() - started,
     )
 

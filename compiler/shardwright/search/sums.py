@@ -12,7 +12,7 @@ from shardwright.layout.estimate import Estimate
 from shardwright.layout.problem import Problem
 from shardwright.search.choice import weighed_seconds
 from shardwright.search.deadline import Sizing, size_cluster
-from shardwright.search.search import SearchResult, best_of, search
+from shardwright.search.search import SearchResult, search
 
 MUCH_SLOWER = 1.2
 """Weighed time of the best layout with sums in fp32, over that with sums in bf16, from which on bf16 is taken: long
@@ -62,8 +62,8 @@ def _with_sums(problem: Problem) -> Problem:
     short = _summed_in(problem, "bf16")
     if _refused(short) > _refused(problem):  # an engine that sums in fp32 alone
         return problem
-    half = best_of(short)
-    if half is None or (full.ranked and not _is_much_slower(problem, full.ranked[0], half)):
+    half = search(short).ranked  # all of it: where this is the answer, it is asked for again
+    if not half or (full.ranked and not _is_much_slower(problem, full.ranked[0], half[0])):
         return problem
     return short
 
