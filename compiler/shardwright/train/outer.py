@@ -61,6 +61,7 @@ class Outer:
         self._flight: _Flight | None = None
         self._receivers: list[int] = []  # islands that take this one's state, once the weights are there
         self._mix_at: int | None = None  # the step after which the last round's result is mixed in
+        self._means = torch.zeros(0)  # of the newest round, taken in before the next one
         self._anchor = self._ranges.own(MASTER)
         self._momentum = torch.zeros_like(self._anchor) if plan.outer.optimizer == "nesterov" else None
 
@@ -228,7 +229,7 @@ class Outer:
         # In place: as many bytes again would be written for the first time, which takes as long as sending some.
         deltas = torch.sub(self._anchor, own, out=own).to(_DTYPES[self.outer.precision])
         flags: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(flags, bool(deltas.isfinite().all()))
+        dist.all_gather_object(flags, _is_finite(deltas))
         if not all(flags):
             raise refusal(
                 "SW6317",
@@ -252,7 +253,8 @@ class Outer:
         """Collective. What the islands made of the weights before the overlap, into what this one has made since."""
         assert self.outer.mixing is not None, "a plan with overlap has it"
         self._mix_at = None
-        self._set(torch.lerp(self._ranges.own(MASTER), self._anchor, self.outer.mixing), step)
+        own = self._ranges.own(MASTER)
+        self._set(torch.lerp(own, self._anchor, self.outer.mixing, out=own), step)
 
     def _set(self, own: torch.Tensor, step: int) -> None:
         """Collective. The weights; and who waits for this island's state gets it."""
@@ -295,7 +297,9 @@ class Outer:
     def _try(self, link: Link, step: int, deltas: torch.Tensor | None, names: list[str]) -> _Outcome:
         """This rank's part; maybe in a thread of its own, so that it leaves the trainer alone. Raises Broken."""
         sent = torch.zeros(0) if deltas is None else deltas
-        found = _Outcome(means=torch.empty_like(sent))
+        if self._means.numel() != sent.numel():
+            self._means = torch.empty_like(sent)
+        found = _Outcome(means=self._means)
         check, size = int(self._anchor.view(torch.int32).sum(dtype=torch.int64)), _bytes(sent).nbytes
         while True:
             found.answer = link.arrive(base=self.base, step=step, is_due=deltas is not None, size=size, check=check)
@@ -309,6 +313,11 @@ class Outer:
             if receivers is not None:
                 found.receivers = receivers
                 return found
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    """In one pass that makes no other tensor."""
+    return values.numel() == 0 or all(bool(end.isfinite()) for end in values.aminmax())
 
 
 @dataclass(slots=True, kw_only=True)
