@@ -61,7 +61,9 @@ class Outer:
         self._flight: _Flight | None = None
         self._receivers: list[int] = []  # islands that take this one's state, once the weights are there
         self._mix_at: int | None = None  # the step after which the last round's result is mixed in
-        self._means = torch.zeros(0)  # of the newest round, taken in before the next one
+        # Of one round, taken in before the next one begins. What is written for the first time takes as long as sending
+        # a part of it.
+        self._own, self._sent, self._means = (torch.zeros(0) for _ in range(3))
         self._anchor = self._ranges.own(MASTER)
         self._momentum = torch.zeros_like(self._anchor) if plan.outer.optimizer == "nesterov" else None
 
@@ -225,9 +227,11 @@ class Outer:
 
     def _deltas(self) -> torch.Tensor:
         """Of this rank, as they are sent. Raises Refusal on every rank where one is no finite number: SW6317."""
-        own = self._ranges.own(MASTER)
-        # In place: as many bytes again would be written for the first time, which takes as long as sending some.
-        deltas = torch.sub(self._anchor, own, out=own).to(_DTYPES[self.outer.precision])
+        own = self._ranges.own(MASTER, self._own)
+        deltas = torch.sub(self._anchor, own, out=own)
+        if self.outer.precision == "bf16":
+            self._sent = _as_large(self._sent, deltas.numel(), torch.bfloat16)
+            deltas = self._sent.copy_(deltas)
         flags: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(flags, _is_finite(deltas))
         if not all(flags):
@@ -253,7 +257,7 @@ class Outer:
         """Collective. What the islands made of the weights before the overlap, into what this one has made since."""
         assert self.outer.mixing is not None, "a plan with overlap has it"
         self._mix_at = None
-        own = self._ranges.own(MASTER)
+        own = self._ranges.own(MASTER, self._own)
         self._set(torch.lerp(own, self._anchor, self.outer.mixing, out=own), step)
 
     def _set(self, own: torch.Tensor, step: int) -> None:
@@ -297,8 +301,7 @@ class Outer:
     def _try(self, link: Link, step: int, deltas: torch.Tensor | None, names: list[str]) -> _Outcome:
         """This rank's part; maybe in a thread of its own, so that it leaves the trainer alone. Raises Broken."""
         sent = torch.zeros(0) if deltas is None else deltas
-        if self._means.numel() != sent.numel():
-            self._means = torch.empty_like(sent)
+        self._means = _as_large(self._means, sent.numel(), sent.dtype)
         found = _Outcome(means=self._means)
         check, size = int(self._anchor.view(torch.int32).sum(dtype=torch.int64)), _bytes(sent).nbytes
         while True:
@@ -313,6 +316,11 @@ class Outer:
             if receivers is not None:
                 found.receivers = receivers
                 return found
+
+
+def _as_large(buffer: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """The buffer, or another one where it is not."""
+    return buffer if (buffer.numel(), buffer.dtype) == (numel, dtype) else torch.empty(numel, dtype=dtype)
 
 
 def _is_finite(values: torch.Tensor) -> bool:

@@ -29,9 +29,11 @@ class Ranges:
         self._plan, self._trainer, self._rank = plan, trainer, rank
         self._replicas = _replicas(plan, rank)
 
-    def own(self, state: str) -> torch.Tensor:
-        """A copy."""
-        return self._own_of(self._gathered(state))
+    def own(self, state: str, out: torch.Tensor | None = None) -> torch.Tensor:
+        """A copy; in `out`, where given, which becomes as large."""
+        if self._replicas is None:
+            return self._gathered(state, out)
+        return self._own_of(self._gathered(state), out)
 
     def write(self, state: str, own: torch.Tensor) -> None:
         """Collective. The way back from `own`."""
@@ -65,10 +67,10 @@ class Ranges:
         trained = [f for f in self._trainer.owned() if MASTER in f.states]
         return [f for f in trained if f.partitioned], [f for f in trained if not f.partitioned]
 
-    def _gathered(self, state: str) -> torch.Tensor:
+    def _gathered(self, state: str, out: torch.Tensor | None = None) -> torch.Tensor:
         own, shared = self._fragments()
         parts = [f.states[state].detach().float().cpu() for f in (*own, *shared)]
-        return torch.cat(parts) if parts else torch.zeros(0)
+        return torch.cat(parts, out=out) if parts else torch.zeros(0)
 
     def _bounds(self) -> tuple[int, int, int]:
         """(elements that this data rank alone has, shared ones, of which each rank takes this many, the last fewer)."""
@@ -76,12 +78,12 @@ class Ranges:
         counts = [sum(f.states[MASTER].numel() for f in each) for each in (own, shared)]
         return counts[0], counts[1], -(-counts[1] // self._plan.strategy.shards)
 
-    def _own_of(self, whole: torch.Tensor) -> torch.Tensor:
+    def _own_of(self, whole: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         if self._replicas is None:
             return whole
         alone, shared, each = self._bounds()
         first = min(shared, each * self._place_among_replicas())
-        return torch.cat([whole[:alone], whole[alone + first : alone + min(shared, first + each)]])
+        return torch.cat([whole[:alone], whole[alone + first : alone + min(shared, first + each)]], out=out)
 
     def _place_among_replicas(self) -> int:
         at = self._plan.ranks[self._rank]
