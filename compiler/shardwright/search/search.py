@@ -85,11 +85,8 @@ class _Best:
         each = ((weighed_seconds(recipe, e), e.time.step_seconds) for e in found)
         self.weighed, self.step = min((self.weighed, self.step), *each)
 
-    def can_beat(self, strategy: Strategy, least: float) -> bool:
-        """Whether one that takes so long at least can rank first, or be faster."""
-        return least <= self.step or outweighed(strategy, least) <= self.weighed
-
     def is_near(self, strategy: Strategy, least: float) -> bool:
+        """Whether one that takes so long at least is worth a price."""
         if self.priced < ENOUGH and least <= WORTH_COMPARING * self.step:
             return True
         return least <= self.step or outweighed(strategy, least) <= WORTH_PRICING * self.weighed
@@ -150,7 +147,7 @@ def _priced(
     best: _Best,
 ) -> list[Estimate]:
     """A layout that fits; beside one that recomputes all layers, the one that recomputes fewer of them, where that one
-    can be better than the best."""
+    is worth a price."""
     found = [price(layout, memory, warnings)]
     if bound is None or best.is_near(layout.strategy, bound.least_recomputing_less(layout.strategy)):
         less = recompute_less(problem, layout, memory)
