@@ -176,7 +176,8 @@ def _object(
     from shardwright.search.sums import short_sums
 
     recipe, sums, kernels = problem.recipe, short_sums(problem), chosen_kernels(problem)
-    other = other_engine(problem, result.ranked[0]) if result.ranked else None
+    best = result.ranked[0] if result.ranked else None
+    other = None if best is None else other_engine(problem, best)
     found: dict[str, JsonValue] = {
         "recipe": path,
         "plans": [estimate_object(path, row.estimate) for row in rows],
@@ -184,7 +185,7 @@ def _object(
         "not_priced": [{"least_seconds": least, **dataclasses.asdict(s)} for least, s in result.slow],
         "lost": [_lost_object(region) for region in lost_regions(recipe, result.ranked, result.slow)],
         "pareto": [estimate_object(path, estimate) for estimate in pareto_front(result.ranked)],
-        "binding": binding_constraint(result.ranked[0], result.beyond_memory) if result.ranked else None,
+        "binding": None if best is None else binding_constraint(best, result.beyond_memory(best)),
         "measured_error": _measured_error(result),
         "set_aside": [dataclasses.asdict(each) for each in set_aside(recipe, result.ranked)],
         "short_sums": None if sums is None else dataclasses.asdict(sums),
@@ -245,21 +246,21 @@ def page_lines(
     is_cpu = recipe.cluster.gpu == "cpu"
     lines = [*table(rows, is_cpu=is_cpu), "", weights_words(recipe.model.weights)] if rows else []
     if result.ranked:
-        front = len(pareto_front(result.ranked))
+        best, front = result.ranked[0], len(pareto_front(result.ranked))
         lines += [
             f"{len(result.ranked)} layouts run, {front} of them on the Pareto front of time and memory; "
             f"searched in {result.seconds:.2f} s",
-            f"bound by {binding_constraint(result.ranked[0], result.beyond_memory)}",
+            f"bound by {binding_constraint(best, result.beyond_memory(best))}",
             *error_notes([row.estimate for row in rows]),
         ]
         sums = short_sums(problem)
         lines += [] if sums is None else [sums.words()]
         kernels = chosen_kernels(problem)
         lines += [] if kernels is None else [kernels.words()]
-        other = other_engine(problem, result.ranked[0])
+        other = other_engine(problem, best)
         lines += [] if other is None else [other.words()]
         lines += [f"set aside: {set_aside_words(each)}" for each in set_aside(recipe, result.ranked)]
-        told = islands_rows(recipe, problem.graph, result.ranked[0])
+        told = islands_rows(recipe, problem.graph, best)
         lines += [f"{name or ' ' * 7}  {words}" for name, words in told]
     if sizing is not None:
         days = f"{sizing.days:.3g} days of at most {sizing.days_at_most:g}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -115,8 +115,7 @@ def estimate_time(layout: Layout) -> Time:
     # DualPipeV's messages to both neighbours may overlap while it fills.
     pipeline_comm = min(m * worst.pipeline_comm, schedule - m * (worst.compute + worst.tensor_comm))
     bubble = max(0.0, schedule - m * (worst.compute + worst.tensor_comm) - pipeline_comm)
-    data_comm = max(data_comm_seconds(layout, rank, stages[rank].compute) for rank in _unlike_ranks(layout))
-    data_comm += exchange_seconds(layout)
+    data_comm = _data_comm_seconds(layout, stages)
     if s.offload != "none":  # another link, at the same time
         data_comm = max(data_comm, host_transfer_seconds(layout, slowest, worst.compute))
     optimizers = [optimizer_seconds(layout, rank) for rank in range(s.pipeline)]
@@ -151,6 +150,22 @@ def estimate_time(layout: Layout) -> Time:
         hardware_tflops_per_gpu=hardware_flops / step / world / 1e12,
         mfu=model_flops / step / world / peak,
     )
+
+
+def least_interleaved_seconds(layout: Layout) -> float:
+    """Of an interleaved pipeline's step, without its simulation. A rank begins behind the first parts of the ranks
+    before it, and ends before they go backward once more."""
+    s, found = layout.strategy, passes(layout)
+    stages = [stage_seconds(layout, rank, found) for rank in range(s.pipeline)]
+    parts = [forward + backward for forward, backward in zip(*stage_passes(layout), strict=True)]
+    before = itertools.accumulate(parts[: s.pipeline], initial=0.0)
+    busy = (s.gradient_accumulation_steps * stage.total + first for stage, first in zip(stages, before, strict=False))
+    return max(busy) + _data_comm_seconds(layout, stages) + max(optimizer_seconds(layout, r) for r in range(s.pipeline))
+
+
+def _data_comm_seconds(layout: Layout, stages: Sequence[StageSeconds]) -> float:
+    each = (data_comm_seconds(layout, rank, stages[rank].compute) for rank in _unlike_ranks(layout))
+    return max(each) + exchange_seconds(layout)
 
 
 def forward_flops_per_token(shapes: ModelShapes, sequence_length: int) -> int:

@@ -96,7 +96,7 @@ def whole_space(problem: Problem, chosen: Estimate) -> Space:
         front=tuple(e.strategy for e in pareto_front(within)),
         today=tuple(point for stage in (2, 3) for point in _today(legal, stage)),
         lost=lost_regions(recipe, result.ranked, result.slow),
-        binding=binding_constraint(winner, result.beyond_memory),
+        binding=binding_constraint(winner, result.beyond_memory(winner)),
         best=result.ranked[0].strategy if result.ranked else None,
         set_aside=set_aside(recipe, result.ranked),
         pins=tuple(axis.name for axis in free_axes() if axis.pin(recipe) is not None),

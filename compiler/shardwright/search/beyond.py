@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardwright.cost.estimate import does_not_fit, price
@@ -16,6 +17,8 @@ from shardwright.search.choice import outweighed
 from shardwright.search.settle import settle
 
 MORE_MEMORY = 2.0  # the next GPU: 40 GB -> 80 GB, 80 GB -> 141 GB
+BINDS_FROM = 0.05
+"""A layout beyond memory that is faster by less, within what predictions are off by, binds nothing."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,7 +43,7 @@ class Beyond:
         self._problem, self._bound = problem, bound
         self._found: list[_NoRoom] = []
         self._reason: Diagnostic | None = None
-        self._fastest: dict[float, Estimate | None] = {}
+        self._fastest: dict[tuple[float, float], Estimate | None] = {}
 
     def add(
         self, strategy: Strategy, warnings: tuple[Diagnostic, ...], layout: Layout | None, memory: Memory | None
@@ -56,27 +59,40 @@ class Beyond:
         settled = [(*each.settled(self._problem), each.warnings) for each in self._found]
         return price(*min(settled, key=lambda each: each[1].peak_bytes)) if settled else None
 
-    def fastest(self, times: float = MORE_MEMORY) -> Estimate | None:
-        """Of those that so many times the memory would hold, each moving part at its price."""
-        if times not in self._fastest:
-            self._fastest[times] = self._find_fastest(times)
-        return self._fastest[times]
+    def fastest(self, times: float, below: float) -> Estimate | None:
+        """Of those that so many times the memory would hold, and whose step takes less than `below`, each moving part
+        at its price."""
+        asked = times, below
+        if asked not in self._fastest:
+            self._fastest[asked] = self._find_fastest(*asked)
+        return self._fastest[asked]
 
-    def _find_fastest(self, times: float) -> Estimate | None:
+    def _find_fastest(self, times: float, below: float) -> Estimate | None:
         best: tuple[float, Estimate | None] = math.inf, None
         room = times * self._problem.cluster.capacity_bytes
-        near = [(self._least(each), place) for place, each in enumerate(self._found) if self._may_fit(each, room)]
-        for least, place in sorted(near):
+        for least, place in sorted(self._near(room, below)):
+            found = self._found[place]
             if least >= best[0]:
                 break
-            layout, memory = self._found[place].settled(self._problem)
-            if memory.peak_bytes <= room:
-                priced = price(layout, memory, self._found[place].warnings)
-                best = min(best, (outweighed(layout.strategy, priced.time.step_seconds), priced), key=lambda b: b[0])
+            if self._bound is not None:
+                least = self._bound.least_with_room(found.strategy, room)
+                if least >= below or outweighed(found.strategy, least) >= best[0]:
+                    continue
+            layout, memory = found.settled(self._problem)
+            if memory.peak_bytes > room:
+                continue
+            priced = price(layout, memory, found.warnings)
+            weighed = outweighed(layout.strategy, priced.time.step_seconds)
+            if priced.time.step_seconds < below and weighed < best[0]:
+                best = weighed, priced
         return best[1]
 
-    def _may_fit(self, each: _NoRoom, room: float) -> bool:
-        return self._bound is None or self._bound.least_bytes(each.strategy) <= room
-
-    def _least(self, each: _NoRoom) -> float:
-        return 0.0 if self._bound is None else outweighed(each.strategy, self._bound.least_seconds(each.strategy))
+    def _near(self, room: float, below: float) -> Iterator[tuple[float, int]]:
+        """What each takes at least, with its moving parts, and its place."""
+        for place, each in enumerate(self._found):
+            if self._bound is None:
+                yield 0.0, place
+            elif self._bound.least_bytes(each.strategy) <= room:
+                least = self._bound.least_seconds(each.strategy)
+                if least < below:
+                    yield outweighed(each.strategy, least), place

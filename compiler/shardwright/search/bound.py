@@ -21,6 +21,7 @@ from shardwright.cost.timing import (
     bubble_divisor,
     data_seconds,
     is_simulated,
+    least_interleaved_seconds,
     least_once_a_step_seconds,
     optimizer_seconds,
 )
@@ -79,6 +80,10 @@ class Bound:
         self._rows: dict[tuple[Value, ...], RowSeconds] = {}
         self._counted = commonest_layers(problem.graph)
         self._rooms = Rooms(self._counted)
+        recipe, graph = problem.recipe, problem.graph
+        is_trained = recipe.lora is None and not recipe.model.freeze and not graph.sees
+        self._knows_bytes = is_trained and not recipe.assume.ignore_memory
+        """Of any layers: all that they have is trained."""
         self._is_tied = model_shapes(problem.graph, 1).shared_numel > 0
         self._last: Layout | None = None
         self._least_bytes: dict[tuple[Value, ...], float] = {}
@@ -110,6 +115,16 @@ class Bound:
         if not self._knows_room(s):
             return True
         return self._rooms.of(self._laid_out(s)).suffices
+
+    def least_with_room(self, s: Strategy, room_bytes: float) -> float:
+        """As least_placed_seconds, where devices have so many bytes."""
+        least = self.least_seconds(s)
+        if s.interleaves or not self._knows_bytes:
+            return least if self.least_bytes(s) <= room_bytes else math.inf
+        room = self._rooms.of(self._laid_out(s)).with_more(room_bytes - self._usable_bytes)
+        if s.pipeline == 1:
+            return least if room.suffices else math.inf
+        return max(least, self._of_slowest(s, self._rows_of(s), room.most_layers()))
 
     def least_seconds(self, s: Strategy) -> float:
         """Of a step: all micro-batches over ranks that share the layers in the best of all shares; of a pipeline also a
@@ -160,6 +175,13 @@ class Bound:
         room = self._rooms.of(*map(self._laid_out, (s, whole)))
         return max(kept, self._partly(s, whole, room))
 
+    def least_settled_seconds(self, layout: Layout) -> float:
+        """Of one whose layers are placed, and whose price takes long to say: at least that much; else 0."""
+        if not (layout.strategy.interleaves and is_simulated(layout.strategy)):
+            return 0.0
+        factor = run_factor(layout.recipe, layout.graph, layout.strategy)
+        return least_interleaved_seconds(layout) * (1 - ROUNDING) * factor
+
     def _partly(self, s: Strategy, whole: Strategy, room: Room) -> float:
         """The best of all numbers of recomputed layers a stage, one at least. More of them make room for layers, and
         take longer."""
@@ -174,10 +196,8 @@ class Bound:
         return best
 
     def _knows_room(self, s: Strategy) -> bool:
-        """Whether layers are placed by the room for them, and that is known: all that they have is trained."""
-        recipe, graph = self._problem.recipe, self._problem.graph
-        trained = recipe.lora is None and not recipe.model.freeze and not graph.sees
-        return s.pipeline > 1 and not s.interleaves and trained and not recipe.assume.ignore_memory
+        """Whether layers are placed by the room for them, and that is known."""
+        return s.pipeline > 1 and not s.interleaves and self._knows_bytes
 
     def _again(self, s: Strategy, whole: Strategy) -> float:
         """Seconds of a micro-batch that recomputing one layer adds at least."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from statistics import NormalDist
 
 from shardwright.cost.constants import default_constants
 from shardwright.cost.measured import bench
 from shardwright.ir.recipe import Recipe
+from shardwright.layout.axes import AXES, Value
 from shardwright.layout.estimate import Estimate, Memory
 from shardwright.layout.strategy import Strategy
 
@@ -42,6 +45,17 @@ def outweighed(s: Strategy, seconds: float) -> float:
     return seconds * (1 + bench().time.error) ** len(moving_parts(s))
 
 
+_MACHINERY = tuple(axis for axis in AXES if axis.machinery)
+_values_of = operator.attrgetter(*(axis.name for axis in _MACHINERY))
+
+
 def moving_parts(s: Strategy) -> frozenset[str]:
     """What a layout has beyond data parallelism and ZeRO. hpZ is none: nobody chooses it, and nothing is lost by it."""
-    return frozenset(axis.machinery.format(value) for axis, value in s.beyond_plain() if axis.machinery)
+    return _parts_of(_values_of(s))
+
+
+@functools.cache
+def _parts_of(values: tuple[Value, ...]) -> frozenset[str]:
+    """values: of _MACHINERY."""
+    each = zip(_MACHINERY, values, strict=True)
+    return frozenset(axis.machinery.format(value) for axis, value in each if axis.machinery and value != axis.plain)

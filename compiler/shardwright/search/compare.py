@@ -10,6 +10,7 @@ from shardwright.ir.recipe import Recipe
 from shardwright.layout.axes import AXES, Value
 from shardwright.layout.estimate import Estimate
 from shardwright.layout.strategy import Strategy, inside_words
+from shardwright.search.beyond import BINDS_FROM
 from shardwright.search.choice import chance_of_fitting, expected_seconds, moving_parts
 
 # The parts of a step, as `Time` names them, in words; {} is inside_words() of the layouts at hand.
@@ -22,7 +23,6 @@ PARTS = {
     "optimizer_seconds": "the optimizer",
     "bubble_seconds": "the pipeline's idle time",
 }
-BINDS_FROM = 0.05  # a layout beyond memory that is faster by less, within what predictions are off by, binds nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,9 +131,10 @@ def _is_faster(estimate: Estimate, winner: Estimate) -> bool:
 
 
 def binding_constraint(winner: Estimate, beyond_memory: Estimate | None) -> str:
-    """One sentence: memory, where a layout that does not fit would be faster; else the largest part of the step."""
+    """One sentence: memory, where a layout that does not fit would be faster; else the largest part of the step.
+    beyond_memory: of the search."""
     step = winner.time.step_seconds
-    if beyond_memory is not None and beyond_memory.time.step_seconds < step * (1 - BINDS_FROM):
+    if beyond_memory is not None:
         faster = 1 - beyond_memory.time.step_seconds / step
         return (
             f"memory: {beyond_memory.strategy.describe()} would take {faster:.0%} less time, "

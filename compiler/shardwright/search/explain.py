@@ -101,7 +101,7 @@ def explain(problem: Problem, chosen: Estimate) -> PlanExplanation:
     return PlanExplanation(
         chosen=chosen,
         breakdown=break_down(layout, chosen),
-        binding=binding_constraint(chosen, within.beyond_memory),
+        binding=binding_constraint(chosen, within.beyond_memory(chosen)),
         keys=tuple(
             _reason(recipe, everywhere, chosen, axis.name, axis.name in pinned) for axis in searched_axes(recipe)
         ),

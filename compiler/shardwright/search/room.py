@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -164,6 +164,10 @@ class Room:
         """Whether there is room for all layers."""
         return suffices(self.most_layers(), len(self.states) - 1)
 
+    def with_more(self, each: float) -> Room:
+        """With so many more bytes on each rank."""
+        return replace(self, room=self.room + each)
+
     def most_layers(self, recomputed: int = 0) -> Ints:
         """Of each rank; -1 where it has room for none. recomputed: layers of the rank, of partial checkpointing."""
         kept = np.maximum(self.kept, self.kept_whole - recomputed * self.dropped)
@@ -206,7 +210,7 @@ def slowest_rank(work: RowSeconds, most: Ints, head: int) -> tuple[float, int] |
         done = np.searchsorted(least, seconds * (1 + ROUNDING) - extra, side="right") - 1
         return suffices(np.minimum(done, most), layers)
 
-    tried = np.unique(np.concatenate([least, least + work.head]))
+    tried = np.sort(np.concatenate([least, least + work.head]))
     slowest = float(tried[bisect.bisect_left(tried, True, key=places_all)])
     held = np.minimum(most, layers)
     longest = work.most[held] + work.again_on(held) + extra

@@ -20,7 +20,7 @@ from shardwright.layout.estimate import Estimate, Memory
 from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.rules.registry import UNCOUNTABLE_CODES, check_layout
-from shardwright.search.beyond import MORE_MEMORY, Beyond
+from shardwright.search.beyond import BINDS_FROM, MORE_MEMORY, Beyond
 from shardwright.search.bound import ENOUGH, FEW, WORTH_COMPARING, WORTH_PRICING, Bound
 from shardwright.search.choice import outweighed, weighed_seconds
 from shardwright.search.partial import may_recompute_less, recompute_less
@@ -47,15 +47,15 @@ class SearchResult:
     beyond: Beyond
     seconds: float
 
-    @property
-    def beyond_memory(self) -> Estimate | None:
-        """The fastest of those that MORE_MEMORY times the memory would hold, where some layout fits."""
-        return self.beyond.fastest(MORE_MEMORY) if self.ranked else None
+    def beyond_memory(self, winner: Estimate) -> Estimate | None:
+        """The best of those that MORE_MEMORY times the memory would hold, and that are faster than the winner by
+        BINDS_FROM; where some layout fits."""
+        below = winner.time.step_seconds * (1 - BINDS_FROM)
+        return self.beyond.fastest(MORE_MEMORY, below) if self.ranked else None
 
-    @property
-    def nearly_fits(self) -> Estimate | None:
-        """The same of NEARLY times the memory."""
-        return self.beyond.fastest(NEARLY) if self.ranked else None
+    def nearly_fits(self, below: float) -> Estimate | None:
+        """The best of those that NEARLY times the memory would hold, and whose step takes less than `below`."""
+        return self.beyond.fastest(NEARLY, below)
 
 
 _KNOWN: list[tuple[Problem, SearchResult]] = []
@@ -82,8 +82,8 @@ class _Best:
 
     def take(self, recipe: Recipe, found: Sequence[Estimate]) -> None:
         self.priced += len(found)
-        each = ((weighed_seconds(recipe, e), e.time.step_seconds) for e in found)
-        self.weighed, self.step = min((self.weighed, self.step), *each)
+        each = [(weighed_seconds(recipe, e), e.time.step_seconds) for e in found]
+        self.weighed, self.step = min([(self.weighed, self.step), *each])
 
     def is_near(self, strategy: Strategy, least: float) -> bool:
         """Whether one that takes so long at least is worth a price."""
@@ -146,12 +146,19 @@ def _priced(
     warnings: tuple[Diagnostic, ...],
     best: _Best,
 ) -> list[Estimate]:
-    """A layout that fits; beside one that recomputes all layers, the one that recomputes fewer of them, where that one
+    """A layout that fits; beside one that recomputes all layers, the one that recomputes fewer of them. Each where it
     is worth a price."""
-    found = [price(layout, memory, warnings)]
+    found: list[Estimate] = []
+
+    def take(layout: Layout, memory: Memory) -> None:
+        if bound is None or best.is_near(layout.strategy, bound.least_settled_seconds(layout)):
+            found.append(price(layout, memory, warnings))
+
+    take(layout, memory)
     if bound is None or best.is_near(layout.strategy, bound.least_recomputing_less(layout.strategy)):
         less = recompute_less(problem, layout, memory)
-        found += [price(*less, warnings)] if less else []
+        if less:
+            take(*less)
     return found
 
 
@@ -183,6 +190,8 @@ def _search(problem: Problem) -> SearchResult:
                 rejections.add(beyond.add(strategy, warnings, layout, memory), strategy, len(group) - place)
                 break
             found = _priced(problem, bound, layout, memory, warnings, best)
+            if bound is not None and all(e.strategy != layout.strategy for e in found):
+                slow.append((bound.least_settled_seconds(layout), strategy))
             feasible += found
             best.take(recipe, found)
     feasible.sort(key=lambda e: rank_key(recipe, e))

@@ -82,8 +82,7 @@ def _binds(problem: Problem, full: SearchResult) -> bool:
     if not full.ranked:
         return full.closest is not None
     most = weighed_seconds(problem.recipe, full.ranked[0]) / MUCH_SLOWER
-    near = (*full.ranked, *(() if full.nearly_fits is None else (full.nearly_fits,)))
-    return any(e.time.step_seconds <= most for e in near)
+    return any(e.time.step_seconds <= most for e in full.ranked) or full.nearly_fits(most) is not None
 
 
 def _is_much_slower(problem: Problem, full: Estimate, half: Estimate) -> bool:

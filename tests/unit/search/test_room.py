@@ -4,6 +4,7 @@ what it says has no room has none. Models whose layers are alike, and one whose 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,11 @@ import pytest
 from shardwright.ir.words import PartialCheckpointing
 from shardwright.layout.problem import Problem
 from shardwright.model.build import build_model_graph
+from shardwright.search.beyond import MORE_MEMORY
 from shardwright.search.bound import Bound
 from shardwright.search.room import shortest, slowest_rank, work_of
-from shardwright.search.search import search
-from shardwright.search.settle import settle
+from shardwright.search.search import NEARLY, search
+from shardwright.search.settle import as_planned, settle
 from shardwright.search.space import candidates
 from tests.unit.model.factory import LLAMA_70B, graph_of, model_section, problem_of, recipe_of
 
@@ -57,10 +59,31 @@ def test_none_is_faster_and_none_fits_without_room(
             s = dataclasses.replace(s, activation_checkpointing="full", hpz_partition_size=1)
         assert bound.least_placed_seconds(s, may_recompute_less=partial) <= e.time.step_seconds * (1 + 1e-9), e.strategy
         gains.append(bound.least_placed_seconds(s) / bound.least_seconds(s))
+        layout, _ = as_planned(problem, e.strategy, e.boundaries)
+        placed = bound.least_settled_seconds(layout)
+        assert placed <= e.time.step_seconds * (1 + 1e-9) and (placed > 0) == e.strategy.interleaves, e.strategy
     assert max(gains) > 1.05
     crowded = [s for s in candidates(problem) if s.zero_stage <= 1 and not bound.has_room(s)]
     assert crowded
     assert not any(settle(problem, s)[1].fits for s in crowded[:: max(1, len(crowded) // 40)])
+
+
+@pytest.mark.parametrize(("name", "nodes", "batch", "gpu", "target"), CASES)
+def test_the_fastest_beyond_memory_is_the_fastest_of_all_that_are(
+    name: str, nodes: int, batch: int, gpu: str, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = asked(name, nodes=nodes, batch=batch, gpu=gpu, target=target)
+    monkeypatch.setattr("shardwright.search.search.FEW", 10**9)
+    complete = search(problem)
+    monkeypatch.setattr("shardwright.search.search.FEW", 0)
+    pruned = search(dataclasses.replace(problem))
+    step = complete.ranked[0].time.step_seconds
+    for times, share in itertools.product((NEARLY, MORE_MEMORY), (0.8, 0.95, 1.5)):
+        found, same = (each.beyond.fastest(times, share * step) for each in (complete, pruned))
+        assert (found is None) == (same is None)
+        if found is not None and same is not None:
+            assert found == same and found.time.step_seconds < share * step
+            assert found.memory.peak_bytes <= times * problem.cluster.capacity_bytes
 
 
 def test_rows_of_layers_that_differ() -> None:
