@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from shardwright.compile import compile_recipe
 from shardwright.lower.folder import write_folder
 from shardwright.recipe.load import load_recipe
+from tests.conftest import SMALL_RECIPE
 
 LLAMA_405B = {
     "model_type": "llama",
@@ -96,3 +98,10 @@ def with_run(folder: Path, steps: int, cause: str = "") -> Path:
     (folder / "run" / "status.json").write_text(json.dumps({"status": "failed" if cause else "done", "cause": cause}))
     (folder / "run" / "summary.json").write_text(json.dumps({"measured": {"peak_bytes": 3 * 2**30, "mfu": None}}))
     return folder
+
+
+def small_with(parallelism: dict[str, Any], **training: Any) -> dict[str, Any]:
+    document = copy.deepcopy(SMALL_RECIPE)
+    document["parallelism"] = parallelism
+    document["training"] |= training
+    return document
