@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from statistics import NormalDist
 
 from shardwright.cost.constants import default_constants
 from shardwright.cost.measured import bench
 from shardwright.ir.recipe import Recipe
-from shardwright.layout.axes import AXES, Value
 from shardwright.layout.estimate import Estimate, Memory
 from shardwright.layout.strategy import Strategy
+from shardwright.remembered import MOST
 
 SURE = 0.95
 """The chance at which memory has no price: `memory_headroom` is what predictions fall short by in 19 rows of 20."""
@@ -45,17 +44,7 @@ def outweighed(s: Strategy, seconds: float) -> float:
     return seconds * (1 + bench().time.error) ** len(moving_parts(s))
 
 
-_MACHINERY = tuple(axis for axis in AXES if axis.machinery)
-_values_of = operator.attrgetter(*(axis.name for axis in _MACHINERY))
-
-
+@functools.lru_cache(maxsize=MOST)
 def moving_parts(s: Strategy) -> frozenset[str]:
     """What a layout has beyond data parallelism and ZeRO. hpZ is none: nobody chooses it, and nothing is lost by it."""
-    return _parts_of(_values_of(s))
-
-
-@functools.cache
-def _parts_of(values: tuple[Value, ...]) -> frozenset[str]:
-    """values: of _MACHINERY."""
-    each = zip(_MACHINERY, values, strict=True)
-    return frozenset(axis.machinery.format(value) for axis, value in each if axis.machinery and value != axis.plain)
+    return frozenset(axis.machinery.format(value) for axis, value in s.beyond_plain() if axis.machinery)
