@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -33,7 +32,7 @@ MODEL = {
     "max_position_embeddings": 256,
 }
 LENGTH, BATCH, STEPS, SECONDS, LIMIT = 256, 8, 10, 30.0, 900.0
-WITHIN, ROUNDS, MAY_STAND_WRONG = 0.15, 3, 2
+WITHIN = 0.15
 PLAIN = Strategy(
     tensor=1,
     pipeline=1,
@@ -117,62 +116,28 @@ def both(folder: Path, given: Problem, strategies: tuple[Strategy, ...]) -> Mapp
     return found
 
 
-def medians(folder: Path, ranks: int, names: Sequence[str], found: dict[str, list[tuple[float, float]]]) -> None:
-    """Measures these layouts ROUNDS - 1 times more, each time behind a calibration of its own: the machine's speed
-    drifts by a tenth and more between the two."""
-    for more in range(1, ROUNDS):
-        (there := folder / f"again-{more}").mkdir()
-        again = [s for s in (*ONE_RANK, *TWO_RANKS, *FOUR_RANKS) if s.world_size == ranks and s.describe() in names]
-        for name, pair in both(there, problem(there, ranks), tuple(again)).items():
-            found[name].append(pair)
-
-
-def off(pairs: Sequence[tuple[float, float]]) -> float:
-    return statistics.median(predicted / measured for predicted, measured in pairs) - 1
-
-
 @pytest.mark.prove
 @pytest.mark.skipif(cores() < 2, reason="two ranks want a core each")
 def test_layouts_with_a_core_a_rank(tmp_path: Path) -> None:
-    """Of those that are off in the first round, the median of all rounds counts."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    found: dict[str, tuple[float, float]] = {}
     for ranks, strategies in ((1, ONE_RANK), (2, TWO_RANKS)):
         (folder := tmp_path / f"{ranks}").mkdir()
-        here = {name: [pair] for name, pair in both(folder, problem(folder, ranks), strategies).items()}
-        if wrong := [name for name, pairs in here.items() if abs(off(pairs)) > WITHIN]:
-            medians(folder, ranks, wrong, here)
-        found |= here
-    assert len(found) >= 8 and max(abs(off(pairs)) for pairs in found.values()) <= WITHIN, found
+        found |= both(folder, problem(folder, ranks), strategies)
+    off = {layout: predicted / measured - 1 for layout, (predicted, measured) in found.items()}
+    assert len(off) >= 8 and max(map(abs, off.values())) <= WITHIN, off
 
 
 @pytest.mark.prove
 @pytest.mark.skipif(cores() >= 4, reason="four ranks have cores of their own")
 def test_the_order_of_layouts_whose_ranks_share_cores(tmp_path: Path) -> None:
-    """Likewise, of those that stand in the wrong order. How long ranks that share a core wait for one another is half a
-    matter of the scheduler's: but for MAY_STAND_WRONG of the twelve, all pairs that are apart are in order."""
     given = problem(tmp_path, 4)
     assert shared_lines(given.recipe, given.cluster)[0].startswith(f"4 ranks share {cores()} core")
-    found = {name: [pair] for name, pair in both(tmp_path, given, FOUR_RANKS).items()}
-    if wrong := _in_wrong_order(found):
-        medians(tmp_path, 4, list(itertools.chain.from_iterable(wrong)), found)
-    assert len(_each_apart(sorted(measured for _, measured in _settled(found).values()))) >= 6, found
-    wrong = _in_wrong_order(found)
-    assert any(all({*pair} & {*out} for pair in wrong) for out in itertools.combinations(found, MAY_STAND_WRONG)), wrong
-
-
-def _settled(found: Mapping[str, Sequence[tuple[float, float]]]) -> Mapping[str, tuple[float, float]]:
-    """Layout -> medians of what was predicted and measured."""
-    return {
-        name: (statistics.median(predicted for predicted, _ in pairs), statistics.median(took for _, took in pairs))
-        for name, pairs in found.items()
-    }
-
-
-def _in_wrong_order(found: Mapping[str, Sequence[tuple[float, float]]]) -> list[tuple[str, str]]:
-    each = _settled(found)
-    ordered = sorted(each, key=lambda layout: each[layout][1])
-    pairs = [(a, b) for a, b in itertools.combinations(ordered, 2) if each[b][1] >= APART * each[a][1]]
-    return [(a, b) for a, b in pairs if each[a][0] >= each[b][0]]
+    found = both(tmp_path, given, FOUR_RANKS)
+    ordered = sorted(found, key=lambda layout: found[layout][1])
+    pairs = [(a, b) for a, b in itertools.combinations(ordered, 2) if found[b][1] >= APART * found[a][1]]
+    wrong = [(a, b) for a, b in pairs if found[a][0] >= found[b][0]]
+    assert len(_each_apart([found[layout][1] for layout in ordered])) >= 6, found
+    assert not wrong, (wrong, found)
 
 
 def _each_apart(ordered: Sequence[float]) -> list[float]:
