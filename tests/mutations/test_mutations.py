@@ -14,7 +14,11 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MUTATIONS: list[dict[str, Any]] = json.loads(Path(__file__).with_name("mutations.json").read_text(encoding="utf-8"))
+MUTATIONS: list[dict[str, Any]] = [
+    mutation
+    for path in sorted(Path(__file__).parent.glob("*.json"))
+    for mutation in json.loads(path.read_text(encoding="utf-8"))
+]
 """undone: what the edits take away. edits: file, text that is there, what stands there instead. tests: pytest's."""
 TESTS_FAILED = 1  # pytest's exit code; 2 and more: none of them ran
 
