@@ -80,6 +80,11 @@ PIECES: dict[str, Piece] = {
     "recipes": Piece(tests=("tests/recipes/test_recipes.py",), speaks_of=(*COST, "lower", "plan"), areas=("recipes",)),
     "plan-speed": Piece(tests=("tests/recipes/test_plan_speed.py",), speaks_of=(*COST, "cli"), areas=("plan-speed",)),
     "why-not": Piece(tests=("tests/unit/answers/test_why_not.py",), speaks_of=COST, areas=("why-not",)),
+    "random-runs": Piece(
+        tests=("tests/random_runs/test_random_runs.py",),
+        speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *RUN, "engines/megatron", "engines/reference"),
+        areas=("random-runs",),
+    ),
     "random-layouts": Piece(tests=("tests/unit/cost/test_random.py",), speaks_of=COST),
     "published": Piece(tests=("tests/calibration/test_published.py",), speaks_of=COST),
     "this-machine": Piece(
