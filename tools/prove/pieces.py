@@ -47,8 +47,13 @@ _SIGHT = "tests/zoo/test_sight.py"
 PIECES: dict[str, Piece] = {
     # Quick ones first: a broken tree is found before the long ones begin.
     "fuzz": Piece(
-        tests=("tests/lint/test_fuzz.py", "tests/migrate/test_import.py"),
-        speaks_of=(*READ, "migrate", "safe_read.py"),
+        tests=(
+            "tests/lint/test_fuzz.py",
+            "tests/migrate/test_import.py",
+            "tests/unit/data/test_fuzz.py",
+            "tests/unit/model/test_fuzz.py",
+        ),
+        speaks_of=(*READ, "data", "migrate", "model", "safe_read.py"),
         areas=("fuzz",),
     ),
     "ds-config": Piece(

@@ -124,9 +124,12 @@ def _part(p: PartSummary, length: int) -> str:
         (p.too_long, f"longer than {length} tokens"),
         (p.crowded, "with more pictures than images.per_row"),
         (p.damaged, "with a damaged picture"),
+        (p.without_labels, "with an answer or a call that the chat template does not write"),
     ):
         if count:
             text += f"; {count:,} {why} are left out"
+    if p.without_reasoning:
+        text += f"; the chat template leaves out the reasoning of {p.without_reasoning:,}"
     if p.empty:
         text += f"; {p.empty:,} empty ones skipped"
     return text

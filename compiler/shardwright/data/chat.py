@@ -9,6 +9,8 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
+from shardwright.data.labels import LabelReport, check_labels
+from shardwright.data.messages import normal_message, normal_tools
 from shardwright.data.records import Record, missing_field
 from shardwright.data.templates import Overrun, Renderer
 from shardwright.data.tokenizers import Ids, Tokenizer
@@ -45,15 +47,28 @@ def conversation(record: Record, key: str) -> Conversation:
                 f"{where}: message {number} has no role",
                 'A message is {"role": "user", "content": "..."}; roles are system, user, assistant, tool.',
             )
-        # Parquet fills in what a record does not have.
-        messages.append({k: v for k, v in cast(JsonObject, message).items() if v is not None or k == "content"})
-    return Conversation(messages=messages, tools=document.get("tools"), where=where)
+        messages.append(normal_message(dict(cast(JsonObject, message))))
+        if message.get("content") is None and not messages[-1].get("tool_calls"):
+            raise refusal(
+                "SW6111",
+                f"{where}: message {number} ({message['role']}) has no content",
+                'A message is {"role": "user", "content": "..."}; an answer without text is written "".',
+            )
+    return Conversation(messages=messages, tools=normal_tools(document.get("tools")), where=where)
 
 
 def encode(
-    talk: Conversation, tokenizer: Tokenizer, template: str, train_on: str, expand: Expand | None = None
+    talk: Conversation,
+    tokenizer: Tokenizer,
+    template: str,
+    train_on: str,
+    expand: Expand | None = None,
+    report: LabelReport | None = None,
 ) -> tuple[Ids, npt.NDArray[np.bool_]]:
-    """(ids, trained). expand: of a model that sees, writes pictures out in the text. Errors: SW6112, SW6113."""
+    """(ids, trained). expand: of a model that sees, writes pictures out in the text. report: counts the conversation.
+
+    Errors: SW6112, SW6113. Raises LostLabels where something that the assistant said is no label.
+    """
     whose = "the tokenizer's chat template" if template == tokenizer.template else "the chat template (data.template)"
     turns = train_on != "all"
     try:
@@ -79,6 +94,10 @@ def encode(
             f"{talk.where}: {whose} was ended: {error}",
             "No template needs that much. Give another one as data.template, or take the record out.",
         ) from None
+    if report is not None:
+        report.records += 1
+    if turns and not check_labels(talk.messages, text, spans) and report is not None:
+        report.without_reasoning += 1
     if expand is not None:
         text, spans = expand(text, spans)
     if not turns:
@@ -87,8 +106,11 @@ def encode(
     encoded = tokenizer.encode_with_places(text)
     trained = np.zeros(len(encoded.ids), dtype=np.bool_)
     for first, last in spans:
-        # A token that begins before the answer holds more than the answer.
-        trained |= (encoded.first >= first) & (encoded.last <= last) & (encoded.last > encoded.first)
+        # Whatever holds a character of the turn: "▁Yes" begins with the space in front of the answer. GPT-2's tokens do
+        # not count the spaces that they begin with: one of spaces alone has no characters.
+        empty = encoded.first == encoded.last
+        trained |= (encoded.first < last) & (encoded.last > first)
+        trained |= empty & (encoded.first > first) & (encoded.last <= last)
     return encoded.ids, trained
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from shardwright.atomic import write_atomically
 from shardwright.data import chat
+from shardwright.data.labels import LabelReport, LostLabels
 from shardwright.data.pairs import PairReader, PairSight, is_of_pairs
 from shardwright.data.pictures import PictureWriter
 from shardwright.data.progress import ReadingProgress
@@ -230,13 +231,20 @@ def _read(
 ) -> Iterator[None]:
     """Yields after each batch that is written."""
     if part.kind == "chat":
-        template = chat.template_of(tokenizer, part.template)
+        template, report = chat.template_of(tokenizer, part.template), LabelReport()
         for name in files:
             for record in records(name):
                 talk = chat.conversation(record, part.messages)
-                writer.add(*chat.encode(talk, tokenizer, template, part.train_on))
+                try:
+                    writer.add(*chat.encode(talk, tokenizer, template, part.train_on, report=report))
+                except LostLabels as lost:
+                    report.leave_out(lost, talk.where)
+                    if not part.skip_damaged:
+                        raise report.refusal() from None
                 shown.add(record[2])
                 yield
+        report.check(part.skip_damaged)
+        report.write(writer.folder)
     else:
         batch: list[Piece] = []
         size = 0

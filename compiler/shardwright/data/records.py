@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from shardwright.data.messages import without_nulls
 from shardwright.diagnostics import refusal
 from shardwright.ir.json_value import JsonObject
 
@@ -126,6 +127,7 @@ def _parquet(name: str, column: str | None) -> Iterator[Record]:
         for batch in file.iter_batches(batch_size=1024, columns=wanted):
             for record in batch.to_pylist():
                 row += 1
+                record = {key: without_nulls(value) for key, value in record.items()}
                 yield record, f"{name}, row {row}", int(share)
     except (OSError, pyarrow.ArrowException) as error:
         raise refusal(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardwright.data import chat
+from shardwright.data.labels import LabelReport, LostLabels
 from shardwright.data.pictures import Damaged, Picture, PictureWriter, locate_picture, take_pictures
 from shardwright.data.progress import ReadingProgress
 from shardwright.data.records import records
@@ -28,7 +29,7 @@ class SeenReader:
         self.part, self.images, self.tokenizer, self.sight = part, part.images, tokenizer, sight
         self.writer, self.pictures = writer, pictures
         self._template = chat.template_of(tokenizer, part.template)
-        self._records = 0
+        self._records, self._labels = 0, LabelReport()
 
     def read(self, files: tuple[str, ...], shown: ReadingProgress) -> Iterator[None]:
         """Yields after each record."""
@@ -39,6 +40,8 @@ class SeenReader:
                 shown.add(record[2])
                 yield
         self._check_damage()
+        self._labels.check(self.part.skip_damaged)
+        self._labels.write(self.writer.folder)
 
     def _folder(self, name: str) -> Path:
         return Path(self.images.folder or Path(name).parent)
@@ -59,9 +62,14 @@ class SeenReader:
         def expand(text: str, spans: list[Span]) -> tuple[str, list[Span]]:
             return self._written_out(talk.where, text, spans, found)
 
-        ids, trained = chat.encode(
-            replace(talk, messages=messages), self.tokenizer, self._template, self.part.train_on, expand
-        )
+        talk, report = replace(talk, messages=messages), self._labels
+        try:
+            ids, trained = chat.encode(talk, self.tokenizer, self._template, self.part.train_on, expand, report)
+        except LostLabels as lost:
+            report.leave_out(lost, talk.where)
+            if not self.part.skip_damaged:
+                raise report.refusal() from None
+            return
         number = self.writer.documents
         self.writer.add(ids, trained)
         if self.writer.documents > number:

@@ -16,7 +16,7 @@ from shardwright.ir.recipe import DOCUMENT_KINDS, DRAWN, STDLIB, TOKENIZED_KINDS
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import written_images
 
-FORMAT = 1
+FORMAT = 2
 """Of the prepared files; another number is another key."""
 
 _SKIPPED_STDLIB = ("site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__")
@@ -71,6 +71,7 @@ def locate(part: DataSection, folder: Path, *, look: bool = True) -> DataSource:
             part.template,
             part.train_on,
             *([] if part.images is None else [written_images(asdict(part.images)), part.skip_damaged]),
+            *([part.skip_damaged] if part.images is None and part.skip_damaged else []),
         ]
     )
     try:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from shardwright.data.dataset import Dataset
+from shardwright.data.labels import LabelReport, read_label_report
 from shardwright.data.megatron import open_megatron
 from shardwright.data.pairs import is_of_pairs
 from shardwright.data.pictures import Counts, open_pictures, read_counts
@@ -34,6 +35,9 @@ class PartSummary:
     Of conversations with pictures: pictures: those of all; too_long: left out because they are longer than S; crowded:
     because they hold more than images.per_row; damaged: because a picture of theirs cannot be used.
 
+    without_labels: conversations left out because something that the assistant said is no label; without_reasoning:
+    those whose reasoning the template does not write.
+
     padding_alone: share of padding with each document in rows of its own; padding: as the rows are.
     """
 
@@ -51,6 +55,8 @@ class PartSummary:
     too_long: int = 0
     crowded: int = 0
     damaged: int = 0
+    without_labels: int = 0
+    without_reasoning: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +92,7 @@ def _part(plan: Plan, part: DataSection, folder: Path) -> PartSummary:
     if is_of_pairs(part):
         cut, lengths = int((lengths > length).sum()), np.minimum(lengths, length)
         padding = 1 - int(lengths.sum()) / max(1, len(lengths) * length)
+    report = LabelReport() if here is None or part.kind != "chat" else read_label_report(here)
     tokens = int(lengths.sum())
     alone = int((-(-lengths // length)).sum()) * length
     return PartSummary(
@@ -103,6 +110,8 @@ def _part(plan: Plan, part: DataSection, folder: Path) -> PartSummary:
         too_long=too_long,
         crowded=counts.crowded,
         damaged=counts.damaged,
+        without_labels=sum(report.left_out.values()),
+        without_reasoning=report.without_reasoning,
     )
 
 

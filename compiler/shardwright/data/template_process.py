@@ -12,7 +12,17 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from shardwright.data.turns import MARKED, HiddenTurn, Message, Span, TemplateError, find_turns
+from shardwright.data.messages import MessageForm, message_form
+from shardwright.data.turns import (
+    MARKED,
+    HiddenTurn,
+    Message,
+    Span,
+    TemplateError,
+    TemplateShape,
+    find_turns,
+    template_shape,
+)
 
 SECONDS = 10
 """Of computing, for one conversation. Real templates take a millisecond."""
@@ -52,6 +62,11 @@ def _answer(jinja: Callable[..., Any], line: bytes) -> dict[str, Any]:
     return {"text": text, "spans": spans}
 
 
+_KNOWN: dict[tuple[object, ...], tuple[MessageForm, TemplateShape]] = {}
+"""Of each template: what it takes, and what it writes around an answer."""
+_MOST_KNOWN = 64
+
+
 def _rendered(
     jinja: Callable[..., Any],
     *,
@@ -62,9 +77,10 @@ def _rendered(
     turns: bool = False,
     asks: bool = False,
 ) -> tuple[str, list[Span]]:
-    """turns: with the places where the assistant speaks. asks: up to where it is to speak."""
+    """turns: with the places where the assistant speaks. asks: up to where it is to speak, of messages in the
+    template's own form."""
 
-    def run(given: list[Message], *, prompt: bool, marks: bool = False) -> tuple[str, list[Span]]:
+    def run(given: list[Message], *, prompt: bool, marks: bool = False, tools: Any = tools) -> tuple[str, list[Span]]:
         try:
             texts, places = jinja(
                 conversations=[given],
@@ -80,11 +96,22 @@ def _rendered(
             raise TemplateError(f"it writes {len(texts[0]):,} characters")
         return str(texts[0]), places[0] if marks else []
 
+    if asks:
+        return run(messages, prompt=True)
+    key = (template, *sorted(special.items()))
+    if key not in _KNOWN:
+        if len(_KNOWN) == _MOST_KNOWN:
+            _KNOWN.clear()
+        form = message_form(lambda given, *, prompt: run(given, prompt=prompt, tools=None)[0])
+        shape = template_shape(lambda given, *, prompt: run([form.of(m) for m in given], prompt=prompt, tools=None)[0])
+        _KNOWN[key] = form, shape
+    form, shape = _KNOWN[key]
+    messages = [form.of(message) for message in messages]
     if not turns:
-        return run(messages, prompt=asks)
+        return run(messages, prompt=False)
     if MARKED.search(template):
         return run(messages, prompt=False, marks=True)
-    return find_turns(lambda given, *, prompt: run(given, prompt=prompt)[0], messages)
+    return find_turns(lambda given, *, prompt: run(given, prompt=prompt)[0], messages, shape)
 
 
 def _in_words(error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -10,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from shardwright.diagnostics import refusal
+from shardwright.diagnostics import Refusal, refusal
 
 Ids = npt.NDArray[np.integer]
 
@@ -24,6 +25,15 @@ class Encoded:
     last: npt.NDArray[np.int64]
 
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def without_surrogates(text: str) -> str:
+    """U+FFFD for each half of a surrogate pair: JSON may hold one alone (an emoji that was cut in two), UTF-8 cannot.
+    The text keeps its length."""
+    return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
+
+
 class ByteTokenizer:
     def __init__(self) -> None:
         self.size, self.dtype = 256, "uint8"
@@ -31,9 +41,10 @@ class ByteTokenizer:
         self.end: list[int] = []
 
     def encode(self, texts: list[str]) -> list[Ids]:
-        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
+        return [np.frombuffer(without_surrogates(text).encode("utf-8"), dtype=np.uint8) for text in texts]
 
     def encode_with_places(self, text: str) -> Encoded:
+        text = without_surrogates(text)
         sizes = [len(character.encode("utf-8")) for character in text]
         places = np.repeat(np.arange(len(text), dtype=np.int64), sizes)
         return Encoded(ids=self.encode([text])[0], first=places, last=places + 1)
@@ -51,6 +62,7 @@ class HubTokenizer:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer
 
+        self.folder = folder
         self._hf = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         self.size = len(self._hf)
         self.end = [] if self._hf.eos_token_id is None else [int(self._hf.eos_token_id)]
@@ -60,7 +72,7 @@ class HubTokenizer:
         self.template = cast("str | None", template.get("default") if isinstance(template, dict) else template)
 
     def encode(self, texts: list[str]) -> list[Ids]:
-        found = self._hf(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        found = self._encoding(texts)["input_ids"] if texts else []
         return [np.asarray(ids, dtype=np.int32) for ids in found]
 
     def encode_with_places(self, text: str) -> Encoded:
@@ -70,9 +82,17 @@ class HubTokenizer:
                 f"{type(self._hf).__name__} does not say which characters a token stands for",
                 "Save a fast tokenizer (tokenizer.json) and compile with it, or write train_on: all.",
             )
-        found = self._hf(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
+        found = self._encoding(text, return_offsets_mapping=True)
         places = np.asarray(found["offset_mapping"], dtype=np.int64).reshape(-1, 2)
         return Encoded(ids=np.asarray(found["input_ids"], dtype=np.int32), first=places[:, 0], last=places[:, 1])
+
+    def _encoding(self, text: str | list[str], **more: bool) -> Any:
+        """Some mistakes of a tokenizer's files show at the first text that meets them. Raises Refusal (SW6121)."""
+        text = without_surrogates(text) if isinstance(text, str) else [without_surrogates(one) for one in text]
+        try:
+            return self._hf(text, add_special_tokens=False, verbose=False, **more)
+        except Exception as error:  # whatever a broken file makes the tokenizer's code raise
+            raise _unusable(self.folder, error) from None
 
     def decode(self, ids: Ids) -> str:
         return str(self._hf.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -99,10 +119,14 @@ def load_tokenizer(name: str, folder: Path) -> Tokenizer:
     try:
         return HubTokenizer(folder / name)
     except Exception as error:  # whatever a broken file makes the tokenizer's code raise
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        why = "it is Python code of its own, which is not run" if "trust_remote_code" in str(error) else lines[0][:300]
-        raise refusal(
-            "SW6121",
-            f"the tokenizer in {str(folder / name)!r} cannot be used: {why}",
-            "Compile again with a data.tokenizer that AutoTokenizer.from_pretrained loads.",
-        ) from None
+        raise _unusable(folder / name, error) from None
+
+
+def _unusable(folder: Path, error: Exception) -> Refusal:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    why = "it is Python code of its own, which is not run" if "trust_remote_code" in str(error) else lines[0][:300]
+    return refusal(
+        "SW6121",
+        f"the tokenizer in {str(folder)!r} cannot be used: {why}",
+        "Compile again with a data.tokenizer that AutoTokenizer.from_pretrained loads.",
+    )

@@ -1,22 +1,30 @@
 """What a chat template makes of a conversation, and the characters of it that the model has to learn to write.
 
-A template with {% generation %} marks says so itself. Without them an assistant's turn is what appears when it is added
-to the conversation before it. Templates that render an earlier turn in another way than the last one (reasoning that is
-dropped) do not extend their own prefixes: there the turn's text is found by replacing it.
+A template with {% generation %} marks says so itself. Without them a turn is found by what the template does: it begins
+where the prompt for an answer (add_generation_prompt) ends, and it ends with what stands between the answer and the
+next prompt. Both are found by rendering the conversation with a stand-in for the text of one message, so that a
+template may write an earlier turn in another way than the last one, and results of tools inside of a turn.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from typing import Protocol
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol, cast
 
 from shardwright.ir.json_value import JsonValue
 
 Message = dict[str, JsonValue]
 Span = tuple[int, int]
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_STAND_IN = "\u2022stand-in\u2022"
-"""Takes the place of an answer; no template looks for it."""
+STAND_IN = "0Zq7xW4vK"
+"""Takes the place of a message's text, of a call's name, arguments or id (Mistral's have nine characters)."""
+_ANSWER = "1Yp5uT3sR"
+_UNIT = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]|\w+|.", re.DOTALL)
+"""Texts are compared by tokens like <|im_end|> and by words: <|end|> and <|endoftext|> have nothing in common."""
+_ROLE_TOKEN = re.compile(r"\s*<[^<>\s]+>")
 
 
 class TemplateError(Exception):
@@ -33,54 +41,199 @@ class Renders(Protocol):
     def __call__(self, messages: list[Message], *, prompt: bool) -> str: ...
 
 
-def find_turns(render: Renders, messages: list[Message]) -> tuple[str, list[Span]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateShape:
+    """prompts: whether add_generation_prompt writes something. header: what stands in front of an answer: that, or what
+    the template writes there by itself. end: what closes a turn, without the white space behind it; "" where the next
+    role's token does, None where nobody can tell."""
+
+    prompts: bool
+    header: str
+    end: str | None
+
+
+def template_shape(render: Renders) -> TemplateShape:
+    """From one question and its answer."""
+    asked: list[Message] = [{"role": "user", "content": STAND_IN}]
+    answered: list[Message] = [*asked, {"role": "assistant", "content": _ANSWER}]
+    try:
+        closed, opened = (_behind(render(asked, prompt=prompt), STAND_IN) for prompt in (False, True))
+        whole, again = (render(answered, prompt=prompt) for prompt in (False, True))
+    except TemplateError:  # it wants a system message, or tools
+        return TemplateShape(prompts=False, header="", end=None)
+    between, tail = _behind(whole, STAND_IN), _behind(again, _ANSWER)
+    if closed is None or opened is None or between is None or tail is None:
+        return TemplateShape(prompts=False, header="", end=None)
+    header = opened[_common(closed, opened) :]
+    if header:
+        end = tail[: -len(header)].rstrip() if tail.endswith(header) else None
+        return TemplateShape(prompts=True, header=header, end=end)
+    between = between[: between.rfind(_ANSWER)]
+    own = between[len(opened) :] if between.startswith(opened) else ""
+    return TemplateShape(prompts=False, header=own if own.strip() else "", end=tail.rstrip())
+
+
+def find_turns(render: Renders, messages: list[Message], shape: TemplateShape) -> tuple[str, list[Span]]:
     """The text, and where in it the assistant speaks: its turn's end belongs to it, white space behind does not.
 
     Raises TemplateError, HiddenTurn.
     """
-    text, spans = render(messages, prompt=False), []
-    for number, message in enumerate(messages):
-        if message["role"] == "assistant":
-            span = _by_prefix(render, messages, number, text) or _by_stand_in(render, messages, number, text)
-            if span is None:
-                raise HiddenTurn(number)
-            spans.append(span)
-    return text, spans
+    turns = _Turns(render, messages, shape)
+    return turns.text, [
+        span for n, message in enumerate(messages) if message["role"] == "assistant" for span in turns.of(n)
+    ]
 
 
-def _by_prefix(render: Renders, messages: list[Message], number: int, text: str) -> Span | None:
-    """None where the conversation up to this turn is not what the whole one begins with."""
-    try:
-        before = render(messages[:number], prompt=True) if number else ""
-        after = render(messages[: number + 1], prompt=False)
-        opens = bool(number) and before != render(messages[:number], prompt=False)
-    except TemplateError:  # a part of the conversation that the template does not take alone
+class _Turns:
+    def __init__(self, render: Renders, messages: list[Message], shape: TemplateShape) -> None:
+        self.render, self.messages, self.shape = render, messages, shape
+        self.text = render(messages, prompt=False)
+
+    def of(self, number: int) -> list[Span]:
+        """One span, or none where the template leaves out the turn."""
+        extends = self._extends(number)
+        if extends is not None:
+            return [extends]
+        begins = self._first_own(number)
+        if begins is None:
+            raise HiddenTurn(number)
+        first, last = self._begin(number, begins), self._end(number)
+        if last is None:
+            raise HiddenTurn(number)
+        return [(first, last)] if last > first else []
+
+    def _extends(self, number: int) -> Span | None:
+        """None unless the conversation begins with the prompt for this turn, and goes on with the turn and its end."""
+        shape = self.shape
+        if not (number and shape.end):
+            return None
+        try:
+            before = self.render(self.messages[:number], prompt=True)
+            after = self.render(self.messages[: number + 1], prompt=False)
+        except TemplateError:  # a part of the conversation that the template does not take alone
+            return None
+        if not shape.prompts:
+            before += shape.header
+        if not (self.text.startswith(after) and after.startswith(before) and before.endswith(shape.header)):
+            return None
+        after = after.rstrip()
+        return (len(before), len(after)) if after.endswith(shape.end) and len(after) > len(before) else None
+
+    def _begin(self, number: int, begins: int) -> int:
+        """Where the prompt for this turn ends. begins: where the turn's own text does, at the latest."""
+        header = self.shape.header
+        start = 0
+        for other in _with_stand_in(self.messages[number - 1]) if number else ():
+            replaced = [*self.messages[: number - 1], other, *self.messages[number:]]
+            after = self._behind(replaced, prompt=False)
+            tail = self._behind(replaced[:number], prompt=True)
+            if after is None or tail is None or not self.text.endswith(after):
+                continue
+            tail += "" if self.shape.prompts else header
+            start = len(self.text) - len(after)
+            if after.startswith(tail):
+                first = start + len(tail)
+                # DeepSeek V3's: no header in the prompt behind a result, and one in front of the call that follows it.
+                late = self.text.find(header, first, begins) if header.strip() and not tail.endswith(header) else -1
+                return first if late < 0 else late + len(header)
+            break
+        # The prompt is written in another way than here, or there is none for a conversation's first message.
+        gap = self.text[start:begins]
+        for size in reversed([unit.end() for unit in _UNIT.finditer(header)]):
+            if header[:size].strip() and header[:size] in gap:
+                return start + gap.rindex(header[:size]) + size
+        return begins
+
+    def _first_own(self, number: int) -> int | None:
+        """The first character that is another one where the message is."""
+        for other in _with_stand_in(self.messages[number]):
+            text = self._try([*self.messages[:number], other, *self.messages[number + 1 :]], prompt=False)
+            place = text.find(STAND_IN)
+            if place >= 0:
+                return place if self.text.startswith(text[:place]) else _equal_characters(self.text, text)
         return None
-    if not after.startswith(before) or not text.startswith(after):
+
+    def _end(self, number: int) -> int | None:
+        ends = self.messages[number + 1 :] == []
+        for other in _with_stand_in(self.messages[number]):
+            replaced = [*self.messages[:number], other, *self.messages[number + 1 :]]
+            after = self._behind(replaced, prompt=False)
+            if after is None:
+                continue
+            closing = self._closing([*self.messages[:number], other]) or ""
+            if after.startswith(closing.rstrip()):
+                size = len(closing.rstrip())
+            elif ends:  # the last turn is closed in a way of its own
+                size = len(after.rstrip())
+            else:
+                size = len(after[: _common(after, closing)].rstrip())
+            if self.text.endswith(after[size:]):
+                last = len(self.text) - len(after) + size
+                return last if self.shape.end != "" or ends else self._with_role_token(number + 1, last)
         return None
-    first = len(before)
-    if not opens:  # the template has no prompt for an answer: its header is no part of it
-        span = _by_stand_in(render, messages, number, text)
-        first = first if span is None else span[0]
-    return first, len(after.rstrip()) if len(after.rstrip()) > first else len(after)
+
+    def _closing(self, messages: list[Message]) -> str | None:
+        """What stands between the last message's text and the prompt for the next answer."""
+        tail, header = self._behind(messages, prompt=True), self.shape.header
+        if tail is None or not self.shape.prompts:
+            return tail
+        return tail[: -len(header)] if tail.endswith(header) else self._behind(messages, prompt=False)
+
+    def _with_role_token(self, number: int, last: int) -> int:
+        """The turn has no end of its own: the token of the next role is what ends it."""
+        begins = self._first_own(number)
+        found = _ROLE_TOKEN.match(self.text, last, begins) if begins is not None else None
+        return last if found is None else found.end()
+
+    def _behind(self, messages: list[Message], *, prompt: bool) -> str | None:
+        return _behind(self._try(messages, prompt=prompt), STAND_IN)
+
+    def _try(self, messages: list[Message], *, prompt: bool) -> str:
+        """ "" where the template does not take them."""
+        try:
+            return self.render(messages, prompt=prompt)
+        except TemplateError:
+            return ""
 
 
-def _by_stand_in(render: Renders, messages: list[Message], number: int, text: str) -> Span | None:
-    """The message's own text, and what closes the turn where it is the last one. None where it cannot be told."""
-    content = messages[number].get("content")
-    if not isinstance(content, str) or not content.strip():
-        return None
-    stand_in = [*messages[:number], {**messages[number], "content": _STAND_IN}]
-    try:
-        other = render([*stand_in, *messages[number + 1 :]], prompt=False)
-        last = render(stand_in, prompt=False)
-    except TemplateError:
-        return None
-    first, at = other.find(_STAND_IN), last.find(_STAND_IN)
-    if first < 0 or at < 0:
-        return None
-    rest = other[first + len(_STAND_IN) :]
-    if not text.startswith(other[:first]) or not text.endswith(rest) or len(text) < first + len(rest):
-        return None
-    closer = last[at + len(_STAND_IN) :].rstrip()
-    return first, len(text) - len(rest) + (len(closer) if rest.startswith(closer) else 0)
+def _with_stand_in(message: Message) -> Iterator[Message]:
+    """The message with another text; with other arguments, and with other names, of all its calls."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    if isinstance(content, str):
+        yield {**message, "content": STAND_IN}
+    elif isinstance(content, list):
+        for place, part in enumerate(content):
+            if isinstance(part, dict) and isinstance(part.get("text"), str):
+                yield {**message, "content": [*content[:place], {**part, "text": STAND_IN}, *content[place + 1 :]]}
+                break
+    if (
+        isinstance(calls, list)
+        and calls
+        and all(isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls)
+    ):
+        known = cast("list[dict[str, dict[str, JsonValue]]]", calls)
+        arguments: JsonValue = {STAND_IN: STAND_IN}
+        if isinstance(known[-1]["function"].get("arguments"), str):
+            arguments = json.dumps(arguments)
+        yield {**message, "tool_calls": [{**c, "function": {**c["function"], "arguments": arguments}} for c in known]}
+        named = [{**c, "id": STAND_IN, "function": {**c["function"], "name": STAND_IN}} for c in known]
+        yield {**message, "tool_calls": cast(JsonValue, named)}
+
+
+def _behind(text: str, mark: str) -> str | None:
+    place = text.rfind(mark)
+    return None if place < 0 else text[place + len(mark) :]
+
+
+def _common(one: str, other: str) -> int:
+    """Characters that both begin with, whole units of them."""
+    size = 0
+    for a, b in zip(_UNIT.finditer(one), _UNIT.finditer(other), strict=False):
+        if a[0] != b[0]:
+            break
+        size = a.end()
+    return size
+
+
+def _equal_characters(one: str, other: str) -> int:
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

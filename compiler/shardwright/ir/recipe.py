@@ -190,7 +190,8 @@ class DataSection:
     tokenizer: "byte", a HF name, or a folder made absolute; in a plan "byte", a folder relative to the compiled one, or
         None for what holds token ids.
     field: of jsonl and parquet; messages, template, train_on: of chat.
-    images: of chat for a model that sees. skip_damaged: share of the conversations that damaged pictures may cost.
+    images: of chat for a model that sees. skip_damaged: share of the conversations that damaged pictures, or labels
+        that a template does not write, may cost.
     mixture: of kind "mixture", each part with its weight; shuffle counts for all of them.
     """
 

@@ -51,7 +51,9 @@ def plan_document(plan: Plan) -> dict[str, Any]:
 
 def _leave_out_pictures(data: dict[str, Any]) -> None:
     if data["images"] is None:
-        del data["images"], data["skip_damaged"]
+        del data["images"]
+        if not data["skip_damaged"]:
+            del data["skip_damaged"]
     else:
         data["images"] = written_images(data["images"])
     for part in data["mixture"]:

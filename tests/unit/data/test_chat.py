@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from shardwright.data.chat import conversation, encode
+from shardwright.data.summary import summarize
 from shardwright.data.tokenizers import ByteTokenizer, HubTokenizer
 from shardwright.diagnostics import Refusal
 from tests.unit.data.plans import opened, part, plan, refused
@@ -67,7 +68,7 @@ def test_the_assistants_turns_and_their_ends_are_trained(template: str) -> None:
 
 def test_a_template_without_a_generation_prompt() -> None:
     _, trained = trained_texts(LLAMA2, TALK[1:])
-    assert trained == ["Four. </s>", "Four. Schön, ja. </s>"]
+    assert trained == [" Four. </s>", " Four. Schön, ja. </s>"]
 
 
 def test_a_template_that_renders_earlier_turns_in_another_way() -> None:
@@ -173,3 +174,42 @@ def test_the_same_labels_as_transformers_gives_for_marks(template: str, tmp_path
     )
     assert ids.tolist() == wanted["input_ids"]
     assert trained.astype(int).tolist() == wanted["assistant_masks"] and 0 < trained.sum() < len(ids)
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+
+
+def test_a_call_that_the_template_does_not_write_is_refused_or_left_out(tmp_path: Path) -> None:
+    called = [TALK[1], {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    lines = [json.dumps({"messages": messages}) for messages in (TALK, TALK, TALK, called)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    code, message = refused(plan(part("chat", tmp_path / "a.jsonl", template=CHATML)), tmp_path)
+    assert code == "SW6124" and "a.jsonl:4: message 2" in message and "the call of 'weather'" in message
+    for share, fits in ((0.2, False), (0.25, True)):
+        p = plan(part("chat", tmp_path / "a.jsonl", template=CHATML, skip_damaged=share), length=300, batch=1)
+        if fits:
+            opened(p, tmp_path)
+            (found,) = summarize(p, tmp_path)
+            assert found.documents == 3 and found.without_labels == 1 and found.without_reasoning == 0
+        else:
+            assert refused(p, tmp_path)[0] == "SW6124"
+
+
+def test_reasoning_that_the_template_leaves_out_is_counted(tmp_path: Path) -> None:
+    talk = [TALK[1], {"role": "assistant", "content": "Four.", "reasoning_content": "Twice two."}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk}))
+    p = plan(part("chat", tmp_path / "a.jsonl", template=CHATML), length=200, batch=1)
+    opened(p, tmp_path)
+    assert summarize(p, tmp_path)[0].without_reasoning == 1
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"text": "Four."}])
+def test_a_message_without_content_is_refused(content: dict[str, Any]) -> None:
+    with pytest.raises(Refusal, match="SW6111"):
+        trained_texts(CHATML, [TALK[1], {"role": "assistant", **content}])
+
+
+def test_half_of_a_surrogate_pair(tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "cut \ud83d"}, {"role": "assistant", "content": "an emoji \ud83d here"}]
+    text, trained = trained_texts(CHATML, talk)
+    assert trained == ["an emoji \ufffd here<|im_end|>"] and "cut \ufffd<" in text

@@ -39,6 +39,7 @@ RUN_CODES: dict[str, str] = {
     "SW6121": "a tokenizer that cannot be used",
     "SW6122": "a learning rate schedule that is longer than the epochs",
     "SW6123": "no validation data",
+    "SW6124": "a conversation of which something that the assistant said would be no label",
     "SW6130": "a conversation with a part that is no text and no picture",
     "SW6131": "pictures and placeholders that do not match",
     "SW6132": "a picture that is no longer what it was",

@@ -8,6 +8,7 @@ pickles.
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,9 +88,9 @@ def weights_problem(folder: Path) -> str:
         names = _weight_files(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{INDEX} cannot be read"
-    missing = [name for name in names if not (folder / name).is_file()]
+    missing = [name for name in names if not os.path.isfile(folder / name)]  # False, too, for what can be no name
     if missing:
-        return f"{missing[0]} is missing" + (f", with {len(missing) - 1} more" if len(missing) > 1 else "")
+        return f"{missing[0][:200]} is missing" + (f", with {len(missing) - 1} more" if len(missing) > 1 else "")
     cut = [name for name in names if not _is_whole(folder / name)]
     return f"{cut[0]} is not a whole safetensors file" if cut else ""
 

@@ -1,0 +1,144 @@
+"""The messages of a record in one form, and in the form that a chat template takes.
+
+Records write the same thing in several ways: text as a string or as a list of parts, no text as null, a call's
+arguments as an object or as JSON text, a call with or without `function` around it. A template knows one of them, and
+makes nothing, or Python's print, of the others.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import cast
+
+from shardwright.data.turns import STAND_IN, Message, Renders, TemplateError
+from shardwright.ir.json_value import JsonObject, JsonValue
+
+_TEXT_PARTS = (None, "text", "input_text", "output_text")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageForm:
+    """What a template takes. parts: content as a list of parts, never a string. text_arguments: a call's arguments as
+    JSON text, never an object."""
+
+    parts: bool = False
+    text_arguments: bool = False
+
+    def of(self, message: Message) -> Message:
+        """message: as `normal_message` makes it."""
+        content, calls = message.get("content"), message.get("tool_calls")
+        if self.parts and isinstance(content, str):
+            message = {**message, "content": [{"type": "text", "text": content}]}
+        if self.text_arguments and isinstance(calls, list):
+            message = {**message, "tool_calls": [_with_text_arguments(call) for call in calls]}
+        return message
+
+
+def message_form(render: Renders) -> MessageForm:
+    """By what the template writes of a text and of a call's arguments."""
+
+    def shows(form: MessageForm, messages: list[Message], printed: str = "") -> bool:
+        try:
+            text = render([form.of(message) for message in messages], prompt=False)
+        except TemplateError:
+            return False
+        return STAND_IN in text and not (printed and printed in text)
+
+    asked: Message = {"role": "user", "content": STAND_IN}
+    parts = not shows(MessageForm(), [asked]) and shows(MessageForm(parts=True), [asked])
+    function: JsonValue = {"name": "name", "arguments": {"key": STAND_IN}}
+    call: Message = {"id": "abcdefghi", "type": "function", "function": function}
+    talk: list[Message] = [{**asked, "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    by_python = str({"key": STAND_IN})
+    as_text = not shows(MessageForm(parts=parts), talk, by_python) and shows(
+        MessageForm(parts=parts, text_arguments=True), talk, by_python
+    )
+    return MessageForm(parts=parts, text_arguments=as_text)
+
+
+def normal_message(message: Message) -> Message:
+    """Text as a string where it is text alone, "" for none; each call as {"function": {"name", "arguments"}} with
+    arguments as an object where they are one. Keys without a value are left out."""
+    message = {key: value for key, value in message.items() if value is not None}
+    message["content"] = _text(message.get("content", ""))
+    calls = message.get("tool_calls")
+    if isinstance(calls, str):
+        calls = _parsed(calls)
+    if isinstance(calls, dict):
+        calls = [calls]
+    if isinstance(calls, list) and calls:
+        message["tool_calls"] = [_normal_call(call) for call in calls]
+    elif not calls:
+        message.pop("tool_calls", None)
+    return message
+
+
+def normal_tools(tools: JsonValue) -> JsonValue:
+    """A list of objects; JSON text, as many data sets have it, is read. None for no tools."""
+    if isinstance(tools, str):
+        tools = _parsed(tools)
+    if isinstance(tools, list):
+        return [_parsed(tool) if isinstance(tool, str) else tool for tool in tools] or None
+    return tools or None
+
+
+def without_nulls(value: JsonValue) -> JsonValue:
+    """Arrow makes one struct of all objects in a column: a null there is a key that the record does not have."""
+    if isinstance(value, dict):
+        return {key: without_nulls(below) for key, below in value.items() if below is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _text(content: JsonValue) -> JsonValue:
+    if not isinstance(content, list):
+        return content
+    texts = [_part_text(part) for part in content]
+    return content if None in texts else "".join(cast("list[str]", texts))
+
+
+def _part_text(part: JsonValue) -> str | None:
+    """None for an image, or whatever is no text."""
+    if isinstance(part, str):
+        return part
+    known = isinstance(part, dict) and part.get("type") in _TEXT_PARTS and not {"image", "image_url"} & set(part)
+    text = part.get("text") if known and isinstance(part, dict) else None
+    return text if isinstance(text, str) else None
+
+
+def _normal_call(call: JsonValue) -> JsonValue:
+    if isinstance(call, str):
+        call = _parsed(call)
+    if not isinstance(call, dict):
+        return call
+    call = {key: value for key, value in call.items() if value is not None}
+    if "function" not in call and "name" in call:
+        own = ("name", "arguments", "parameters")
+        function: JsonObject = {key: call[key] for key in own if key in call}
+        call = {**{key: value for key, value in call.items() if key not in own}, "function": function}
+    function_ = call.get("function")
+    if not isinstance(function_, dict):
+        return call
+    arguments = function_.get("arguments")
+    if isinstance(arguments, str):
+        found = _parsed(arguments)
+        arguments = found if isinstance(found, dict) else arguments
+    named = {**function_, **({} if arguments is None else {"arguments": arguments})}
+    return {**call, "type": call.get("type", "function"), "function": named}
+
+
+def _with_text_arguments(call: JsonValue) -> JsonValue:
+    if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
+        return call
+    function = cast(JsonObject, call["function"])
+    arguments = function.get("arguments")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
+
+
+def _parsed(text: str) -> JsonValue:
+    """The text itself where it is no JSON."""
+    try:
+        return cast(JsonValue, json.loads(text))
+    except (ValueError, RecursionError):
+        return text

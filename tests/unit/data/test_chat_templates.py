@@ -1,0 +1,271 @@
+"""Labels of conversations against an independent oracle: transformers' own mask of the template with marks, over the
+shapes of the published families, with tokenizers of three kinds; and without an oracle, by the text that is trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from jinja2 import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from shardwright.data import chat
+from shardwright.data.labels import LostLabels
+from shardwright.data.records import records
+from shardwright.data.tokenizers import HubTokenizer
+from shardwright.diagnostics import Refusal
+from tests.unit.data.chat_families import (
+    FAMILIES,
+    TALKS,
+    WEATHER,
+    Family,
+    Message,
+    calls,
+    result,
+    says,
+    tokenizers,
+    tools_of,
+    user,
+)
+
+PARTS = ("idefics3", "llava")
+"""Families whose templates take parts alone, never a string."""
+TEXT_ARGUMENTS = ("deepseek_v3", "deepseek_v3_1", "functionary")
+"""Families whose templates take a call's arguments as JSON text alone."""
+Mask = npt.NDArray[np.bool_]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, HubTokenizer]:
+    return tokenizers(tmp_path_factory.mktemp("tokenizers"))
+
+
+def of_family(family: Family, messages: list[Message]) -> list[Message]:
+    """Kimi K2 knows a call by its id alone: there its name stands in it."""
+    messages = json.loads(json.dumps(messages))
+    for message in messages if family.name == "kimi_k2" else ():
+        for number, call in enumerate(message.get("tool_calls", ())):
+            call["id"] = f"functions.{call['function']['name']}:{number}"
+    return messages
+
+
+def as_the_template_takes_them(family: Family, messages: list[Message]) -> list[Message]:
+    messages = json.loads(json.dumps(messages))
+    for message in messages:
+        if family.name in PARTS:
+            message["content"] = [{"type": "text", "text": message["content"]}]
+        for call in message.get("tool_calls", ()) if family.name in TEXT_ARGUMENTS else ():
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return messages
+
+
+def named(tokenizer: HubTokenizer, family: Family) -> HubTokenizer:
+    """With the begin and end tokens of the family."""
+    tokenizer._hf.bos_token, tokenizer._hf.eos_token = family.bos, family.eos
+    return tokenizer
+
+
+def labels(family: Family, messages: list[Message], tokenizer: HubTokenizer, template: str) -> tuple[list[int], Mask]:
+    record = {"messages": messages, "tools": tools_of(messages)}
+    ids, trained = chat.encode(chat.conversation((record, "here:1", 0), "messages"), tokenizer, template, "assistant")
+    return ids.tolist(), trained
+
+
+class Oracle:
+    """transformers' ids and mask of a conversation. spans: characters of the marks. Raises jinja2's TemplateError."""
+
+    def __init__(self, family: Family, messages: list[Message], tokenizer: HubTokenizer) -> None:
+        hf, taken = tokenizer._hf, as_the_template_takes_them(family, messages)
+        more: dict[str, Any] = {"tools": tools_of(messages), "chat_template": family.marked}
+        found = hf.apply_chat_template(taken, return_dict=True, return_assistant_tokens_mask=True, **more)
+        (self.text,), (self.spans,) = render_jinja_template(
+            [taken], return_assistant_tokens_mask=True, **more, **hf.special_tokens_map
+        )
+        plain = hf.apply_chat_template(taken, **{**more, "chat_template": family.plain}, tokenize=False)
+        assert plain == self.text, "the marks change no text"
+        self.ids: list[int] = found["input_ids"]
+        self.mask: Mask = np.asarray(found["assistant_masks"], dtype=np.bool_)
+        self.trained = "\n".join(self.text[first:last] for first, last in self.spans)
+        self.encoding = hf(self.text, add_special_tokens=False, return_offsets_mapping=True)
+
+    @property
+    def is_wrong(self) -> bool:
+        """transformers asks char_to_token for the token of a mark's first and last character. Where there is none (a
+        space that GPT-2's tokens do not count), it ends the search, or marks everything behind. Of several tokens of
+        one character (bytes of an emoji) it takes the first as the last one. An empty mark marks what stands beside."""
+        wrong = False
+        for first, last in self.spans:
+            begin, end = self.encoding.char_to_token(first), self.encoding.char_to_token(last - 1)
+            wrong |= last <= first or begin is None or not end
+            wrong |= not wrong and any(a < last for a, _ in self.encoding["offset_mapping"][end + 1 :])
+        return wrong
+
+    @property
+    def corrected(self) -> Mask:
+        """Every token that holds a character of a mark, or stands between two that do."""
+        mask = np.zeros(len(self.ids), dtype=np.bool_)
+        for first, last in self.spans:
+            held = [n for n, (a, b) in enumerate(self.encoding["offset_mapping"]) if max(a, first) < min(b, last)]
+            spaces = [n for n, (a, b) in enumerate(self.encoding["offset_mapping"]) if a == b and first < a <= last]
+            mask[held] = mask[spaces] = True
+        return mask
+
+    def loses(self, messages: list[Message]) -> bool:
+        """Whether a text, or a call, of the assistant's is not what the model is to write."""
+        wanted = []
+        for message in messages:
+            if message["role"] == "assistant":
+                wanted.append(message["content"].split("</think>")[-1].strip())
+                for call in message.get("tool_calls", ()):
+                    wanted += [call["function"]["name"], *map(str, call["function"]["arguments"].values())]
+        return not all(words in self.trained for words in wanted)
+
+
+def compared(family: Family, tokenizer: HubTokenizer) -> Iterator[tuple[str, bool]]:
+    """(the conversation's name, whether transformers' mask had to be corrected) of each that was found equal."""
+    for name, talk in TALKS.items():
+        messages = of_family(family, talk)
+        try:
+            oracle = Oracle(family, messages, tokenizer)
+        except TemplateError:
+            with pytest.raises(Refusal, match="SW6112"):
+                labels(family, messages, tokenizer, family.plain)
+            continue
+        if oracle.loses(messages):
+            with pytest.raises(LostLabels):
+                labels(family, messages, tokenizer, family.plain)
+            continue
+        ids, trained = labels(family, messages, tokenizer, family.plain)
+        wanted = oracle.corrected if oracle.is_wrong else oracle.mask
+        if messages[0]["role"] == "assistant":
+            # docs/data.md: no prompt can be rendered for the first message, so that it is trained from its text on,
+            # without the space that a template may put in front of it.
+            first, last = oracle.spans[0]
+            begins = first + len(oracle.text[first:last]) - len(oracle.text[first:last].lstrip())
+            early = [b <= begins for _, b in oracle.encoding["offset_mapping"]]
+            wanted, trained = wanted & ~np.asarray(early), trained & ~np.asarray(early)
+        assert ids == oracle.ids, name
+        assert trained.tolist() == wanted.tolist(), (name, shown(tokenizer, ids, trained), oracle.trained)
+        yield name, oracle.is_wrong
+
+
+def shown(tokenizer: HubTokenizer, ids: list[int], trained: Mask) -> str:
+    return "|".join(tokenizer._hf.convert_ids_to_tokens(np.asarray(ids)[trained].tolist()))
+
+
+def test_there_are_enough_families() -> None:
+    assert len(FAMILIES) >= 75 and all("generation %}" in family.marked for family in FAMILIES.values())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_labels_are_those_of_transformers(name: str, made: dict[str, HubTokenizer]) -> None:
+    family = FAMILIES[name]
+    for kind, tokenizer in made.items():
+        found = list(compared(family, named(tokenizer, family)))
+        assert len(found) >= 9, kind
+        corrected = sum(wrong for _, wrong in found)
+        assert corrected <= (len(found) if kind == "byte-level, trimmed" else 4), kind
+        if kind == "byte-level":  # with marks in the template, the same
+            for talk in ("turns", "white space", "unicode") if name not in ("gemma1", "gemma3") else ("turns",):
+                messages = of_family(family, TALKS[talk])
+                marked = labels(family, messages, tokenizer, family.marked)
+                assert marked[1].tolist() == labels(family, messages, tokenizer, family.plain)[1].tolist()
+
+
+OTHER_ENDS: dict[str, tuple[str, int]] = {
+    **dict.fromkeys(("phi3", "phi3_5", "phi4_mini"), ("<|end|>", 2)),
+    "command_a": ("<|END_RESPONSE|>", 2),
+    "ernie4_5": ("<|end_of_sentence|>", 2),
+    "gpt_oss": ("<|return|>", 1),
+    # The next role's token ends a turn, and there is none behind the last one.
+    **dict.fromkeys(("glm4", "glm4_5"), ("<|user|>", 1)),
+    "nemotron4": ("<extra_id_1>", 1),
+    "falcon": ("", 0),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_trained_is_the_assistants(name: str, made: dict[str, HubTokenizer]) -> None:
+    """No oracle: every word of the assistant's, and its turns' ends; no word of anybody else's."""
+    family = FAMILIES[name]
+    end, times = OTHER_ENDS.get(name, (family.eos or "", 2))
+    for tokenizer in made.values():
+        named(tokenizer, family)
+
+        def trained_text(messages: list[Message], tokenizer: HubTokenizer = tokenizer) -> str:
+            ids, trained = labels(family, of_family(family, messages), tokenizer, family.plain)
+            return tokenizer.decode(np.asarray(ids)[trained])
+
+        turns = [user("alpha"), says("bravo"), user("charlie"), says("delta echo")]
+        for talk in ([{"role": "system", "content": "foxtrot"}, *turns], turns):
+            try:
+                text = trained_text(talk)
+            except Refusal as refusal:
+                assert refusal.diagnostics[0].code == "SW6112" and talk is not turns
+                continue
+            assert "bravo" in text and "delta" in text and "echo" in text, text
+            assert not any(word in text for word in ("alpha", "charlie", "foxtrot")), text
+            written = text.replace("▁", " ").count(end.replace("▁", " "))  # SentencePiece decodes it to a space
+            assert not end or written == times, (text, end)
+        for said in ("bravo", ""):
+            call = says(said, tool_calls=calls(("golf", {"hotel": "india juliett"})))
+            try:
+                text = trained_text([user("alpha"), call, result("kilo"), says("delta")])
+            except (Refusal, LostLabels):
+                continue
+            assert all(word in text for word in (said, "golf", "hotel", "india", "juliett", "delta")), text
+            assert "alpha" not in text and "kilo" not in text, text
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_record_in_other_words_is_the_same(name: str, made: dict[str, HubTokenizer]) -> None:
+    """Parts for text, null for none, JSON text for arguments, calls and tools, a call without `function`."""
+    family, tokenizer = FAMILIES[name], named(made["byte-level"], FAMILIES[name])
+    for messages in (of_family(family, TALKS[talk]) for talk in ("turns", "a call alone", "two calls")):
+        try:
+            wanted = labels(family, messages, tokenizer, family.plain)
+        except (Refusal, LostLabels):
+            continue
+        for other in in_other_words(messages):
+            found = labels(family, other, tokenizer, family.plain)
+            assert found[0] == wanted[0] and found[1].tolist() == wanted[1].tolist(), other
+
+
+def in_other_words(messages: list[Message]) -> Iterator[list[Message]]:
+    yield [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
+    yield [{**m, "content": [m["content"][:3], {"text": m["content"][3:]}]} for m in messages]
+    if not any("tool_calls" in message for message in messages):
+        return
+    yield [{**m, "content": m["content"] or None} for m in messages]
+    yield [{key: value for key, value in m.items() if value != ""} for m in messages]
+    as_text, bare = json.loads(json.dumps([messages, messages]))
+    for message in as_text:
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    yield as_text
+    for message in bare:
+        if "tool_calls" in message:
+            message["tool_calls"] = [{"id": c["id"], **c["function"]} for c in message["tool_calls"]]
+    yield bare
+    yield [{**m, **({"tool_calls": json.dumps(m["tool_calls"])} if "tool_calls" in m else {})} for m in messages]
+
+
+def test_arrows_nulls_are_no_arguments(tmp_path: Path, made: dict[str, HubTokenizer]) -> None:
+    """A column of calls with different arguments is one struct: a call holds the others' keys, as nulls."""
+    import pyarrow
+    import pyarrow.parquet
+
+    talk, family = TALKS["two calls"], FAMILIES["qwen3_2507"]
+    rows = [{"messages": talk, "tools": tools_of(talk)}, {"messages": [user("a"), says("b")], "tools": []}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    record = next(records(str(tmp_path / "a.parquet")))
+    tokenizer = named(made["byte-level"], family)
+    ids, trained = chat.encode(chat.conversation(record, "messages"), tokenizer, family.plain, "assistant")
+    wanted = labels(family, talk, tokenizer, family.plain)
+    assert ids.tolist() == wanted[0] and trained.tolist() == wanted[1].tolist()
+    assert "null" not in tokenizer.decode(ids) and WEATHER[1]["city"] in tokenizer.decode(ids)

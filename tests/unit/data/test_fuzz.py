@@ -1,0 +1,47 @@
+"""A sample of mutated conversations, files, templates and tokenizers; `make prove` has 20,000 of them and writes
+benchmarks/fuzz.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.data import chat
+from shardwright.data.templates import Renderer
+from tests.unit.data import fuzz
+from tests.unit.data.chat_families import tokenizers
+
+
+@pytest.fixture(autouse=True)
+def short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template that does not end takes a second, not ten."""
+    monkeypatch.setattr(chat, "_RENDERER", Renderer(seconds=1))
+
+
+def test_a_sample_of_mutated_data(tmp_path: Path) -> None:
+    for mutate in (fuzz.fuzz_chat, fuzz.fuzz_parquet, fuzz.fuzz_files, fuzz.fuzz_templates):
+        assert mutate(200, 1, _made(tmp_path / mutate.__name__))["rows"] > 5, "and some are read"
+    tokenizers(_made(tmp_path / "saved"))
+    assert fuzz.fuzz_tokenizers(60, 1, _made(tmp_path / "tokenizers"), tmp_path / "saved")["rows"] > 1
+
+
+@pytest.mark.prove
+def test_twenty_thousand_mutated_inputs(tmp_path: Path, proved: Callable[[str, str, dict[str, Any]], None]) -> None:
+    tokenizers(_made(tmp_path / "saved"))
+    found = {
+        "conversations": fuzz.fuzz_chat(8_000, 2, _made(tmp_path / "chat")),
+        "parquet": fuzz.fuzz_parquet(3_000, 2, _made(tmp_path / "parquet")),
+        "data files": fuzz.fuzz_files(3_000, 2, _made(tmp_path / "files")),
+        "chat templates": fuzz.fuzz_templates(4_000, 2, _made(tmp_path / "templates")),
+        "tokenizers": fuzz.fuzz_tokenizers(2_000, 2, _made(tmp_path / "tokenizers"), tmp_path / "saved"),
+    }
+    for name, totals in found.items():
+        proved("fuzz", name, {**totals, "tracebacks": 0})
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
