@@ -32,6 +32,45 @@ FOUR: dict[str, Case] = {
 }
 
 
+PADDED_TWO: dict[str, Case] = {
+    "experts": Case(model="mixtral", data=2, expert=2, zero_stage=2, balance=COEFFICIENT),
+    "zero3-full": Case(model="qwen3_moe", data=2, zero_stage=3, checkpointing="full", balance=COEFFICIENT),
+    "context-chunked-full": Case(model="mixtral", context=2, loss="chunked", checkpointing="full", balance=COEFFICIENT),
+    "pipeline-full": Case(
+        model="mixtral", pipeline=2, micro=1, accumulation=4, checkpointing="full", balance=COEFFICIENT
+    ),
+    "tensor-packed": Case(model="deepseek_v3", tensor=2, zero_stage=2, balance=COEFFICIENT),
+    "context-packed": Case(model="mixtral", context=2, balance=COEFFICIENT),
+    "pipeline-packed": Case(
+        model="mixtral", pipeline=2, accumulation=3, checkpointing={"full": 1}, balance=COEFFICIENT
+    ),
+}
+"""Those that end in "packed" have several conversations in a row."""
+PADDED_FOUR: dict[str, Case] = {
+    "dense-first-full": Case(
+        model="dense-first", data=2, expert=2, pipeline=2, checkpointing="full", balance=COEFFICIENT
+    ),
+    "dualpipev-full": Case(
+        model="mixtral-deep",
+        context=2,
+        pipeline=2,
+        schedule="dualpipev",
+        accumulation=5,
+        micro=1,
+        checkpointing="full",
+        balance=COEFFICIENT,
+    ),
+}
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("cases", [PADDED_TWO, PADDED_FOUR], ids=["two-ranks", "four-ranks"])
+def test_padding_is_no_part_of_a_sequence(cases: dict[str, Case], tmp_path: Path) -> None:
+    found = launched(cases, tmp_path, "padded_worker.py")
+    assert worst(line["loss"] for line in found.values()) <= LOSS_ABSOLUTE, found
+    assert worst(line["norm"] for line in found.values()) <= NORM_RELATIVE, found
+
+
 @pytest.mark.launch
 @pytest.mark.parametrize("cases", [TWO, FOUR], ids=["two-ranks", "four-ranks"])
 def test_it_trains_as_one_process(cases: dict[str, Case], tmp_path: Path) -> None:

@@ -22,13 +22,15 @@ class TokenBlock:
     """tokens: (B, S) ids. starts: (B, S) bool, True where a document begins; None where rows are whole.
 
     trained: (B, S) bool, False where a token is no label; None where all are. pictures: of each row, in the order of
-    their placeholders; () where the data has none.
+    their placeholders; () where the data has none. lengths: (B,) tokens of each row before its padding; None where no
+    row is padded.
     """
 
     tokens: npt.NDArray[np.integer]
     starts: npt.NDArray[np.bool_] | None
     trained: npt.NDArray[np.bool_] | None
     pictures: tuple[tuple[Picture, ...], ...] = ()
+    lengths: npt.NDArray[np.int64] | None = None
 
 
 class Rows(Protocol):
@@ -99,6 +101,7 @@ class DocumentRows:
         d, shape = self.documents, (len(indices), self.length)
         tokens = np.full(shape, PADDING_ID, dtype=d.tokens.dtype)
         starts, trained = np.zeros(shape, dtype=np.bool_), np.zeros(shape, dtype=np.bool_)
+        lengths = np.zeros(len(indices), dtype=np.int64)
         for row, i in enumerate(indices):
             at = 0
             for document in self.members[self.bounds[i] : self.bounds[i + 1]]:
@@ -108,10 +111,15 @@ class DocumentRows:
                 trained[row, at : at + size] = True if d.trained is None else d.trained[first : first + size]
                 starts[row, at] = True
                 at += size
+            lengths[row] = at
             if at < self.length:
                 starts[row, at] = True  # the padding sees itself alone
         return TokenBlock(
-            tokens=tokens, starts=starts if self.packed else None, trained=trained, pictures=self._pictures(indices)
+            tokens=tokens,
+            starts=starts if self.packed else None,
+            trained=trained,
+            pictures=self._pictures(indices),
+            lengths=lengths,
         )
 
     def _pictures(self, indices: Indices) -> tuple[tuple[Picture, ...], ...]:
@@ -153,6 +161,7 @@ class JoinedRows:
         tokens = np.empty(shape, dtype=np.int64)
         starts, trained = np.zeros(shape, dtype=np.bool_), np.ones(shape, dtype=np.bool_)
         pictures: list[tuple[Picture, ...]] = [()] * len(indices)
+        lengths = np.full(len(indices), shape[1], dtype=np.int64)
         for where, block in blocks:
             for row, own in zip(np.flatnonzero(where), block.pictures, strict=bool(block.pictures)):
                 pictures[row] = own
@@ -161,9 +170,15 @@ class JoinedRows:
                 starts[where] = block.starts
             if block.trained is not None:
                 trained[where] = block.trained
+            if block.lengths is not None:
+                lengths[where] = block.lengths
         packed = any(block.starts is not None for _, block in blocks)
         masked = any(block.trained is not None for _, block in blocks)
         shown = tuple(pictures) if any(block.pictures for _, block in blocks) else ()
         return TokenBlock(
-            tokens=tokens, starts=starts if packed else None, trained=trained if masked else None, pictures=shown
+            tokens=tokens,
+            starts=starts if packed else None,
+            trained=trained if masked else None,
+            pictures=shown,
+            lengths=lengths if any(block.lengths is not None for _, block in blocks) else None,
         )

@@ -6,12 +6,15 @@ Of one layer and one row, E experts of which each of T tokens chooses k:
     sum over i of f_i P_i,  f_i = E / (k T) x tokens that chose i,  P_i = mean over tokens of s_i / sum of s
 
 It is the mean over layers and rows, so that it adds up over stages, micro-batches and ranks, which Hugging Face's own
-loss (a product of sums over all layers and rows of a micro-batch) does not.
+loss (a product of sums over all layers and rows of a micro-batch) does not. T counts a row's tokens before its padding,
+which is routed but no part of the sequence; documents that are packed in one row are one sequence, as in DeepSeek-V3's
+own training (section 4.1: documents are packed without a mask between them).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +96,31 @@ def _proportional(weights: torch.Tensor, affinities: torch.Tensor) -> bool:
     return bool((ratio.amax(dim=1) - ratio.amin(dim=1) <= PROPORTIONAL * ratio.abs().amax(dim=1)).all())
 
 
+class RowLengths:
+    """Tokens before the padding of each row of the micro-batch that is computed; one a process.
+
+    current: (B,), of the whole rows; None where none is padded.
+    """
+
+    def __init__(self) -> None:
+        self.current: torch.Tensor | None = None
+
+    def recomputing(self) -> AbstractContextManager[None]:
+        """To be made in the forward pass and entered when it is computed again: another micro-batch may be current."""
+        return self._restored(self.current)
+
+    @contextmanager
+    def _restored(self, lengths: torch.Tensor | None) -> Iterator[None]:
+        before, self.current = self.current, lengths
+        try:
+            yield
+        finally:
+            self.current = before
+
+
+ROW_LENGTHS = RowLengths()
+
+
 class RouterBalance:
     """Adds the loss's gradient to those of a model's routers. Its value is in no output: it enters the graph beside the
     routing weights, and so the backward pass of whichever stage and micro-batch a layer runs in.
@@ -107,10 +135,13 @@ class RouterBalance:
         coefficient: float,
         affinity: str,
         pieces: int = 1,
+        piece: int = 0,
         summed: Callable[[torch.Tensor], torch.Tensor] = lambda counts: counts,
     ) -> None:
-        """pieces: ranks that share each row; summed: the sum of a tensor over them, collective."""
-        self.coefficient, self.affinity, self.pieces, self.summed = coefficient, affinity, pieces, summed
+        """pieces: ranks that share each row; piece: this rank's number among them; summed: the sum of a tensor over
+        them, collective."""
+        self.coefficient, self.affinity, self.summed = coefficient, affinity, summed
+        self.pieces, self.piece = pieces, piece
         self.share, self.length = 1.0, 0
         routers = routers_of(model)
         self.layers = len(routers)
@@ -126,15 +157,20 @@ class RouterBalance:
 
     def of_layer(self, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Mean over rows; of a row that ranks share, this rank's tokens' part, whose sum over the ranks is the row's.
-        logits: (B T, E); chosen: (B T, k), T being `length`, a row's tokens on this rank."""
+        logits: (B S, E); chosen: (B S, k), S being `length`, a row's tokens on this rank, padding included."""
         if not self.length or len(logits) % self.length:
             raise RuntimeError(f"{len(logits)} tokens are no rows of {self.length}")
         rows, experts = len(logits) // self.length, logits.shape[1]
+        tokens = logits.new_full((rows, 1), self.length * self.pieces, dtype=torch.float32)
+        if ROW_LENGTHS.current is not None:
+            tokens = ROW_LENGTHS.current.to(tokens).view(rows, 1)
+        places = torch.arange(self.length, device=logits.device) + self.piece * self.length
+        real = (places < tokens).float()  # (B, S): 1 for a token, 0 for padding
         affinities = AFFINITIES[self.affinity](logits.float())
-        share = (affinities / affinities.sum(dim=-1, keepdim=True)).view(rows, self.length, experts).sum(dim=1)
+        affinities = (affinities / affinities.sum(dim=-1, keepdim=True)).view(rows, self.length, experts)
+        share = (affinities * real[..., None]).sum(dim=1)
         picked = chosen.reshape(rows, -1)
-        counts = share.new_zeros(rows, experts).scatter_add_(1, picked, share.new_ones(picked.shape))
-        tokens = self.length * self.pieces
+        counts = share.new_zeros(rows, experts).scatter_add_(1, picked, real.repeat_interleave(chosen.shape[1], dim=1))
         f = self.summed(counts) * experts / (chosen.shape[1] * tokens)
         return (f * share / tokens).sum(dim=1).mean()
 

@@ -29,7 +29,8 @@ class MicroBatch:
     documents are packed, else None. shifted: labels stand where they are predicted, as in a piece of a row.
 
     beside: what the forward of a model that sees takes beside the ids; None for other models. blank: where no row of it
-    has a picture, what the tower is shown.
+    has a picture, what the tower is shown. lengths: (B,) tokens of each whole row before its padding; None where no row
+    is padded.
     """
 
     input_ids: torch.Tensor
@@ -38,6 +39,7 @@ class MicroBatch:
     shifted: bool = False
     beside: Batch | None = None
     blank: Batch | None = None
+    lengths: torch.Tensor | None = None
 
     @property
     def predicted(self) -> int:
@@ -138,10 +140,11 @@ def _micro_batch(block: TokenBlock, packed: bool, sight: Sight | PairSight | Non
         beside = sight.inputs(block.tokens.astype(np.int64), block.trained, block.pictures)
         blank = None if any(block.pictures) else sight.blank
         return MicroBatch(input_ids=input_ids, labels=labels, position_ids=None, beside=beside, blank=blank)
+    lengths = None if block.lengths is None else torch.from_numpy(block.lengths)
     if not packed:
-        return MicroBatch(input_ids=input_ids, labels=labels, position_ids=None)
+        return MicroBatch(input_ids=input_ids, labels=labels, position_ids=None, lengths=lengths)
     starts = torch.from_numpy(np.zeros(block.tokens.shape, dtype=np.bool_) if block.starts is None else block.starts)
     labels[starts] = IGNORED
     places = torch.arange(input_ids.shape[1]).expand_as(input_ids)
     begins = torch.where(starts, places, 0).cummax(dim=1).values
-    return MicroBatch(input_ids=input_ids, labels=labels, position_ids=places - begins)
+    return MicroBatch(input_ids=input_ids, labels=labels, position_ids=places - begins, lengths=lengths)

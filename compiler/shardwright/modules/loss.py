@@ -10,6 +10,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from shardwright.hf.balance import ROW_LENGTHS
 from shardwright.hf.objective import IGNORED
 from shardwright.hf.tail import Tail
 from shardwright.layout.loss_chunk import chunk_length
@@ -100,6 +101,7 @@ def micro_batch_loss(
     are kept apart; dtype: that they compute in; blank: of a model that sees, where ranks must do the same."""
     ids, positions = batch.input_ids.to(device), batch.position_ids
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    ROW_LENGTHS.current = None if batch.lengths is None else batch.lengths.to(device)
     inputs |= CONTEXT.keywords(attention, ids, None if positions is None else positions.to(device))
     inputs |= on_device(batch.beside, device, dtype) or {}
     labels = batch.labels.to(device)

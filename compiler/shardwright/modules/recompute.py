@@ -6,13 +6,14 @@ arguments, which is how Hugging Face layers call their attention.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from shardwright.hf.balance import ROW_LENGTHS
 from shardwright.ir.words import Checkpointing, PartialCheckpointing
 from shardwright.modules.dropout import TENSOR_RANDOM
 from shardwright.plan.plan import Plan
@@ -27,7 +28,14 @@ def recompute_forward(module: nn.Module) -> None:
 
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), TENSOR_RANDOM.recomputing()
+    """Called in the forward pass, whose micro-batch the recomputation belongs to."""
+    return nullcontext(), _recomputing(ROW_LENGTHS.recomputing())
+
+
+@contextmanager
+def _recomputing(row_lengths: AbstractContextManager[None]) -> Iterator[None]:
+    with TENSOR_RANDOM.recomputing(), row_lengths:
+        yield
 
 
 def apply_recompute(decoder_layers: Iterable[nn.Module], choice: Checkpointing, attention_module: str) -> None:

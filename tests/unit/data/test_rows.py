@@ -12,6 +12,8 @@ import pytest
 from shardwright.data.dataset import steps_of_epochs, with_steps
 from shardwright.data.megatron import open_megatron
 from shardwright.data.order import EpochOrder, MixtureOrder
+from shardwright.data.rows import ArrayRows, DocumentRows, JoinedRows
+from shardwright.data.store import Documents
 from shardwright.data.whole import pack
 from shardwright.diagnostics import Refusal
 from shardwright.ir.recipe import ValidationSection
@@ -39,6 +41,22 @@ def test_packing_of_edges() -> None:
     for lengths, rows in (([], 0), ([8], 1), ([8, 8], 2), ([1] * 8, 1), ([5, 4, 3, 4], 2)):
         members, bounds = pack(np.asarray(lengths, dtype=np.int64), np.arange(len(lengths)), 8)
         assert (len(members), len(bounds) - 1) == (len(lengths), rows)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_tell_where_their_padding_begins(packed: bool) -> None:
+    """Beside rows without documents, too, which have none."""
+    ends = np.cumsum([5, 9, 2])
+    documents = Documents(tokens=np.arange(1, 17), ends=ends, trained=None)
+    bounds = np.array([0, 2, 3] if packed else [0, 1, 2, 3])
+    rows = DocumentRows(documents, 8, packed, np.array([0, 2, 1]), bounds)
+    wanted = [7, 8] if packed else [5, 2, 8]  # what is longer than a row is cut
+    lengths = rows.read(np.arange(len(rows))).lengths
+    assert lengths is not None and lengths.tolist() == wanted
+    joined = JoinedRows((ArrayRows(np.ones((2, 8), dtype=np.int64)), rows))
+    lengths = joined.read(np.array([2, 0, 3])).lengths
+    assert lengths is not None and lengths.tolist() == [wanted[0], 8, wanted[1]]
+    assert joined.read(np.array([0, 1])).lengths is None
 
 
 def test_unshuffled_step_takes_its_block_of_rows() -> None:

@@ -19,7 +19,7 @@ from shardwright.data.dataset import Dataset
 from shardwright.data.order import EpochOrder
 from shardwright.data.rows import Indices, TokenBlock
 from shardwright.engines.deepspeed import trainer as engine
-from shardwright.modules.batches import Batches, HeldOut
+from shardwright.modules.batches import Batches, HeldOut, MicroBatch
 from shardwright.modules.loss import CausalLoss
 from tests.unit.modules.test_batches import plan
 
@@ -52,6 +52,13 @@ class Meeting:
         total = torch.stack(list(self.given.values())).sum(dim=0)
         self.barrier.wait()
         x.copy_(total)
+
+
+class Table(nn.Embedding):
+    """The model, and DeepSpeed's pipeline module."""
+
+    def begin(self, micro_batches: list[MicroBatch]) -> None:
+        pass
 
 
 class Engine:
@@ -90,7 +97,7 @@ class Engine:
 
 
 def of_all_ranks(kind: type[Any], run: Callable[[Any, int], Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    meeting, table = Meeting(), nn.Embedding(VOCABULARY, VOCABULARY)
+    meeting, table = Meeting(), Table(VOCABULARY, VOCABULARY)
     nn.init.normal_(table.weight, generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(engine.dist, "all_reduce", meeting.all_reduce)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwright.hf.balance import NoBalance, RouterBalance, affinity_of, routers_of
+from shardwright.hf.balance import ROW_LENGTHS, NoBalance, RouterBalance, affinity_of, routers_of
 from shardwright.ir.apart import tensor_apart
+from shardwright.modules.recompute import recompute_forward
 from tests.parity.balance import row_loss
 from tests.parity.models import MODELS
 from tests.parity.reference import initial_model
@@ -61,10 +62,58 @@ def test_parts_of_a_row_add_up_to_it() -> None:
     logits = torch.randn(8, 4, generator=generator)
     chosen = logits.topk(2).indices
     counts = torch.zeros(1, 4).scatter_add_(1, chosen.view(1, -1), torch.ones(1, 16))
-    halves = RouterBalance(initial_model(MODELS["mixtral"], 0), 1.0, "softmax", 2, lambda own: counts)
+    halves = RouterBalance(initial_model(MODELS["mixtral"], 0), 1.0, "softmax", pieces=2, summed=lambda own: counts)
     halves.length = 4
     total = halves.of_layer(logits[:4], chosen[:4]) + halves.of_layer(logits[4:], chosen[4:])
     assert total.item() == pytest.approx(row_loss(logits, chosen, 1, 0, sigmoid=False).item())
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["whole rows", "pieces of rows"])
+def test_padding_is_no_token(own: bool) -> None:
+    """Two rows of 8, of which 3 and 8 are tokens; the padding is routed as one token is, again and again. Of the
+    first row the second piece has padding alone."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(2, 8, 4, generator=generator)
+    logits[0, 3:] = logits[0, 3]
+    chosen = logits.topk(2).indices
+    wanted = [row_loss(logits[r, :n], chosen[r, :n], 1, 0, sigmoid=False) for r, n in enumerate((3, 8))]
+    counts = torch.stack([torch.bincount(chosen[r, :n].flatten(), minlength=4).float() for r, n in enumerate((3, 8))])
+    got = torch.zeros(())
+    ROW_LENGTHS.current = torch.tensor([3, 8])
+    try:
+        for piece in range(2 if own else 1):
+            pieces = {"pieces": 2, "piece": piece, "summed": lambda _: counts} if own else {}
+            balance = RouterBalance(initial_model(MODELS["mixtral"], 0), 1.0, "softmax", **pieces)
+            balance.length = 4 if own else 8
+            here = slice(piece * balance.length, (piece + 1) * balance.length)
+            got = got + balance.of_layer(logits[:, here].reshape(-1, 4), chosen[:, here].reshape(-1, 2))
+    finally:
+        ROW_LENGTHS.current = None
+    assert got.item() == pytest.approx(float(sum(wanted)) / 2, rel=1e-6)
+
+
+def test_recomputation_belongs_to_its_own_micro_batch() -> None:
+    """A pipeline computes a micro-batch again when the next one's forward is done."""
+    first, second = torch.tensor([3]), torch.tensor([5])
+    seen: list[torch.Tensor | None] = []
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(ROW_LENGTHS.current)
+            return (x * x).sin()
+
+    layer = Layer()
+    recompute_forward(layer)
+    try:
+        made = []
+        for ROW_LENGTHS.current in (first, second):
+            made.append(layer(torch.ones(2, requires_grad=True)))
+        for output in made:
+            output.sum().backward()  # type: ignore[no-untyped-call]
+        assert ROW_LENGTHS.current is second
+    finally:
+        ROW_LENGTHS.current = None
+    assert [None if lengths is None else lengths.item() for lengths in seen] == [3, 5, 3, 5]
 
 
 def test_tokens_that_are_no_rows_are_refused() -> None:

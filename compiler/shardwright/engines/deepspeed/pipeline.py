@@ -5,6 +5,7 @@ Between the pieces of one stage goes a State; engines/deepspeed/wire.py turns it
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from torch import nn
 from shardwright.engines.deepspeed.seen import SeenBatches
 from shardwright.engines.deepspeed.wire import Packing, Wire
 from shardwright.hf.adapters import adapt
+from shardwright.hf.balance import ROW_LENGTHS
 from shardwright.hf.skeleton import Skeleton, State
 from shardwright.hf.tail import Tail
 from shardwright.ir.partition import ModuleSplit
@@ -41,6 +43,7 @@ class StageModel:
         self.skeleton = Skeleton(model, plan.model.cut, tokens)
         self.skeleton.keywords = CONTEXT.keywords
         self.seen = SeenBatches(model, plan) if plan.model.sees else None
+        self.lengths = LengthsInTurn()
         self.tail = Tail(model) if plan.model.loss == "chunked" else None
         self.group: dist.ProcessGroup | None = None
         self.names: dict[int, str] = {}  # id of a parameter -> its Hugging Face name
@@ -77,6 +80,24 @@ class StageModel:
                 self._splitter.split(split)
                 self.skeleton.lookup_is_collective |= split.style == "vocabulary_embedding"
                 self._split.add(split.module)
+
+
+class LengthsInTurn:
+    """The row lengths of a step's micro-batches for each stage that this rank runs. A stage takes the micro-batches of
+    its data rank in order, so it finds them by counting."""
+
+    def __init__(self) -> None:
+        self._of_batches: list[torch.Tensor | None] = []
+        self._taken: Counter[int] = Counter()
+
+    def begin(self, micro_batches: Sequence[MicroBatch]) -> None:
+        self._of_batches, self._taken = [m.lengths for m in micro_batches], Counter()
+
+    def enter(self, stage: int) -> None:
+        """The next micro-batch enters the stage that begins with layer `stage`."""
+        at = self._taken[stage]
+        self._taken[stage] += 1
+        ROW_LENGTHS.current = self._of_batches[at] if self._of_batches else None
 
 
 class Piece(nn.Module):
@@ -140,6 +161,7 @@ class Stages(PipelineModule):
         cut, first, last = stage.plan.model.cut, self._local_start, self._local_stop
         crossing = bool(cut.payload or cut.carried)
         stage.skeleton.begin()
+        stage.lengths.enter(first)
         if crossing and first > 0:
             state = self._packing("in").unpack(*forward_input)
         else:
@@ -159,6 +181,10 @@ class Stages(PipelineModule):
         if crossing:
             return self._packing("out").pack(out)
         return out.hidden if out.position_ids is None else (out.hidden, out.position_ids)
+
+    def begin(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """The micro-batches that this rank's stages take from now on, in their order."""
+        self.__dict__["stage_model"].lengths.begin(micro_batches)
 
     def see(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Of a model that sees: the micro-batches whose numbers cross stages from now on, as DeepSpeed takes them."""

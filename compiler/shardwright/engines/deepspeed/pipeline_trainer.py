@@ -54,6 +54,7 @@ class PipelineTrainer(DeepSpeedTrainer):
     def _wired(self, whole: list[MicroBatch]) -> list[tuple[Any, torch.Tensor]]:
         """(what the first stage takes, labels) of each."""
         pieces = [self.piece(m) for m in whole]
+        self.engine.module.begin(pieces)
         if self.plan.model.sees:
             return list(zip(self.engine.module.see(pieces), [m.labels for m in pieces], strict=True))
         plain = [m.input_ids if m.position_ids is None else (m.input_ids, m.position_ids) for m in pieces]

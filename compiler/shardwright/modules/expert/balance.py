@@ -21,7 +21,8 @@ def router_balance(plan: Plan, model: nn.Module, group: dist.ProcessGroup | None
             dist.all_reduce(counts, group=group)
         return counts
 
-    routers = RouterBalance(model, balance.coefficient, balance.affinity, context, summed)
+    piece = 0 if group is None else dist.get_rank(group)
+    routers = RouterBalance(model, balance.coefficient, balance.affinity, context, piece, summed)
     routers.length = plan.training.sequence_length // context
     return routers
 

@@ -1,0 +1,86 @@
+"""Under the `deepspeed` launcher: conversations of many lengths, a row each or packed, with a balance loss. The plain
+process takes each row alone, its padding cut off (cases_worker.py tells how cases come in)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from deepspeed import comm as dist
+
+from shardwright.data.dataset import open_dataset
+from shardwright.data.prepare import prepare
+from shardwright.data.rows import TokenBlock
+from shardwright.engines.deepspeed.trainer import build_trainer
+from shardwright.modules.context.ranks import CONTEXT
+from tests.figures import training_apart
+from tests.parity.balance import add_balance
+from tests.parity.cases_worker import compiled, main, train
+from tests.parity.harness import BETAS, DECAY, EPS, LENGTH, LR, SEED, STEPS, WARMUP, Case
+from tests.parity.models import MODELS
+from tests.parity.reference import initial_model
+from tests.parity.reference import train as plain_train
+
+TEMPLATE = "{% for m in messages %}{{ m['role'][0] + m['content'] + '\n' }}{% endfor %}"
+
+
+def measure(case: Case, folder: Path) -> dict[str, float]:
+    """Of a case whose name ends in "packed" the rows hold several conversations."""
+    packed = folder.name.endswith("packed")
+    data = {"kind": "chat", "path": "talks.jsonl", "tokenizer": "byte", "template": TEMPLATE, "train_on": "all"}
+    if dist.get_rank() == 0:
+        # None so short that two, or three, fill a row to its end.
+        write_talks(folder, 4 * STEPS * case.batch, LENGTH // 3 if packed else 1)
+    dist.barrier()
+    plan = compiled(case, folder, data={**data, "packing": packed, "shuffle": False})
+    if dist.get_rank() == 0:
+        prepare(plan, folder, limit_bytes=2**30)
+    dist.barrier()
+    results = train(plan, folder, build_trainer(plan, folder), 1, STEPS)
+    opened = open_dataset(plan, folder)
+    model = initial_model(MODELS[case.model], SEED)
+    add_balance(model, case.balance / case.batch)
+    with CONTEXT.aside():
+        wanted = plain_train(
+            model,
+            [list(rows(opened.train.read(opened.order.indices(k)))) for k in range(1, STEPS + 1)],
+            lr=LR,
+            betas=BETAS,
+            eps=EPS,
+            weight_decay=DECAY,
+            warmup=WARMUP,
+            clipping=case.clipping,
+        )
+    return training_apart([r.loss for r in results], [r.grad_norm for r in results], wanted)
+
+
+def write_talks(folder: Path, number: int, shortest: int) -> None:
+    """Of `shortest` letters and more, up to a row."""
+    folder.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(SEED)
+    with (folder / "talks.jsonl").open("w") as file:
+        for size in random.integers(shortest, LENGTH - 2, number):
+            said = "".join(map(chr, random.integers(65, 91, size)))
+            file.write(json.dumps({"messages": [{"role": "assistant", "content": said}]}) + "\n")
+
+
+def rows(block: TokenBlock) -> Iterator[dict[str, Any]]:
+    assert block.lengths is not None and block.trained is not None
+    assert block.lengths.min() < block.tokens.shape[1]
+    for row, length in enumerate(block.lengths):
+        ids = torch.from_numpy(block.tokens[row, :length].astype(np.int64))[None]
+        if block.starts is None:
+            yield {"input_ids": ids, "labels": ids}
+            continue
+        starts = torch.from_numpy(block.starts[row, :length])
+        places = torch.arange(int(length))
+        begins = torch.where(starts, places, 0).cummax(dim=0).values
+        yield {"input_ids": ids, "labels": torch.where(starts, -100, ids), "position_ids": (places - begins)[None]}
+
+
+if __name__ == "__main__":
+    main(measure)
