@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
+
+from shardwright.verify.tokens import TEMPLATE
 
 Pins = dict[str, int | str]
 PIPELINE: Pins = {"pipeline": 4, "schedule": "1f1b"}
@@ -147,6 +150,12 @@ ranks.attend_over_ranks = of_each_piece
     ),
 }
 DOCUMENTS: dict[str, Any] = {"kind": "text", "path": "python-stdlib", "tokenizer": "byte"}
+TALKS: dict[str, Any] = {
+    "kind": "chat",
+    "path": str(Path(__file__).with_name("talks.jsonl")),
+    "tokenizer": "byte",
+    "template": TEMPLATE,
+}
 PACKED_AND_VALIDATED: dict[str, Any] = {
     "data": {**DOCUMENTS, "packing": True},
     "validation": {"fraction": 0.01, "every_steps": 100},
@@ -164,6 +173,39 @@ from shardwright.modules import batches
 def every_row_counts(self):
     return (batches._micro_batch(self._rows.read(np.maximum(n, 0)), self._packed) for n in self._numbers)
 batches.HeldOut.__iter__ = every_row_counts
+""",
+    ),
+    "dropout": (
+        "openai-community/gpt2",
+        {"pipeline": 4, "activation_checkpointing": "full"},
+        {"data": {**DOCUMENTS, "packing": False}, "validation": {"fraction": 0.01, "every_steps": 100}},
+        """
+from shardwright.engines.deepspeed.pipeline import Stages
+from deepspeed.pipe import PipelineModule
+Stages.train = PipelineModule.train
+""",
+    ),
+    "padding and a balance loss": (
+        "mistralai/Mixtral-8x7B-v0.1",
+        {"pipeline": 2, "data": 2, "activation_checkpointing": "full"},
+        {"model": {"router_aux_loss": 0.5}, "data": {**TALKS, "packing": False}},
+        """
+from shardwright.data.rows import DocumentRows
+from dataclasses import replace
+plain = DocumentRows.read
+DocumentRows.read = lambda self, indices: replace(plain(self, indices), lengths=None)
+""",
+    ),
+    "padding and packed conversations": (
+        "mistralai/Mixtral-8x7B-v0.1",
+        {"context": 4, "data": 2, "expert": 2},
+        {"model": {"router_aux_loss": 0.5}, "data": {**TALKS, "packing": True}},
+        """
+from shardwright.modules.expert import balance
+plain = balance.RouterBalance
+balance.RouterBalance = lambda model, coefficient, affinity, pieces, piece, summed: plain(
+    model, coefficient, affinity, pieces, 0, summed
+)
 """,
     ),
     "packing": (

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
-from shardwright.hf.balance import RouterBalance
+from shardwright.hf.balance import AFFINITIES, routers_of
 from shardwright.hf.objective import IGNORED
 from shardwright.hf.plain_optimizer import PlainOptimizer
 
-Rows = list[dict[str, torch.Tensor]]
-"""The rows of one global batch, as model inputs with "labels"."""
+Rows = list[dict[str, Any]]
+"""The rows of one global batch, as model inputs with "labels". Each entry is a forward of its own. Beside them may
+stand, for a balance loss, "row": the number of the sequence that a document is packed in; and "real": the number of
+tokens before a row's padding."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ def train(
     own_loss: bool = True,
     held_out: Rows | None = None,
     every: int = 1,
-    balance: RouterBalance | None = None,
+    balance: PlainBalance | None = None,
 ) -> Reference:
     """blocks: per step. The loss is Hugging Face's own, sum over the predicted tokens / their number over all rows of
     the step. own_loss False: the model's own loss is another one, and next-token cross-entropy is taken from its
@@ -68,19 +71,70 @@ def train(
     return Reference(losses, norms, rates, weights, unused, evaluations)
 
 
-def mean_loss(model: nn.Module, rows: Rows, *, own_loss: bool, balance: RouterBalance | None = None) -> torch.Tensor:
+class PlainBalance:
+    """DeepSeek-V3's balance loss of a model's routers (arXiv 2412.19437, equations 17 to 20), sequence by sequence and
+    expert by expert: written apart from hf/balance.py, which it is compared with."""
+
+    def __init__(self, model: nn.Module, coefficient: float, affinity: str) -> None:
+        self.coefficient, self._affinity = coefficient, AFFINITIES[affinity]
+        self._outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._sequences: dict[Any, list[list[tuple[torch.Tensor, torch.Tensor]]]] = {}
+        for router in routers_of(model).values():
+            router.register_forward_hook(lambda _m, _a, output: self._outputs.append((output[0], output[2])))
+
+    def begin(self) -> None:
+        self._outputs, self._sequences = [], {}
+
+    def take(self, entry: dict[str, Any]) -> None:
+        """What the routers gave in the forward of `entry`, to the sequences that it holds."""
+        outputs, self._outputs = self._outputs, []
+        rows, length = entry["input_ids"].shape
+        for row in range(rows):
+            key = entry.get("row", (len(self._sequences), row))
+            layers = self._sequences.setdefault(key, [[] for _ in outputs])
+            for layer, tensors in zip(layers, outputs, strict=True):
+                logits, chosen = (x.view(rows, length, -1)[row, : entry.get("real", length)] for x in tensors)
+                layer.append((logits, chosen))
+
+    def loss(self) -> torch.Tensor:
+        """The mean over layers and sequences."""
+        every = [self._of(documents) for layers in self._sequences.values() for documents in layers]
+        return self.coefficient * torch.stack(every).mean()
+
+    def _of(self, documents: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """Of one layer and one sequence, whose documents lie one behind the other."""
+        logits, chosen = (torch.cat(parts) for parts in zip(*documents, strict=True))
+        tokens, experts = logits.shape
+        share = self._affinity(logits.float())
+        share = share / share.sum(dim=1, keepdim=True)
+        return torch.stack(
+            [
+                experts / (chosen.shape[1] * tokens) * int((chosen == expert).sum()) * share[:, expert].sum() / tokens
+                for expert in range(experts)
+            ]
+        ).sum()
+
+
+def mean_loss(model: nn.Module, rows: Rows, *, own_loss: bool, balance: PlainBalance | None = None) -> torch.Tensor:
     """Over the predicted tokens of all rows; a balance loss adds to the gradients alone."""
     items = sum(int((r["labels"][:, 1:] != IGNORED).sum()) for r in rows)
     loss = torch.zeros(())
+    if balance is not None:
+        balance.begin()
     for r in rows:
-        if balance is not None:
-            balance.share = len(r["input_ids"]) / sum(len(each["input_ids"]) for each in rows)
-            balance.length = r["input_ids"].shape[1]
+        if balance is None and r["labels"].shape[1] < 2:
+            continue  # one token predicts nothing
+        inputs = {name: value for name, value in r.items() if name not in ("row", "real")}
         if own_loss:
-            loss = loss + model(**r, use_cache=False, num_items_in_batch=items).loss
+            loss = loss + model(**inputs, use_cache=False, num_items_in_batch=items).loss
         else:
-            loss = loss + next_token_loss(model, **r) / items
-    return loss
+            loss = loss + next_token_loss(model, **inputs) / items
+        if balance is not None:
+            balance.take(r)
+    if balance is None:
+        return loss
+    added = balance.loss()
+    return loss + added - added.detach()
 
 
 def next_token_loss(model: nn.Module, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:

@@ -62,6 +62,18 @@ def tiny_config(config: JsonObject, s: Strategy) -> dict[str, JsonValue]:
     return small
 
 
+def with_dropout(small: JsonObject, config: JsonObject) -> dict[str, JsonValue]:
+    """small: the tiny configuration, without dropout. With that of `config`, the model's own."""
+    made: dict[str, JsonValue] = dict(small)
+    for name, value in config.items():
+        inside = made.get(name)
+        if isinstance(value, dict) and isinstance(inside, dict):
+            made[name] = with_dropout(inside, value)
+        elif name in made and isinstance(value, float) and "drop" in name and "layerdrop" not in name:
+            made[name] = value
+    return made
+
+
 def _keep_uneven(config: JsonObject, small: dict[str, JsonValue], tensor: int) -> None:
     vocabulary = config.get(_VOCABULARY)
     if isinstance(vocabulary, int) and vocabulary % tensor:

@@ -1,7 +1,10 @@
-"""What the tiny copy trains on and is evaluated with: random tokens, in documents where the recipe packs its own."""
+"""What the tiny copy trains on and is evaluated with: random tokens, in documents where the recipe packs its own, and
+random conversations, with the padding that they leave, where it has conversations."""
 
 from __future__ import annotations
 
+import itertools
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +16,7 @@ from shardwright.ir.json_value import JsonObject
 from shardwright.ir.recipe import DOCUMENT_KINDS, Recipe
 
 if TYPE_CHECKING:
+    from shardwright.data.rows import TokenBlock
     from shardwright.hf.reference import Rows
 
 LONGEST = 40
@@ -52,12 +56,72 @@ class Tokens:
         pieces, length = [], ids.shape[1]
         for row, tokens in enumerate(ids, first):
             cuts = [end - row * length for end in self.ends if 0 < end - row * length < length]
-            pieces += [tokens[a:b][None] for a, b in zip([0, *cuts], [*cuts, length], strict=True)]
-        return [{"input_ids": piece, "labels": piece} for piece in pieces if piece.shape[1] > 1]  # one predicts nothing
+            pieces += [(row, tokens[a:b][None]) for a, b in zip([0, *cuts], [*cuts, length], strict=True)]
+        return [{"input_ids": piece, "labels": piece, "row": row} for row, piece in pieces]
+
+
+TEMPLATE = "{% for m in messages %}{{ m['role'][0] + m['content'] + '\n' }}{% endfor %}"
+"""Every token of such a conversation is a label, so that its labels follow from its text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Talks:
+    """Conversations of one message each, as bytes."""
+
+    texts: tuple[str, ...]
+    packed: bool
+
+    def write(self, path: Path) -> JsonObject:
+        """As Tokens.write."""
+        lines = [json.dumps({"messages": [{"role": "assistant", "content": text}]}) + "\n" for text in self.texts]
+        path.with_suffix(".jsonl").write_text("".join(lines), encoding="utf-8")
+        return {
+            "kind": "chat",
+            "path": f"{path.name}.jsonl",
+            "tokenizer": "byte",
+            "template": TEMPLATE,
+            "train_on": "all",
+            "packing": self.packed,
+        }
+
+
+def alone(block: TokenBlock, *, padded: bool) -> Rows:
+    """Each row, or each document of a packed row, alone. padded: rows keep their padding, whose length some rotary
+    embeddings follow; else it is cut off."""
+    import torch
+
+    from shardwright.hf.objective import IGNORED
+
+    lengths = np.full(len(block.tokens), block.tokens.shape[1]) if block.lengths is None else block.lengths
+    rows: Rows = []
+    for row, (tokens, real) in enumerate(zip(block.tokens, lengths.tolist(), strict=True)):
+        ids = torch.from_numpy(tokens.astype(np.int64))
+        if block.starts is None:
+            kept = ids if padded else ids[:real]
+            labels = torch.where(torch.arange(len(kept)) < real, kept, torch.tensor(IGNORED))
+            rows.append({"input_ids": kept[None], "labels": labels[None], "real": real})
+            continue
+        cuts = [cut for cut in np.flatnonzero(block.starts[row]).tolist() if 0 < cut < real]
+        pieces = [ids[a:b][None] for a, b in itertools.pairwise([0, *cuts, real])]
+        rows += [{"input_ids": piece, "labels": piece, "row": row} for piece in pieces]
+    return rows
 
 
 def packs(recipe: Recipe) -> bool:
     return any(part.packing and part.kind in DOCUMENT_KINDS for _, part in recipe.data_parts())
+
+
+def talks(recipe: Recipe) -> bool:
+    """Whether rows may end in padding: conversations stay whole."""
+    return any(part.kind == "chat" for _, part in recipe.data_parts())
+
+
+def random_talks(seed: int, rows: int, length: int, *, packed: bool) -> Talks:
+    """Conversations for so many rows of `length` tokens: of a token more than the template's two up to a whole row."""
+    random = np.random.default_rng(seed)
+    shortest = length // 3 if packed else 1  # several fill a row, hardly ever to its end
+    sizes = random.integers(shortest, length - 1, 4 * rows if packed else rows)
+    return Talks(texts=tuple("".join(map(chr, random.integers(32, 127, size))) for size in sizes), packed=packed)
 
 
 def random_tokens(seed: int, rows: int, length: int, vocabulary: int, *, packed: bool) -> Tokens:

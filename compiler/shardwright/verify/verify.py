@@ -16,6 +16,8 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal, refusal
@@ -34,7 +36,7 @@ from shardwright.recipe.load import load_recipe
 from shardwright.search.engines import settle_problem
 from shardwright.search.search import choose
 from shardwright.verify import tiny
-from shardwright.verify.tokens import packs, random_tokens
+from shardwright.verify.tokens import Talks, Tokens, alone, packs, random_talks, random_tokens, talks
 from shardwright.verify.verdict import (
     LOSS_ABSOLUTE,
     NORM_RELATIVE,
@@ -48,8 +50,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from shardwright.hf.reference import Reference
+    from shardwright.hf.reference import Reference, Rows
 
+DROPOUT = "dropout"
 LAUNCH_SECONDS = 600
 """A launch of a tiny model takes half a minute; one that takes this long, even on a busy machine, hangs."""
 Say = Callable[[str], None]
@@ -66,9 +69,12 @@ def verify_recipe(recipe: Recipe, say: Say) -> Verdict:
     folder = Path(tempfile.mkdtemp(prefix="shardwright-verify-"))
     try:
         say(f"building a tiny {graph.architecture}")
-        wanted, plan = _prepare(recipe, graph, strategy, small, folder)
+        wanted, plan, held_out = _prepare(recipe, graph, strategy, small, folder)
         say(f"training it on {small.world_size} rank{'' if small.world_size == 1 else 's'}")
         checks = _measure(folder, plan, wanted, say)
+        if held_out is not None and graph.max_dropout > 0 and plan.lora is None and all(c.passed for c in checks):
+            say("training it with dropout")
+            checks = (*checks, _evaluated_without_dropout(folder, graph, held_out))
     except BaseException as error:
         if not isinstance(error, Refusal) or all(d.code != "SW5403" for d in error.diagnostics):
             shutil.rmtree(folder, ignore_errors=True)
@@ -100,23 +106,29 @@ def _planned(recipe: Recipe) -> tuple[ModelGraph, Strategy]:
 
 def _prepare(
     recipe: Recipe, graph: ModelGraph, strategy: Strategy, small: Strategy, folder: Path
-) -> tuple[Reference, Plan]:
-    """The tiny model's weights and tokens, its compiled folder `out`, and what one process makes of them."""
+) -> tuple[Reference, Plan, Rows | None]:
+    """The tiny model's weights and tokens, its compiled folder `out`, what one process makes of them, and the rows that
+    are held out."""
     import torch
 
-    from shardwright.hf.balance import RouterBalance
-    from shardwright.hf.reference import train
+    from shardwright.data.dataset import open_dataset
+    from shardwright.data.prepare import prepare
+    from shardwright.hf.reference import PlainBalance, train
     from shardwright.hf.task import task_of
 
     if graph.sees:
         raise _no_copy(graph, "its rows hold pictures, and a tiny copy has none yet")
     vocabulary = _tiny_model(graph, strategy, folder)
     batch = tiny.batch_of(small)
-    sizes = (tiny.LENGTH, vocabulary)
-    data = random_tokens(tiny.SEED, tiny.STEPS * batch, *sizes, packed=packs(recipe))
-    held_out = None
-    if recipe.validation is not None:
-        held_out = random_tokens(tiny.SEED + 1, tiny.held_out_rows(small), *sizes, packed=packs(recipe))
+    packed, of_talks = packs(recipe), talks(recipe)
+
+    def drawn(seed: int, rows: int) -> Tokens | Talks:
+        if of_talks:
+            return random_talks(seed, rows, tiny.LENGTH, packed=packed)
+        return random_tokens(seed, rows, tiny.LENGTH, vocabulary, packed=packed)
+
+    data = drawn(tiny.SEED, tiny.STEPS * batch)
+    held_out = drawn(tiny.SEED + 1, tiny.held_out_rows(small)) if recipe.validation is not None else None
     document = tiny.tiny_recipe(
         recipe,
         small,
@@ -132,9 +144,20 @@ def _prepare(
         trust_remote_code=False,
     )
     balance = plan.model.router_aux_loss
+    if isinstance(data, Tokens):
+        blocks = [data.rows(step * batch, (step + 1) * batch) for step in range(tiny.STEPS)]
+        held_out_rows = held_out.rows(0, len(held_out.ids)) if isinstance(held_out, Tokens) else None
+    else:  # what is packed with what, `prepare` decides
+        prepare(plan, folder / "out", limit_bytes=None)
+        opened, padded = open_dataset(plan, folder / "out"), _follows_length(plain)
+        blocks = [
+            alone(opened.train.read(opened.order.indices(step)), padded=padded) for step in range(1, tiny.STEPS + 1)
+        ]
+        rows = opened.validation
+        held_out_rows = None if rows is None else alone(rows.read(np.arange(len(rows))), padded=padded)
     wanted = train(
         _with_adapters(plain, plan),
-        [data.rows(step * batch, (step + 1) * batch) for step in range(tiny.STEPS)],
+        blocks,
         lr=tiny.LR,
         betas=tiny.BETAS,
         eps=tiny.EPS,
@@ -142,11 +165,18 @@ def _prepare(
         warmup=tiny.WARMUP,
         clipping=plan.training.gradient_clipping,
         own_loss=plan.model.cut.loss == "next_token",
-        held_out=None if held_out is None else held_out.rows(0, len(held_out.ids)),
+        held_out=held_out_rows,
         every=tiny.EVERY,
-        balance=None if balance is None else RouterBalance(plain, balance.coefficient, balance.affinity),
+        balance=None if balance is None else PlainBalance(plain, balance.coefficient, balance.affinity),
     )
-    return wanted, plan
+    return wanted, plan, held_out_rows
+
+
+def _follows_length(model: nn.Module) -> bool:
+    """Whether its rotary embeddings may depend on the length of a row, its padding included."""
+    kinds = [getattr(module, "rope_type", None) for module in model.modules()]
+    named = [kind for each in kinds for kind in (each.values() if isinstance(each, dict) else [each])]
+    return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in named)
 
 
 def _tiny_model(graph: ModelGraph, strategy: Strategy, folder: Path) -> int:
@@ -177,15 +207,16 @@ def _tiny_model(graph: ModelGraph, strategy: Strategy, folder: Path) -> int:
     return int(config.get_text_config().vocab_size)
 
 
-def _compiled(graph: ModelGraph, document: JsonObject, folder: Path) -> Plan:
-    """The recipe `document`, written and compiled to `folder`/out."""
-    (folder / "recipe.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
+def _compiled(graph: ModelGraph, document: JsonObject, folder: Path, out: str = "out") -> Plan:
+    """The recipe `document`, written and compiled to the folder `out` in `folder`."""
+    recipe = folder / f"recipe-{out}.json"
+    recipe.write_text(json.dumps(document, indent=1), encoding="utf-8")
     try:
-        compiled = compile_recipe(load_recipe(folder / "recipe.json"))
+        compiled = compile_recipe(load_recipe(recipe))
     except Refusal as refusal:
         first = refusal.diagnostics[0]
         raise _no_copy(graph, f"{first.code}: {first.message}") from None
-    write_folder(folder / "out", compiled.files)
+    write_folder(folder / out, compiled.files)
     return compiled.plan
 
 
@@ -272,6 +303,37 @@ def _held_out(out: Path, wanted: Reference) -> tuple[Comparison, ...]:
     steps = [row["step"] for row in found] == list(wanted.held_out)
     off = series_apart([row["loss"] for row in found], list(wanted.held_out.values())) if steps else math.inf
     return (Comparison("held-out losses", f"after each {tiny.EVERY} steps", off, LOSS_ABSOLUTE),)
+
+
+def _evaluated_without_dropout(folder: Path, graph: ModelGraph, held_out: Rows) -> Comparison:
+    """The tiny copy with the model's own dropout, which makes each layout's training another one: the held-out loss of
+    the weights that came of it is that of one process, which drops nothing out."""
+    import torch
+
+    from shardwright.hf.reference import mean_loss
+    from shardwright.hf.task import task_of
+
+    document = json.loads((folder / "recipe-out.json").read_text("utf-8"))
+    document["model"]["source"] = f"./{tiny.MODEL}-{DROPOUT}"
+    document["training"]["steps"] = tiny.EVERY
+    shutil.copytree(folder / tiny.MODEL, folder / f"{tiny.MODEL}-{DROPOUT}")
+    config = folder / f"{tiny.MODEL}-{DROPOUT}" / "config.json"
+    config.write_text(json.dumps(tiny.with_dropout(json.loads(config.read_text("utf-8")), graph.config)), "utf-8")
+    plan, out = _compiled(graph, document, folder, DROPOUT), folder / DROPOUT
+    _launch(out)
+    _exported(plan, out, folder / f"{DROPOUT}-exported")
+    model = task_of(plan.model.model_type).auto_class.from_pretrained(
+        folder / f"{DROPOUT}-exported",
+        dtype=torch.float32,
+        attn_implementation=plan.model.attention,
+        local_files_only=True,
+        trust_remote_code=False,
+    )
+    with torch.no_grad():
+        wanted = float(mean_loss(model.eval(), held_out, own_loss=plan.model.cut.loss == "next_token"))
+    found = [row["loss"] for row in _lines(out / "run" / "evaluation.jsonl")]
+    off = series_apart(found[-1:], [wanted])
+    return Comparison(f"held-out loss beside {DROPOUT}", "evaluation drops nothing out", off, LOSS_ABSOLUTE)
 
 
 def _off(rows: list[Row], key: str, wanted: Sequence[float | None], *, relative: bool = False) -> float:
