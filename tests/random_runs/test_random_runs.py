@@ -29,6 +29,17 @@ def check(found: dict[int, dict[str, Any]]) -> None:
     assert bad == {}, "\n".join(f"{seed}: {line}" for seed, line in bad.items())
 
 
+WITHOUT_DROPOUT = (2207, 4186)
+"""Validations in a pipeline whose training drops out: DualPipeV, and 1F1B of a type that drops out of its embedding."""
+
+
+@pytest.mark.launch
+def test_validation_in_a_pipeline_drops_nothing_out(tmp_path: Path) -> None:
+    found = run(WITHOUT_DROPOUT, tmp_path)
+    check(found)
+    assert [line["outcome"] for line in found.values()] == ["equal", "equal"]
+
+
 @pytest.mark.launch
 def test_a_sample_of_random_runs(tmp_path: Path) -> None:
     found = run(SAMPLE, tmp_path)

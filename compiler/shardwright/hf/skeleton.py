@@ -191,9 +191,9 @@ class Skeleton:
         stack.enter_context(forward_replaced(table, shape_only))
 
     def _context(self, hidden: torch.Tensor, position_ids: torch.Tensor | None, batch: Batch | None = None) -> Context:
-        """Depends on shape, positions and the batch only. Two entries: recomputation comes back to an older
+        """Depends on shape, positions, the batch and the mode only. Two entries: recomputation comes back to an older
         micro-batch."""
-        key = (self.tokens or tuple(hidden.shape[:2]), hidden.dtype, hidden.device)
+        key = (self.tokens or tuple(hidden.shape[:2]), hidden.dtype, hidden.device, self.model.training)
         for known, positions, shown, context in self._contexts:
             if known == key and _equal(positions, position_ids) and _equal_batches(shown, batch):
                 return context

@@ -186,6 +186,13 @@ class Stages(PipelineModule):
         """The micro-batches that this rank's stages take from now on, in their order."""
         self.__dict__["stage_model"].lengths.begin(micro_batches)
 
+    def train(self, mode: bool = True) -> Stages:
+        """Switch the whole model between training and evaluation: modules without parameters, and the base model, whose
+        forward may drop out by itself, are in no piece."""
+        super().train(mode)
+        self.__dict__["stage_model"].skeleton.model.train(mode)
+        return self
+
     def see(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Of a model that sees: the micro-batches whose numbers cross stages from now on, as DeepSpeed takes them."""
         seen: SeenBatches = self.__dict__["stage_model"].seen
