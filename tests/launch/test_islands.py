@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -115,6 +117,48 @@ def test_without_the_store_islands_save_stop_and_go_on(
     islands = [start("run", out, "--island", k) for k in range(ISLANDS)]
     assert [each.process.wait(PATIENCE) for each in islands] == [0, 0], islands[0].said
     assert [(r["step"], r["members"]) for r in rounds(out)] == [(4, [0, 1]), (8, [0, 1]), (12, [0, 1])]
+    replayed(CASE, out, tokens, outer)
+
+
+@pytest.mark.parametrize("kind", ["nesterov", pytest.param("overlap-2", marks=pytest.mark.prove)])
+def test_a_store_whose_disk_is_full_stops_and_no_island_trains_on_alone(tmp_path: Path, kind: str) -> None:
+    """At the second outer step. The record is whole, every island has a checkpoint, and what they train once there is
+    space again is what they train where nothing went wrong."""
+    outer = OUTER[kind]
+    tokens = write_inputs(CASE, tmp_path, outer, deadline=5.0, save_every=STEPS)
+    out = tmp_path / "out"
+    command = [sys.executable, str(Path(__file__).with_name("store_on_a_small_disk.py")), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    full, again = json.loads(done.stdout.splitlines()[-1])
+    assert (full["store"], full["islands"], full["statuses"]) == (1, [3, 3], ["failed"] * 2), full
+    assert "SW6321" in full["said"][0] and "No space left on device" in full["said"][0]
+    assert all("SW6315" in each for each in full["said"][1:])
+    assert full["record"].endswith("\n") and full["record"].count('"step"') == 1
+    assert (again["store"], again["islands"], again["statuses"]) == (0, [0, 0], ["done"] * 2), again
+    (out / "run").mkdir(exist_ok=True)
+    (out / "run" / "rounds.jsonl").write_text(again["record"])  # the disk went with the process
+    assert [(r["step"], r["members"]) for r in rounds(out)] == [(4, [0, 1]), (8, [0, 1]), (12, [0, 1])]
+    replayed(CASE, out, tokens, outer)
+
+
+def test_a_store_whose_output_nobody_reads_serves_its_islands(tmp_path: Path, start: Callable[..., Process]) -> None:
+    """`outer-store DIR | head -0`, and a terminal that went away."""
+    outer = OUTER["average"]
+    tokens = write_inputs(CASE, tmp_path, outer, deadline=DEADLINE)
+    out = tmp_path / "out"
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "shardwright", "outer-store", str(out)]
+    with subprocess.Popen(command, stdout=writes, stderr=writes) as store:
+        os.close(writes)
+        try:
+            until(lambda: (out / "run" / "rounds.jsonl").exists(), "the store does not begin")
+            islands = [start("run", out, "--island", k) for k in range(ISLANDS)]
+            assert [each.process.wait(PATIENCE) for each in islands] == [0, 0], islands[0].said
+            assert store.wait(60) == 0
+        finally:
+            store.kill()
     replayed(CASE, out, tokens, outer)
 
 

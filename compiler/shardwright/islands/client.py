@@ -12,6 +12,7 @@ from shardwright.islands.membership import chunk_sizes
 from shardwright.islands.sums import WINDOW
 from shardwright.islands.wire import (
     CHUNK_BYTES,
+    HANDSHAKE_SECONDS,
     Broken,
     Channel,
     FrameKind,
@@ -35,13 +36,14 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Who is calling. began, connection: when its ranks began, and how often they have connected since. plan, data:
-    digests that all islands share."""
+    """Who is calling. attempt: of the island's folder, which counts each start. run: a random word of this start.
+    connection: how often its ranks have connected since. plan, data: digests that all islands share."""
 
     island: int
     rank: int
     world: int
-    began: int
+    attempt: int
+    run: str
     connection: int
     plan: str
     data: str
@@ -74,7 +76,7 @@ class Link:
         silent = 2 * grace(deadline_seconds)
         give_up_after(connection, silent)
         try:
-            self._channel = self._welcomed(connection, secret, place)
+            self._channel = self._welcomed(connection, secret, place, min(within, HANDSHAKE_SECONDS))
         except WrongSecret:
             connection.close()
             raise Refused("SW6313", f"the outer store at {address} has another secret") from None
@@ -89,9 +91,9 @@ class Link:
         return self._channel.heard
 
     @staticmethod
-    def _welcomed(connection: socket.socket, secret: bytes, place: Place) -> Channel:
-        channel = meet(connection, secret, as_store=False)
-        names = ("island", "rank", "world", "began", "connection", "plan", "data")
+    def _welcomed(connection: socket.socket, secret: bytes, place: Place, within: float) -> Channel:
+        channel = meet(connection, secret, as_store=False, within=within)
+        names = ("island", "rank", "world", "attempt", "run", "connection", "plan", "data")
         channel.say(FrameKind.HELLO, {name: getattr(place, name) for name in names})
         kind, _, payload = channel.receive()
         if kind == FrameKind.REFUSED:

@@ -7,6 +7,7 @@ current islands alone; one that is behind decides nothing, and takes a member's 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,12 +29,22 @@ class Arrival:
     check: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """One start of an island. attempt: its folder's count of starts. run: a random word of this one, for two copies of
+    a folder count alike. connection: how often its ranks have connected since. No clock takes part."""
+
+    attempt: int
+    run: str
+    connection: int
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Island:
-    """A connected one. start: when its ranks began, and how often they have connected since. current: see above."""
+    """A connected one. current: see above."""
 
     number: int
-    start: tuple[int, int]
+    start: Start
     links: dict[int, Channel] = field(default_factory=dict)
     arrivals: dict[int, Arrival] = field(default_factory=dict)
     since: float = 0.0  # of its first arrival
@@ -94,7 +105,8 @@ class Membership:
         self.count, self.world, self.deadline, self.precision = islands, world, deadline_seconds, precision
         self.base: int | None = None
         self.islands: dict[int, Island] = {}
-        self.newest: dict[int, tuple[int, int]] = {}
+        self.newest: dict[int, Start] = {}
+        self.replaced: dict[int, set[str]] = {}  # island -> runs of it that a later start took the place of
         self.attempts = 0
         self.round: Round | None = None
         self.rounds: list[dict[str, Any]] = []
@@ -102,18 +114,31 @@ class Membership:
         self._meeting_since: float | None = None
         self._due_since: float | None = None  # the first arrival for the outer step that comes next
 
-    def join(self, number: int, start: tuple[int, int], rank: int, link: Channel) -> Island | None:
-        """None for one that is older than what has joined as this island."""
-        if start < self.newest.get(number, start):
+    def join(self, number: int, start: Start, rank: int, link: Channel) -> Island | None:
+        """None for a start that a later one has taken the place of."""
+        if self._is_replaced(number, start):
             return None
         island = self.islands.get(number)
         if island is None or island.start != start:
             if island is not None:
                 self.drop(island, "it was started again")
+            newest = self.newest.get(number, start)
+            if newest.run != start.run:
+                self.replaced.setdefault(number, set()).add(newest.run)
             island = self.islands[number] = Island(number=number, start=start)
             self.newest[number] = start
         island.links[rank] = link
         return island
+
+    def _is_replaced(self, number: int, start: Start) -> bool:
+        """A folder that was made anew counts its starts from 1 again: it is taken where nobody else is the island."""
+        newest = self.newest.get(number, start)
+        if start.run == newest.run:
+            return start.connection < newest.connection
+        if start.attempt > newest.attempt:
+            return False
+        is_older_beside_another = start.attempt < newest.attempt and number in self.islands
+        return is_older_beside_another or start.run in self.replaced.get(number, ())
 
     def drop(self, island: Island, why: str) -> list[Channel]:
         """The links to be closed. The round that it is in begins again without it."""
@@ -239,25 +264,31 @@ class Membership:
         gone = [i for i in found.members if i.number in late and now > max(i.heard, found.began) + silent]
         return [(i, f"nothing came from it for {silent:g} s of an outer step") for i in gone]
 
-    def try_commit(self, found: Round) -> None:
-        """Once every rank of every member has brought everything."""
+    def try_commit(self, found: Round, record: Callable[[dict[str, Any]], None]) -> dict[str, Any] | None:
+        """Commits the round once every rank of every member has brought everything. Returns its line, or None.
+
+        record: writes the line to where it lasts. What it raises leaves the round without an outcome: no island applies
+        an outer step that is not on record.
+        """
         if found.outcome or not all(cell.complete for cell in found.cells.values()):
-            return
-        found.outcome, self.base, self._due_since = "committed", found.step, None
+            return None
         waiting = [i for i in self._in_order() if len(i.arrivals) == self.world and i.decision is None]
-        found.receivers = tuple(i for i in waiting if i.first.base != found.step and i not in found.members)
-        for island in found.receivers:
+        receivers = tuple(i for i in waiting if i.first.base != found.step and i not in found.members)
+        line = {
+            "step": found.step,
+            "members": [i.number for i in found.members],
+            "joined": [i.number for i in receivers],
+            "attempt": found.attempt,
+            "bytes": sum(sum(cell.sizes) for cell in found.cells.values()),
+            "seconds": time.monotonic() - found.began,
+        }
+        record(line)
+        found.outcome, self.base, self._due_since = "committed", found.step, None
+        found.receivers = receivers
+        for island in receivers:
             island.decision = Decision(kind=FrameKind.RECEIVE, round=found)
-        self.rounds.append(
-            {
-                "step": found.step,
-                "members": [i.number for i in found.members],
-                "joined": [i.number for i in found.receivers],
-                "attempt": found.attempt,
-                "bytes": sum(sum(cell.sizes) for cell in found.cells.values()),
-                "seconds": time.monotonic() - found.began,
-            }
-        )
+        self.rounds.append(line)
+        return line
 
 
 def chunk_sizes(size: int) -> list[int]:

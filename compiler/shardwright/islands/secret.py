@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from pathlib import Path
@@ -32,7 +33,8 @@ def read_secret(folder: Path) -> bytes:
 
 
 def share_secret(folder: Path, islands: list[Path]) -> bytes:
-    """The compiled folder's, made where it has none, and put into each island's folder that is here."""
+    """The compiled folder's, made where it has none, and put into each island's folder that is here. Raises Refusal:
+    SW6313, SW6322."""
     path = folder / SECRET
     if not path.exists():
         _write(path, secrets.token_hex(32).encode("ascii"))
@@ -44,8 +46,23 @@ def share_secret(folder: Path, islands: list[Path]) -> bytes:
 
 
 def _write(path: Path, secret: bytes) -> None:
-    """Readable by this user alone."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(secret + b"\n")
+    """Writes the file whole or not at all, readable by this user alone. Raises Refusal: SW6322."""
+    text, temporary = secret + b"\n", path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        if path.exists() and path.read_bytes() == text and path.stat().st_mode & 0o077 == 0:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.unlink(missing_ok=True)
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise refusal(
+            "SW6322",
+            f"the outer store's secret cannot be written to {str(path)!r}: {error.strerror or error}",
+            "Make room there, or give this user the right to write there, and start `shardwright outer-store` again.",
+        ) from None

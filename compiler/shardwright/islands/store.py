@@ -7,15 +7,31 @@ import contextlib
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from shardwright.islands.membership import Arrival, Decision, Island, Membership, Round
+from shardwright.islands.membership import Arrival, Decision, Island, Membership, Round, Start
 from shardwright.islands.probe import answer_probe
 from shardwright.islands.sums import Aborted
-from shardwright.islands.wire import Broken, Channel, FrameKind, WrongSecret, document_of, give_up_after, grace, meet
+from shardwright.islands.wire import (
+    HANDSHAKE_SECONDS,
+    Broken,
+    Channel,
+    FrameKind,
+    WrongSecret,
+    document_of,
+    give_up_after,
+    grace,
+    meet,
+)
+from shardwright.unauthenticated import Unauthenticated, is_exhausted, raise_descriptor_limit, shut
 
-HANDSHAKE_SECONDS = 20.0
+OTHER_CONNECTIONS = 256
+"""Unauthenticated connections at once, beside one for each rank."""
+MOST_LINES_OF_AN_ADDRESS, MOST_ADDRESSES = 10, 256
+"""Lines about connections that were turned away, and addresses that they are counted for."""
+TURN_SECONDS, AGAIN_SECONDS = 0.5, 0.05
 MOST_WAIT_SECONDS = 5.0
 """Between two signs of life to a rank that waits."""
 
@@ -25,16 +41,26 @@ class _Late(Exception):
 
 
 class OuterStore:
-    """tell: is called with a line for a person, and with what a committed round was (or None)."""
+    """failure: why no outer step can be put on record any more; None while all is well. Then no island is here."""
 
     def __init__(
         self,
         membership: Membership,
         secret: bytes,
         digest: str,
-        tell: Callable[[str, dict[str, Any] | None], None],
+        log: Callable[[str], None],
+        record: Callable[[dict[str, Any]], None],
     ) -> None:
-        self.membership, self._secret, self._digest, self._tell = membership, secret, digest, tell
+        """log: prints a line for a person; the store goes on whatever it raises. record: writes what a round was to
+        where it lasts, before any island hears that the round is made; the store stops where it raises."""
+        self.membership, self._secret, self._digest = membership, secret, digest
+        self._log_line, self._record = log, record
+        self.failure: Exception | None = None
+        ranks = membership.count * membership.world
+        self._unauthenticated: Unauthenticated[socket.socket] = Unauthenticated(
+            ranks, OTHER_CONNECTIONS, raise_descriptor_limit()
+        )
+        self._turned_away: Counter[str] = Counter()
         self._data_digest: str | None = None
         self._done: set[int] = set()
         self._change = threading.Condition()
@@ -46,25 +72,63 @@ class OuterStore:
         with self._change:
             return bool(self._done) and not self.membership.islands
 
+    def _log(self, line: str) -> None:
+        """Never raises: nobody may read the output any more, or its disk may be full."""
+        with contextlib.suppress(Exception):
+            self._log_line(line)
+
+    def _log_turned_away(self, address: str, line: str) -> None:
+        """A few lines for each address: whoever finds the port shall not fill a disk."""
+        self._turned_away[address] += 1
+        count = self._turned_away[address]
+        if count <= MOST_LINES_OF_AN_ADDRESS and len(self._turned_away) <= MOST_ADDRESSES:
+            more = "; nothing more is printed about this address" if count == MOST_LINES_OF_AN_ADDRESS else ""
+            self._log(line + more)
+        elif len(self._turned_away) > MOST_ADDRESSES:
+            self._turned_away.pop(address, None)
+
     def serve(self, listener: socket.socket) -> None:
-        """Until the listener is closed."""
+        """Accepts connections until the listener is closed, whatever fails meanwhile."""
+        listener.settimeout(TURN_SECONDS)
         while True:
             try:
                 connection, address = listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._greet, args=(connection, address), daemon=True).start()
+            except TimeoutError:
+                continue
+            except OSError as error:
+                if listener.fileno() < 0:
+                    return
+                self._make_room(error)
+                continue
+            for crowded_out in self._unauthenticated.add(connection, address[0]):
+                shut(crowded_out)
+            try:
+                threading.Thread(target=self._greet, args=(connection, address), daemon=True).start()
+            except RuntimeError as error:  # the system allows no more threads
+                self._unauthenticated.remove(connection)
+                connection.close()
+                self._log_turned_away("", f"a connection of {address[0]} is turned away: {error}")
+                time.sleep(AGAIN_SECONDS)
+
+    def _make_room(self, error: OSError) -> None:
+        """After accept() has failed. Errors of one connection, such as a peer that is gone already, end nothing."""
+        if is_exhausted(error) and (oldest := self._unauthenticated.pop()) is not None:
+            shut(oldest)
+        self._log_turned_away("", f"warning: cannot take a connection: {error}")
+        time.sleep(AGAIN_SECONDS)
 
     def _greet(self, connection: socket.socket, address: tuple[str, int]) -> None:
-        connection.settimeout(HANDSHAKE_SECONDS)
-        give_up_after(connection, grace(self.membership.deadline))
+        until = time.monotonic() + HANDSHAKE_SECONDS
         try:
+            connection.settimeout(HANDSHAKE_SECONDS)
+            give_up_after(connection, grace(self.membership.deadline))
             link = meet(connection, self._secret, as_store=True)
-            kind, _, payload = link.receive()
+            self._unauthenticated.remove(connection)
+            kind, _, payload = link.receive(until)
             if kind == FrameKind.PROBE:
                 asked = document_of(payload)
                 if asked.get("is_first") is True:
-                    self._tell(f"{address[0]} measures its link", None)
+                    self._log(f"{address[0]} measures its link")
                 answer_probe(link, asked, self._digest, self._here)
                 link.close()
                 return
@@ -72,10 +136,12 @@ class OuterStore:
                 raise Broken("it did not say who it is")
             self._admit(link, document_of(payload))
         except WrongSecret:
-            self._tell(f"warning[SW6313]: {address[0]} came with another secret, and was turned away", None)
-            connection.close()
-        except Broken as error:
-            self._tell(f"{address[0]} left before it said who it is: {error}", None)
+            line = f"warning[SW6313]: {address[0]} came with another secret, and was turned away"
+            self._log_turned_away(address[0], line)
+        except (Broken, OSError) as error:
+            self._log_turned_away(address[0], f"{address[0]} left before it said who it is: {error}")
+        finally:
+            self._unauthenticated.remove(connection)
             connection.close()
 
     def _here(self) -> list[int]:
@@ -85,24 +151,27 @@ class OuterStore:
     def _admit(self, link: Channel, hello: dict[str, Any]) -> None:
         try:
             number, rank, world = int(hello["island"]), int(hello["rank"]), int(hello["world"])
-            start = (int(hello["began"]), int(hello["connection"]))
+            attempt, run, connection = int(hello["attempt"]), str(hello["run"]), int(hello["connection"])
             plan, data = str(hello["plan"]), str(hello["data"])
         except (KeyError, TypeError, ValueError):
             raise Broken("it did not say who it is") from None
         why = self._refused(number, rank, world, plan, data)
         island = None
         if not why:
+            start = Start(attempt=attempt, run=run, connection=connection)
             with self._change:
+                if self.failure is not None:
+                    raise Broken("the store stops")
                 island = self.membership.join(number, start, rank, link)
                 self._change.notify_all()
             why = "" if island else "SW6319 another run of this island has started since"
         if island is None:
             link.say(FrameKind.REFUSED, {"why": why})
             link.close()
-            self._tell(f"island {number} rank {rank} was refused: {why}", None)
+            self._log(f"island {number} rank {rank} was refused: {why}")
             return
         if len(island.links) == self.membership.world:
-            self._tell(f"island {number} is here", None)
+            self._log(f"island {number} is here")
         try:
             link.say(FrameKind.WELCOME, {})
             link.patience(None)
@@ -134,7 +203,7 @@ class OuterStore:
         for link in links:
             link.close()
         if why and not known:
-            self._tell(f"island {island.number} is lost: {why}", None)
+            self._log(f"island {island.number} is lost: {why}")
 
     def _serve(self, link: Channel, island: Island, rank: int) -> None:
         """Raises Broken where the rank is lost, or the island with it."""
@@ -198,7 +267,7 @@ class OuterStore:
                 self._drop(each, why)
             if behind:
                 noted = True
-                self._tell(f"island {island.number} is behind, and waits for the others' next outer step", None)
+                self._log(f"island {island.number} is behind, and waits for the others' next outer step")
             if decision is not None:
                 return decision
             if time.monotonic() - said >= self._wait_seconds:
@@ -243,16 +312,22 @@ class OuterStore:
         self._commit_if_whole(found)
 
     def _commit_if_whole(self, found: Round) -> None:
+        line: dict[str, Any] | None = None
         with self._change:
-            before = found.outcome
-            self.membership.try_commit(found)
-            if found.outcome == "committed" and before != "committed":  # it is on record before anyone applies it
-                told = self.membership.rounds[-1]
-                joined = f"; {told['joined']} take its state" if told["joined"] else ""
-                self._tell(
-                    f"outer step at {told['step']}: islands {told['members']}, {told['seconds']:.3g} s{joined}", told
-                )
+            if self.failure is None:
+                try:
+                    line = self.membership.try_commit(found, self._record)
+                except Exception as error:
+                    self.failure = error
+                    found.abort()
+            failed, islands = self.failure, list(self.membership.islands.values())
             self._change.notify_all()
+        if failed is not None:
+            for island in islands:
+                self._drop(island, "the store stops")
+        elif line is not None:
+            joined = f"; {line['joined']} take its state" if line["joined"] else ""
+            self._log(f"outer step at {line['step']}: islands {line['members']}, {line['seconds']:.3g} s{joined}")
 
     def _send_means(self, link: Channel, island: Island, rank: int, found: Round) -> None:
         """A thread of its own: averages go down while deltas come up."""

@@ -20,8 +20,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-MAGIC = b"shardwright-outer-1\n"
+MAGIC = b"shardwright-outer-2\n"
 NONCE = 32
+HANDSHAKE_SECONDS = 10.0
+"""For all that is said before a connection is authenticated; each side needs milliseconds for it."""
 CHUNK_BYTES = 2**20
 """Of a frame's payload, at most."""
 _LARGEST = 4 * CHUNK_BYTES
@@ -91,14 +93,15 @@ class Channel:
     def say(self, kind: FrameKind, document: dict[str, Any], tag: int = 0) -> None:
         self.send(kind, tag, json.dumps(document).encode("utf-8"))
 
-    def receive(self) -> tuple[FrameKind, int, bytearray]:
-        """(kind, tag, payload). Raises Broken, also where nothing comes within the socket's timeout."""
-        head = self._read(_HEADER.size + hashlib.sha256().digest_size)
+    def receive(self, until: float | None = None) -> tuple[FrameKind, int, bytearray]:
+        """(kind, tag, payload). Raises Broken, also where nothing comes within the socket's timeout, or the frame is
+        not complete at `until`, a time of the monotonic clock."""
+        head = self._read(_HEADER.size + hashlib.sha256().digest_size, until)
         header, mac = bytes(head[: _HEADER.size]), bytes(head[_HEADER.size :])
         kind, tag, length = _HEADER.unpack(header)
         if length > _LARGEST:
             raise Broken(f"a frame of {length:,} bytes")
-        payload = self._read(length)
+        payload = self._read(length, until)
         if not hmac.compare_digest(mac, self._mac("receive", self._received, header, payload)):
             raise Broken("a frame that is not what was sent")
         self._received += 1
@@ -107,11 +110,11 @@ class Channel:
         except ValueError:
             raise Broken(f"a frame of an unknown kind, {kind}") from None
 
-    def _read(self, count: int) -> bytearray:
+    def _read(self, count: int, until: float | None = None) -> bytearray:
         def heard() -> None:
             self.heard = time.monotonic()
 
-        return read_exactly(self._socket, count, heard)
+        return read_exactly(self._socket, count, heard, until)
 
     def patience(self, seconds: float | None) -> None:
         """How long the other side may be silent; None: for ever. Raises Broken where it is closed already."""
@@ -143,12 +146,17 @@ def document_of(payload: bytes | bytearray) -> dict[str, Any]:
     return document
 
 
-def read_exactly(connection: socket.socket, count: int, heard: Callable[[], None] = lambda: None) -> bytearray:
-    """heard: called whenever something came. Raises Broken."""
+def read_exactly(
+    connection: socket.socket, count: int, heard: Callable[[], None] = lambda: None, until: float | None = None
+) -> bytearray:
+    """heard: called whenever something came. until: when all of it has to be here, by the monotonic clock, however
+    often a byte comes. Raises Broken."""
     buffer = bytearray(count)
     view, at = memoryview(buffer), 0
     while at < count:
         try:
+            if until is not None:
+                connection.settimeout(max(until - time.monotonic(), 0.001))
             got = connection.recv_into(view[at:])
         except OSError as error:  # a timeout is one
             raise Broken(str(error) or type(error).__name__) from None
@@ -159,13 +167,15 @@ def read_exactly(connection: socket.socket, count: int, heard: Callable[[], None
     return buffer
 
 
-def meet(connection: socket.socket, secret: bytes, *, as_store: bool) -> Channel:
-    """Raises WrongSecret, or Broken."""
-    keep_alive(connection)
+def meet(connection: socket.socket, secret: bytes, *, as_store: bool, within: float = HANDSHAKE_SECONDS) -> Channel:
+    """Proves to the other side that this one knows the secret, and has it proved. within: seconds for all of it. Leaves
+    the socket's timeout as it was. Raises WrongSecret, or Broken."""
+    before, until = connection.gettimeout(), time.monotonic() + within
     mine = secrets.token_bytes(NONCE)
     try:
+        keep_alive(connection)
         connection.sendall(MAGIC + mine)
-        theirs = bytes(read_exactly(connection, len(MAGIC) + NONCE))
+        theirs = bytes(read_exactly(connection, len(MAGIC) + NONCE, until=until))
         if not theirs.startswith(MAGIC):
             raise Broken("the other side is no outer store, or of another version")
         theirs = theirs[len(MAGIC) :]
@@ -174,19 +184,20 @@ def meet(connection: socket.socket, secret: bytes, *, as_store: bool) -> Channel
         own, other = (b"store", b"rank") if as_store else (b"rank", b"store")
         if not as_store:  # who comes shows its proof first
             connection.sendall(proofs[own])
-        if not hmac.compare_digest(_proof(connection, is_rank=not as_store), proofs[other]):
+        if not hmac.compare_digest(_proof(connection, until, is_rank=not as_store), proofs[other]):
             raise WrongSecret("the secrets differ")
         if as_store:
             connection.sendall(proofs[own])
+        connection.settimeout(before)
     except OSError as error:
         raise Broken(str(error)) from None
     return Channel(connection, _keyed(secret, b"frames", store, rank), own, other)
 
 
-def _proof(connection: socket.socket, *, is_rank: bool) -> bytes:
+def _proof(connection: socket.socket, until: float, *, is_rank: bool) -> bytes:
     """Of the other side. A store ends the connection at a proof that is none."""
     try:
-        return bytes(read_exactly(connection, hashlib.sha256().digest_size))
+        return bytes(read_exactly(connection, hashlib.sha256().digest_size, until=until))
     except Broken:
         if is_rank:
             raise WrongSecret("the secrets differ") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import os
 import signal
 import socket
 import subprocess
@@ -11,9 +11,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
 
-from shardwright.diagnostics import refusal
+from shardwright.diagnostics import Refusal, refusal
 from shardwright.islands.membership import Membership
 from shardwright.islands.secret import share_secret
 from shardwright.islands.store import OuterStore
@@ -22,7 +21,7 @@ from shardwright.launchers.table import LAUNCHERS
 from shardwright.plan.islands import island_folders, plan_digest
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import load_plan
-from shardwright.watch.rounds import ROUNDS, read_rounds
+from shardwright.watch.rounds import ROUNDS, RoundsFile
 
 POLL_SECONDS = 0.2
 INTERRUPTED, NOT_FINISHED = 130, 3
@@ -31,7 +30,8 @@ _BACKLOG = 1024
 
 def serve_islands(folder: Path, bind: str | None) -> int:
     """Until an island has trained to the last step and all have left: 0; or an interrupt: 130. Every committed outer
-    step is a line of run/rounds.jsonl. bind: None is the plan's address."""
+    step is a line of run/rounds.jsonl. bind: None is the plan's address. Raises Refusal: SW6321 where that file cannot
+    be written."""
     plan = load_plan(folder)
     outer = plan.outer
     folders = island_folders(plan, folder)
@@ -41,27 +41,45 @@ def serve_islands(folder: Path, bind: str | None) -> int:
     secret = share_secret(folder, folders)
     listener = _listening(bind or str(plan.launch.outer_store))
     members = Membership(outer.islands, plan.strategy.world_size, outer.deadline_seconds, outer.precision)
-    start = 1 + max((int(line.get("store", 0)) for line in read_rounds(folder)), default=0)
-    with (folder / ROUNDS).open("a+", buffering=1) as record:
-        _end_line(record)
-        lock = threading.Lock()
+    try:
+        rounds = RoundsFile(folder)
+    except OSError as error:
+        raise _not_recorded(folder, error, "no outer step is made") from None
+    store = OuterStore(members, secret, plan_digest(plan), _print_line, rounds.write)
+    _print_line(f"listening at {':'.join(map(str, listener.getsockname()[:2]))} for {outer.islands} islands")
+    try:
+        code = _serve(store, listener)
+    finally:
+        rounds.close()
+        _give_up_output()
+    if store.failure is not None:
+        raise _not_recorded(folder, store.failure, "the outer step that was on its way is not made") from None
+    return code
 
-        def tell(line: str, committed: dict[str, Any] | None) -> None:
-            with lock:
-                print(line, flush=True)
-                if committed is not None:
-                    record.write(json.dumps({**committed, "store": start}) + "\n")
 
-        store = OuterStore(members, secret, plan_digest(plan), tell)
-        tell(f"listening at {':'.join(map(str, listener.getsockname()[:2]))} for {outer.islands} islands", None)
-        return _serve(store, listener)
+def _not_recorded(folder: Path, error: Exception, what: str) -> Refusal:
+    why = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+    return refusal(
+        "SW6321",
+        f"{str(folder / ROUNDS)!r} cannot be written: {why}; {what}, and the store stops",
+        "Make room there and start `shardwright outer-store` again. Every island waits for it as long as "
+        "outer.deadline_seconds says, then saves a checkpoint and stops: `shardwright run` goes on from there.",
+    )
 
 
-def _end_line(record: TextIO) -> None:
-    """A store that was killed may have left half a line."""
-    record.seek(0)
-    if not (record.read() or "\n").endswith("\n"):
-        record.write("\n")
+def _print_line(line: str) -> None:
+    """Prints for a person. Never raises: the store serves its islands whether or not somebody can read its output."""
+    with contextlib.suppress(OSError, ValueError):
+        print(line, flush=True)
+
+
+def _give_up_output() -> None:
+    """What could not be printed shall not turn the store's exit code into an error."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _serve(store: OuterStore, listener: socket.socket) -> int:
@@ -74,7 +92,7 @@ def _serve(store: OuterStore, listener: socket.socket) -> int:
     for thread in threads:
         thread.start()
     try:
-        while not store.is_over and not told.wait(POLL_SECONDS):
+        while not store.is_over and store.failure is None and not told.wait(POLL_SECONDS):
             pass
         return INTERRUPTED if told.is_set() else 0
     finally:
@@ -112,7 +130,18 @@ def run_all_islands(folder: Path, resume: str) -> int:
         codes = [process.wait() for process in islands]
         if not any(codes):
             codes.append(store.wait())
+        elif store.poll():
+            print(f"the outer store ended with exit code {store.returncode}: {_last_error(folder)}", file=sys.stderr)
         return next((code for code in codes if code), 0)
+
+
+def _last_error(folder: Path) -> str:
+    """What the outer store says in its log, or where that is."""
+    path = folder / "run" / "logs" / "outer-store.log"
+    with contextlib.suppress(OSError):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return next((line for line in reversed(lines) if line.startswith("error")), f"see {str(path)!r}")
+    return f"see {str(path)!r}"
 
 
 @contextlib.contextmanager

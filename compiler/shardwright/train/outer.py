@@ -50,12 +50,12 @@ class OuterResult:
 class Outer:
     """base: the step of the last outer step that the anchor has."""
 
-    def __init__(self, plan: Plan, folder: Path, trainer: Trainer, rank: int, data_digest: str) -> None:
-        """Collective. Raises Refusal: SW6313 where this host has no secret."""
+    def __init__(self, plan: Plan, folder: Path, trainer: Trainer, rank: int, attempt: int, data_digest: str) -> None:
+        """Collective. attempt: the folder's count of starts. Raises Refusal: SW6313 where this host has no secret."""
         assert plan.outer is not None and plan.outer.island is not None, "asked for before"
         self.plan, self.outer = plan, plan.outer
         self._trainer = trainer
-        self._store = StoreLinks(plan, folder, rank, data_digest)
+        self._store = StoreLinks(plan, folder, rank, attempt, data_digest)
         self._ranges = Ranges(plan, trainer, rank)
         self.base = 0
         self._flight: _Flight | None = None

@@ -74,7 +74,8 @@ class Session:
         self._outer: Outer | None = None
         made_up: list[OuterResult] = []
         if self.plan.outer is not None:
-            self._outer = Outer(self.plan, folder, self._trainer, rank, canonical_hash(dict(digests)))
+            digest = canonical_hash(dict(digests))
+            self._outer = Outer(self.plan, folder, self._trainer, rank, attempt.number, digest)
             made_up = self._outer.begin(self.done, Path(resume) if resume else None)
             if made_up:  # what was resumed from lacks them
                 self.done, self._saved = made_up[-1].done, -1

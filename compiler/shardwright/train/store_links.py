@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -35,19 +36,20 @@ class StoreLinks:
     """This rank's, and what the ranks have to know of each other's. A rank's part of a round raises Broken where its
     connection is lost: then the island connects anew on every rank."""
 
-    def __init__(self, plan: Plan, folder: Path, rank: int, data_digest: str) -> None:
-        """Collective. Raises Refusal: SW6313 where this host has no secret."""
+    def __init__(self, plan: Plan, folder: Path, rank: int, attempt: int, data_digest: str) -> None:
+        """Collective. attempt: of the folder. Raises Refusal: SW6313 where this host has no secret."""
         assert plan.outer is not None and plan.outer.island is not None, "asked for before"
         assert plan.launch.outer_store is not None, "a plan with islands has one"
         self._address, self._deadline = plan.launch.outer_store, plan.outer.deadline_seconds
         self._secret = read_secret(folder)
-        began: list[Any] = [time.time_ns() if rank == 0 else 0]
-        dist.broadcast_object_list(began, src=0)
+        run: list[Any] = [secrets.token_hex(8)]
+        dist.broadcast_object_list(run, src=0)
         self._place = Place(
             island=plan.outer.island,
             rank=rank,
             world=plan.strategy.world_size,
-            began=began[0],
+            attempt=attempt,
+            run=run[0],
             connection=0,
             plan=plan_digest(plan),
             data=data_digest,

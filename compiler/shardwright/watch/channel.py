@@ -23,6 +23,7 @@ import hmac
 import json
 import secrets
 import socket
+import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -170,24 +171,27 @@ def call(address: str, port: int, token: str, rank: int, host: str, pid: int) ->
     """A rank's line to rank 0, once both have proved that they have the token. Raises OSError: PermissionError where
     one of them has not."""
     line = socket.create_connection((address, port), timeout=WELCOME_SECONDS)
+    until = time.monotonic() + WELCOME_SECONDS
     with contextlib.ExitStack() as stack:
         stack.callback(line.close)
-        challenge = _next(line)
+        challenge = _next(line, until)
         if not isinstance(challenge, Challenge):
             raise ConnectionError(f"what listens on {address}:{port} is not a rank 0")
         hello = hello_of(token, challenge, rank, host, pid)
         line.sendall(encode(hello))
-        if _next(line) != welcome_to(token, challenge, hello):
+        if _next(line, until) != welcome_to(token, challenge, hello):
             raise PermissionError(f"rank 0 at {address}:{port} has another token")
         stack.pop_all()
     line.settimeout(None)
     return line
 
 
-def _next(line: socket.socket) -> Message | None:
-    """One message, byte by byte: what comes behind it stays for Lines. None where it is none, or none comes."""
+def _next(line: socket.socket, until: float) -> Message | None:
+    """One message, byte by byte: what comes behind it stays for Lines. None where it is none, or the peer has gone.
+    Raises TimeoutError where it is not complete at `until`, a time of the monotonic clock."""
     text = b""
     while not text.endswith(b"\n"):
+        line.settimeout(max(until - time.monotonic(), 0.001))
         byte = line.recv(1)
         if not byte or len(text) > MOST_HELLO_BYTES:
             return None

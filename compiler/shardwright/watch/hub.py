@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import selectors
 import socket
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from shardwright.ir.json_value import JsonValue
 from shardwright.plan.plan import Plan
+from shardwright.unauthenticated import Unauthenticated, is_exhausted, raise_descriptor_limit
 from shardwright.watch import channel
 from shardwright.watch.events import RankFailed, RankLost, RunNote, RunStalled, emit, first_cause
 from shardwright.watch.journal import write_status
@@ -36,7 +36,7 @@ STALL_SECONDS = float(os.environ.get("SHARDWRIGHT_STALL_SECONDS", "600"))
 STACK_SECONDS = 5.0
 TURN_SECONDS = 0.5
 MOST_STRANGERS = 256
-"""Connections at once that have not said who they are; a rank needs milliseconds for it."""
+"""Connections at once, beside one for each rank, that have not said who they are; a rank needs milliseconds for it."""
 MOST_COMPLAINTS = 20
 HEARTBEAT_SECONDS = 5.0
 
@@ -73,7 +73,9 @@ class Hub(threading.Thread):
         self._server, self._token = server, token
         self._server.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._strangers: dict[_Peer, None] = {}  # the one that came first, first
+        self._strangers: Unauthenticated[_Peer] = Unauthenticated(
+            len(plan.ranks), MOST_STRANGERS, raise_descriptor_limit()
+        )
         self._peers: dict[int, _Peer] = {}
         self._came: set[int] = set()
         self._causes: list[RankFailed | RankLost] = []
@@ -83,8 +85,6 @@ class Hub(threading.Thread):
         self._dumped_at = self._ends_at = self._beat_at = 0.0
         self._told_absent = False
         self._complaints = 0
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a descriptor per rank
 
     def run(self) -> None:
         self._selector.register(self._server, selectors.EVENT_READ)
@@ -117,19 +117,21 @@ class Hub(threading.Thread):
             self._end()
 
     def _accept(self) -> None:
-        """Where there are more strangers than may be at once, those that wait longest have no hello to say."""
+        """Takes what has come. Where more are unauthenticated than may be at once, the oldest have no hello to say."""
         for _ in range(MOST_STRANGERS // 2):  # then the others are heard
             try:
-                connection, _ = self._server.accept()
+                connection, address = self._server.accept()
             except BlockingIOError:
                 return
             except OSError as error:  # most often no descriptor is free
                 self._complain(f"cannot take a connection: {error}")
-                self._forget_oldest_stranger()
+                if is_exhausted(error) and (oldest := self._strangers.pop()) is not None:
+                    self._forget(oldest)
                 time.sleep(0.05)
                 return
             peer = _Peer(connection, time.monotonic())
-            self._strangers[peer] = None
+            for crowded_out in self._strangers.add(peer, address[0]):
+                self._forget(crowded_out)
             self._selector.register(connection, selectors.EVENT_READ, peer)
             try:
                 connection.setblocking(False)
@@ -137,8 +139,6 @@ class Hub(threading.Thread):
                 connection.sendall(channel.encode(peer.challenge))
             except OSError:
                 self._forget(peer)
-            if len(self._strangers) > MOST_STRANGERS + len(self.plan.ranks):
-                self._forget_oldest_stranger()
 
     def _hear(self, peer: _Peer) -> None:
         lines = peer.lines.read()
@@ -165,7 +165,7 @@ class Hub(threading.Thread):
             peer.connection.sendall(channel.encode(channel.welcome_to(self._token, peer.challenge, hello)))
         except OSError:
             return False
-        del self._strangers[peer]
+        self._strangers.remove(peer)
         peer.hello, peer.lines.most_bytes = hello, channel.MOST_LINE_BYTES
         self._peers[hello.rank] = peer
         self._came.add(hello.rank)
@@ -204,16 +204,12 @@ class Hub(threading.Thread):
                 self._write_status("running")
 
     def _forget(self, peer: _Peer) -> None:
-        self._strangers.pop(peer, None)
+        self._strangers.remove(peer)
         if peer.hello is not None:
             self._peers.pop(peer.hello.rank, None)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(peer.connection)
         peer.connection.close()
-
-    def _forget_oldest_stranger(self) -> None:
-        if self._strangers:
-            self._forget(next(iter(self._strangers)))
 
     def _lost(self, hello: channel.Hello) -> None:
         stage = self.plan.ranks[hello.rank].pipeline

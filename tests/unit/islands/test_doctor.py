@@ -38,7 +38,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plan]:
     found = plan_of_an_island()
     launch = dataclasses.replace(found.launch, outer_store=f"127.0.0.1:{listener.getsockname()[1]}")
     found = dataclasses.replace(found, launch=launch)
-    store = OuterStore(Membership(2, 2, 5.0, "fp32"), SECRET, plan_digest(found), lambda *_: None)
+    store = OuterStore(Membership(2, 2, 5.0, "fp32"), SECRET, plan_digest(found), lambda line: None, lambda line: None)
     threading.Thread(target=store.serve, args=(listener,), daemon=True).start()
     write_secret(tmp_path, SECRET)
     yield found

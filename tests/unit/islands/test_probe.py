@@ -21,7 +21,7 @@ SECRET = b"k" * 32
 @pytest.fixture
 def store() -> Iterator[tuple[OuterStore, str]]:
     listener = socket.create_server(("127.0.0.1", 0))
-    made = OuterStore(Membership(2, 2, 5.0, "fp32"), SECRET, "plan", lambda *_: None)
+    made = OuterStore(Membership(2, 2, 5.0, "fp32"), SECRET, "plan", lambda line: None, lambda line: None)
     threading.Thread(target=made.serve, args=(listener,), daemon=True).start()
     yield made, f"127.0.0.1:{listener.getsockname()[1]}"
     listener.close()

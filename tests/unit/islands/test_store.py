@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from shardwright.islands import wire
 from shardwright.islands.client import Link, Place, Refused
 from shardwright.islands.membership import Membership, chunk_sizes
-from shardwright.islands.store import OuterStore
+from shardwright.islands.store import MOST_LINES_OF_AN_ADDRESS, OuterStore
 from shardwright.islands.sums import WINDOW
-from shardwright.islands.wire import CHUNK_BYTES, Broken, FrameKind, meet
+from shardwright.islands.wire import CHUNK_BYTES, MAGIC, Broken, FrameKind, meet
 from tests.unit.islands.threads import SECRET, SIZE, WORLD, Island, Running, begun
 
 
@@ -27,7 +31,7 @@ def running() -> Iterator[Callable[..., Running]]:
         listener = socket.create_server(("127.0.0.1", 0))
         told: list[str] = []
         members = Membership(islands, WORLD, deadline, "fp32")
-        store = OuterStore(members, SECRET, "plan", lambda line, _: told.append(line))
+        store = OuterStore(members, SECRET, "plan", told.append, lambda line: None)
         ended = threading.Event()
         threading.Thread(target=store.serve, args=(listener,), daemon=True).start()
         threading.Thread(target=store.watch, args=(ended,), daemon=True).start()
@@ -149,7 +153,7 @@ def test_a_rank_hears_of_a_silent_store_in_half_the_deadline() -> None:
 
     silent: list[Any] = []
     threading.Thread(target=greet, daemon=True).start()
-    place = Place(island=0, rank=0, world=WORLD, began=1, connection=0, plan="plan", data="data")
+    place = Place(island=0, rank=0, world=WORLD, attempt=1, run="a", connection=0, plan="plan", data="data")
     link = Link(f"127.0.0.1:{listener.getsockname()[1]}", SECRET, place, 2.0)
     began = time.monotonic()
     with pytest.raises(Broken):
@@ -164,7 +168,7 @@ def one_lost(here: Running) -> tuple[Island, Island]:
     begun(here, a, b)
     b.kill()
     assert a.outer(0, 4, 1.0).result(20) == [1.0, 1.0]
-    return a, Island(here, 1, began=2)
+    return a, Island(here, 1, attempt=2)
 
 
 def test_a_newcomer_takes_a_members_state_and_decides_nothing(running: Callable[..., Running]) -> None:
@@ -209,7 +213,7 @@ def test_one_that_comes_back_in_time_is_a_member(running: Callable[..., Running]
     a, b = Island(here, 0), Island(here, 1)
     begun(here, a, b)
     b.kill()
-    again = Island(here, 1, began=2)
+    again = Island(here, 1, attempt=2)
     begun(here, again)
     both = [a.outer(0, 4, 1.0), again.outer(0, 4, 2.0)]
     assert [each.result(20) for each in both] == [[1.5, 1.5]] * 2
@@ -234,11 +238,35 @@ def test_weights_that_differ_make_one_a_newcomer(running: Callable[..., Running]
     assert here.members == [[0]]
 
 
+def test_a_folder_made_anew_is_taken_where_nobody_else_is_the_island(running: Callable[..., Running]) -> None:
+    """It counts its starts from 1 again."""
+    here = running()
+    a, old = Island(here, 0), Island(here, 1, attempt=7)
+    with pytest.raises(Refused):
+        Island(here, 1, attempt=1, run="anew")
+    begun(here, a, old)
+    old.kill()
+    assert here.store._wait_for(lambda: 1 not in here.store.membership.islands)
+    begun(here, Island(here, 1, attempt=1, run="anew"))
+
+
+def test_two_copies_of_a_folder_count_alike_and_are_not_one_island(running: Callable[..., Running]) -> None:
+    here = running()
+    a, first = Island(here, 0), Island(here, 1, attempt=3, run="first")
+    second = Island(here, 1, attempt=3, run="second")
+    assert here.store.membership.islands[1].start.run == "second"
+    with pytest.raises(Refused) as told:
+        Island(here, 1, attempt=3, run="first", connection=1)
+    assert told.value.code == "SW6319"
+    begun(here, a, second)
+    first.kill()
+
+
 def test_the_old_self_of_an_island_is_turned_away(running: Callable[..., Running]) -> None:
     here = running()
-    a, new = Island(here, 0), Island(here, 1, began=2)
+    a, new = Island(here, 0), Island(here, 1, attempt=2)
     with pytest.raises(Refused) as told:
-        Island(here, 1, began=1)
+        Island(here, 1, attempt=1)
     assert told.value.code == "SW6319"
     begun(here, a, new)
 
@@ -257,7 +285,7 @@ def test_another_plan_or_data(running: Callable[..., Running], changes: dict[str
 
 def test_another_secret(running: Callable[..., Running]) -> None:
     here = running()
-    place = Place(island=0, rank=0, world=WORLD, began=1, connection=0, plan="plan", data="data")
+    place = Place(island=0, rank=0, world=WORLD, attempt=1, run="a", connection=0, plan="plan", data="data")
     with pytest.raises(Refused) as told:
         Link(here.address, b"x" * 32, place, 2.0)
     assert told.value.code == "SW6313"
@@ -283,13 +311,13 @@ def test_one_that_comes_when_the_others_are_done_does_not_train_alone(
     a, b = Island(here, 0), Island(here, 1)
     begun(here, a, b)
     b.kill()
-    again = Island(here, 1, began=2) if waits else None
+    again = Island(here, 1, attempt=2) if waits else None
     assert a.outer(0, 4, 1.0).result(20) == [1.0, 1.0]
     joined = again.join(0, 2) if again else None
     for link in a.links:
         link.leave(done=True)
     assert here.store._wait_for(lambda: here.store.membership.final == 4)
-    joined = joined or Island(here, 1, began=2).join(0, 2)
+    joined = joined or Island(here, 1, attempt=2).join(0, 2)
     with pytest.raises((Refused, Broken)) as told:
         joined.result(20)
     lost = "island 1 is lost: island 0 has trained to step 4"
@@ -305,7 +333,7 @@ def test_who_has_the_last_step_may_come_back(running: Callable[..., Running]) ->
     begun(here, a, b, base=12)
     for link in a.links:
         link.leave(done=True)
-    begun(here, Island(here, 0, began=2), base=12)
+    begun(here, Island(here, 0, attempt=2), base=12)
 
 
 def test_an_outer_step_is_on_record_before_anyone_applies_it(running: Callable[..., Running]) -> None:
@@ -313,14 +341,136 @@ def test_an_outer_step_is_on_record_before_anyone_applies_it(running: Callable[.
     a, b = Island(here, 0), Island(here, 1)
     begun(here, a, b)
     seen: list[int] = []
-    tell = here.store._tell
 
-    def slow(line: str, committed: Any) -> None:
-        if committed is not None:
-            seen.append(sum(each.done() for each in asked))
-        tell(line, committed)
+    def slow(line: dict[str, Any]) -> None:
+        time.sleep(0.2)
+        seen.append(sum(each.done() for each in asked))
 
-    here.store._tell = slow
+    here.store._record = slow
     asked = [a.outer(0, 4, 1.0), b.outer(0, 4, 4.0)]
     assert [each.result(20) for each in asked] == [[2.5, 2.5]] * 2
     assert seen == [0]
+
+
+def test_an_outer_step_that_cannot_be_put_on_record_is_not_made(running: Callable[..., Running]) -> None:
+    """A full disk, at the second one: no rank hears of a commit, and the store stops."""
+    here = running()
+    a, b = Island(here, 0), Island(here, 1)
+    begun(here, a, b)
+    assert [each.result(20) for each in (a.outer(0, 4, 1.0), b.outer(0, 4, 4.0))] == [[2.5, 2.5]] * 2
+
+    def full(line: dict[str, Any]) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    here.store._record = full
+    for asked in (a.outer(4, 8, 1.0), b.outer(4, 8, 4.0)):
+        with pytest.raises(Broken):
+            asked.result(20)
+    assert isinstance(here.store.failure, OSError) and here.store.failure.errno == errno.ENOSPC
+    assert here.members == [[0, 1]] and here.store.membership.base != 8
+    with pytest.raises(Broken):
+        Island(here, 0, attempt=2)
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(errno.EPIPE, "Broken pipe"), ValueError("closed file")])
+def test_output_that_nobody_reads_costs_no_outer_step(running: Callable[..., Running], error: Exception) -> None:
+    def broken(line: str) -> None:
+        raise error
+
+    here = running()
+    here.store._log_line = broken
+    a, b = Island(here, 0), Island(here, 1)
+    begun(here, a, b)
+    assert [each.result(20) for each in (a.outer(0, 4, 1.0), b.outer(0, 4, 4.0))] == [[2.5, 2.5]] * 2
+    b.kill()
+    assert a.outer(4, 8, 1.0).result(20) == [1.0, 1.0]
+
+
+def test_a_handshake_has_one_deadline_however_often_a_byte_comes(
+    running: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(wire.meet.__kwdefaults__, "within", 0.6)
+    here = running()
+    host, port = here.address.split(":")
+    began, sent = time.monotonic(), 0
+    with socket.create_connection((host, int(port))) as slow, pytest.raises(OSError):
+        while time.monotonic() < began + 5:
+            slow.sendall(MAGIC[sent : sent + 1])
+            sent += 1
+            time.sleep(0.1)
+    assert time.monotonic() - began < 2.5
+    assert here.store._wait_for(lambda: len(here.store._unauthenticated) == 0)
+
+
+def test_connections_that_prove_nothing_keep_no_island_out(running: Callable[..., Running]) -> None:
+    """Silent ones, many more than may be open at once."""
+    here = running()
+    host, port = here.address.split(":")
+    crowd = [socket.create_connection((host, int(port))) for _ in range(400)]
+    a, b = Island(here, 0), Island(here, 1)
+    begun(here, a, b)
+    most = here.store._unauthenticated.most_of_an_address
+    assert here.store._wait_for(lambda: sum(map(is_open, crowd)) <= most < 100)
+    assert [each.result(20) for each in (a.outer(0, 4, 1.0), b.outer(0, 4, 4.0))] == [[2.5, 2.5]] * 2
+    assert sum("left before it said who it is" in line for line in here.told) <= MOST_LINES_OF_AN_ADDRESS
+    for each in crowd:
+        each.close()
+
+
+def is_open(connection: socket.socket) -> bool:
+    """Whether the store has not closed it."""
+    connection.setblocking(False)
+    try:
+        while connection.recv(4096):
+            pass
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+FEW_DESCRIPTORS = """
+import resource, socket, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))
+from shardwright.islands.membership import Membership
+from shardwright.islands.store import MOST_LINES_OF_AN_ADDRESS, OuterStore
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+store = OuterStore(Membership(2, 2, 5.0, "fp32"), b"k" * 32, "plan", lambda line: None, lambda line: None)
+if sys.argv[1] == "uncapped":
+    store._unauthenticated.most = store._unauthenticated.most_of_an_address = 1000
+store.serve(listener)
+"""
+
+
+@pytest.mark.parametrize("cap", ["capped", "uncapped"])
+def test_a_store_without_free_descriptors_goes_on(cap: str) -> None:
+    """uncapped: it runs out of them, as on a host where others hold them all."""
+    command = [sys.executable, "-c", FEW_DESCRIPTORS, cap]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as store:
+        try:
+            assert store.stdout is not None
+            port = int(store.stdout.readline())
+            crowd = [socket.create_connection(("127.0.0.1", port)) for _ in range(120)]
+            here = Running(f"127.0.0.1:{port}", cast(Any, None))
+            first = patient(here)
+            begun(here, *first)
+            for each in crowd:
+                each.close()
+            begun(here, *patient(here, attempt=2))
+        finally:
+            store.kill()
+
+
+def patient(here: Running, attempt: int = 1) -> list[Island]:
+    """Both islands, which try again as their ranks do."""
+    found: list[Island] = []
+    end = time.monotonic() + 20
+    while len(found) < 2:
+        try:
+            found.append(Island(here, len(found), attempt=attempt))
+        except Broken:
+            assert time.monotonic() < end
+            time.sleep(0.2)
+    return found

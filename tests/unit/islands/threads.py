@@ -31,8 +31,18 @@ class Running:
 class Island:
     """Both ranks of it, each in a thread when something is asked of them."""
 
-    def __init__(self, running: Running, number: int, *, began: int = 1, deadline: float = 5.0, **changes: Any) -> None:
-        fields = {"world": WORLD, "began": began, "connection": 0, "plan": "plan", "data": "data", **changes}
+    def __init__(
+        self, running: Running, number: int, *, attempt: int = 1, deadline: float = 5.0, **changes: Any
+    ) -> None:
+        fields = {
+            "world": WORLD,
+            "attempt": attempt,
+            "run": f"run {attempt}",
+            "connection": 0,
+            "plan": "plan",
+            "data": "data",
+            **changes,
+        }
         places = [Place(island=number, rank=rank, **fields) for rank in range(WORLD)]
         self.number = number
         self.links = [Link(running.address, SECRET, place, deadline) for place in places]

@@ -6,6 +6,7 @@ Weights are five equal numbers, all of them multiples of a power of two: what co
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import socket
 import threading
 import time
@@ -24,7 +25,7 @@ from shardwright.cli import main as cli
 from shardwright.diagnostics import Refusal
 from shardwright.engines.protocol import Counters, LiveFragment
 from shardwright.islands.client import Link, Place
-from shardwright.islands.membership import Membership
+from shardwright.islands.membership import Membership, Start
 from shardwright.islands.secret import share_secret
 from shardwright.islands.store import OuterStore
 from shardwright.plan.islands import plan_digest
@@ -97,7 +98,7 @@ class Neighbour:
     """Island 1. It brings its deltas of an outer step once its gate is open."""
 
     def __init__(self, address: str, secret: bytes, plan: Plan) -> None:
-        place = Place(island=1, rank=0, world=1, began=1, connection=0, plan=plan_digest(plan), data="data")
+        place = Place(island=1, rank=0, world=1, attempt=1, run="a", connection=0, plan=plan_digest(plan), data="data")
         self.link = Link(address, secret, place, PATIENCE)
         self.gates = {step: threading.Event() for step in WANTED.sent}
         self.done: Future[None] = ThreadPoolExecutor(1).submit(self._run)
@@ -117,20 +118,22 @@ class Neighbour:
 
 @dataclasses.dataclass
 class Place0:
-    """Where island 0 trains. members: the store's. began: of island 0's first start."""
+    """Where island 0 trains. members: the store's. began: island 0's first start. attempt: its newest one."""
 
     plan: Plan
     folder: Path
     neighbour: Neighbour
     members: Membership
-    began: tuple[int, int] = (0, 0)
+    began: Start | None = None
+    attempt: int = 0
 
     def island(self, toy: Toy, monkeypatch: pytest.MonkeyPatch | None = None) -> Outer:
         """monkeypatch: of one that goes on from what the toy has more."""
         if monkeypatch is not None:
             held = SimpleNamespace(tensors={"w": SimpleNamespace(states=tuple(toy.more))})
             monkeypatch.setattr(ranges, "read_manifest", lambda path: held)
-        return Outer(self.plan, self.folder, cast(Any, toy), 0, "data")
+        self.attempt += 1
+        return Outer(self.plan, self.folder, cast(Any, toy), 0, self.attempt, "data")
 
     def open_once_it_is_back(self) -> None:
         """The neighbour waits for island 0, which it would else go on without."""
@@ -181,7 +184,7 @@ def place(
         written.append(plan)
         secret = share_secret(tmp_path / "out", [])
         members = Membership(2, 1, PATIENCE, "fp32")
-        store = OuterStore(members, secret, plan_digest(plan), lambda line, _: None)
+        store = OuterStore(members, secret, plan_digest(plan), lambda line: None, lambda line: None)
         threading.Thread(target=store.serve, args=(listener,), daemon=True).start()
         threading.Thread(target=store.watch, args=(ended,), daemon=True).start()
         return Place0(plan, tmp_path / "out", Neighbour(address, secret, plan), members)
@@ -212,6 +215,24 @@ def test_the_result_is_mixed_in_later(place: Callable[..., Place0]) -> None:
     assert [(r.step, r.done, r.members) for r in results] == [(4, 7, (0, 1)), (8, 10, (0, 1)), (10, 10, (0, 1))]
     outer.leave(done=True)
     here.neighbour.done.result(PATIENCE)
+
+
+def test_a_clock_that_runs_backwards_locks_no_island_out(
+    place: Callable[..., Place0], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An hour for each look at it, so that the second start is before the first one."""
+    hours = itertools.count()
+    monkeypatch.setattr(time, "time_ns", lambda: (10**6 - next(hours)) * 3600 * 10**9)
+    monkeypatch.setattr(time, "time", lambda: (10**6 - next(hours)) * 3600.0)
+    here, toy = place(), Toy()
+    first = here.island(toy)
+    first.begin(0, None)
+    first.leave(done=False)
+    end = time.monotonic() + PATIENCE
+    while 0 in here.members.islands:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert here.island(toy).begin(0, None) == []
 
 
 @pytest.mark.parametrize(

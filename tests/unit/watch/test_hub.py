@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from shardwright.compile import compile_recipe
 from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
+from shardwright.unauthenticated import Unauthenticated
 from shardwright.watch import channel
 from shardwright.watch import hub as hub_module
 from shardwright.watch.channel import (
@@ -181,6 +183,17 @@ def test_five_hundred_connections_do_not_keep_a_rank_out(ear: Ear) -> None:
         line.close()
 
 
+def test_an_address_that_crowds_pushes_out_its_own_connections() -> None:
+    """Never those of another host, which may be a rank that is about to prove itself."""
+    found: Unauthenticated[str] = Unauthenticated(expected=4, others=8, limit=10**6)
+    assert found.add("a rank", "10.0.0.2") == []
+    gone = [each for number in range(100) for each in found.add(f"noise {number}", f"10.0.1.{number % 3}")]
+    assert "a rank" in found and len(found) == found.most == 12
+    assert gone[0] == "noise 0" and found.pop() != "a rank"
+    few: Unauthenticated[str] = Unauthenticated(expected=512, others=256, limit=48)
+    assert few.most == 4
+
+
 def test_what_a_rank_may_not_say_is_passed_over(ear: Ear, ranks: dict[int, socket.socket]) -> None:
     """It has proved to be one of ours; a message of another version is no reason to end a run."""
     ranks[1].sendall(b'[]\n\xff\n{"kind": "news"}\n' + encode(Welcome(proof="")) + encode(StackTaken(stack=STACK)))
@@ -257,7 +270,6 @@ def test_a_rank_does_not_take_a_stranger_for_rank_0() -> None:
 
 def answered(server: socket.socket, said: bytes, call_it: Callable[[], object]) -> None:
     """What a client makes of a server that says only this."""
-    import threading
 
     def serve() -> None:
         connection, _ = server.accept()
@@ -338,3 +350,22 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def test_a_rank_gives_up_on_a_server_that_sends_a_byte_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "WELCOME_SECONDS", 0.5)
+    began = time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with contextlib.suppress(OSError):
+                while time.monotonic() < began + 5:
+                    connection.sendall(b"x")
+                    time.sleep(0.05)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        with pytest.raises(TimeoutError):
+            call("127.0.0.1", server.getsockname()[1], TOKEN, 0, "h", 1)
+    assert time.monotonic() - began < 3

@@ -85,6 +85,8 @@ RUN_CODES: dict[str, str] = {
     "SW6318": "the outer store cannot listen where it is told",
     "SW6319": "two runs of one island",
     "SW6320": "an island that comes back when the others are done",
+    "SW6321": "the outer store cannot record an outer step",
+    "SW6322": "the outer store's secret cannot be written",
     "SW6501": "a tracker's package is not installed",
     "SW6401": "export cannot write its folder",
     "SW6402": "a folder that cannot generate text",
