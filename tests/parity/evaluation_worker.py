@@ -21,8 +21,9 @@ from shardwright.data.rows import SomeRows
 from shardwright.engines.deepspeed.trainer import build_trainer
 from shardwright.engines.protocol import Trainer
 from shardwright.ir.apart import series_apart
-from shardwright.modules.batches import HeldOut
+from shardwright.modules.batches import Batches, HeldOut
 from shardwright.modules.context.ranks import CONTEXT
+from shardwright.modules.dropout import seed_dropout
 from shardwright.plan.plan import Plan
 from shardwright.train.attempt import Attempt
 from shardwright.train.session import Session
@@ -33,6 +34,8 @@ from tests.parity.models import MODELS
 from tests.parity.reference import initial_model
 from tests.parity.test_evaluation import FAILING
 
+DROPOUT = "dropout"
+"""What the names of models that drop out end in."""
 BETWEEN = 3
 """The step behind which one of the two runs evaluates, and goes on."""
 
@@ -140,20 +143,48 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
     if dist.get_rank() == 0:
         prepare(plan, folder, limit_bytes=2**30)
     dist.barrier()
-    plain = train(plan, folder, build_trainer(plan, folder), 1, STEPS)
     trainer = build_trainer(plan, folder)
+    seed_dropout(plan, dist.get_rank())
+    plain = train(plan, folder, trainer, 1, STEPS)
+    trainer = build_trainer(plan, folder)
+    seed_dropout(plan, dist.get_rank())
     between = train(plan, folder, trainer, 1, BETWEEN)
     evaluations(plan, folder, trainer, case)
     between += train(plan, folder, trainer, BETWEEN + 1, STEPS)
+    steps = sum(a != b for a, b in zip(plain, between, strict=True))
+    if case.model.endswith(DROPOUT):
+        return {**beside_dropout(plan, folder, case, rows), "steps": steps}
     with CONTEXT.aside():
         trained = reference(case, np.load(folder / "tokens.npy")).weights
-    wanted = [plain_loss(trained, case, rows[:count]) for count in row_counts(case)]
+    return {**evaluated(plan, folder, trainer, case, rows, trained), "steps": steps}
+
+
+def evaluated(
+    plan: Plan,
+    folder: Path,
+    trainer: Trainer,
+    case: Case,
+    rows: list[list[list[int]]],
+    weights: dict[str, torch.Tensor],
+) -> dict[str, float]:
+    wanted = [plain_loss(weights, case, rows[:count]) for count in row_counts(case)]
     found = evaluations(plan, folder, trainer, case)
     return {
         "loss": series_apart([loss for loss, _ in found], [loss for loss, _ in wanted]),
         "tokens": sum(f != w for (_, f), (_, w) in zip(found, wanted, strict=True)),
-        "steps": sum(a != b for a, b in zip(plain, between, strict=True)),
     }
+
+
+def beside_dropout(plan: Plan, folder: Path, case: Case, rows: list[list[list[int]]]) -> dict[str, float]:
+    """One process would draw other numbers, so that the weights stay what they were: before the first step, and behind
+    steps whose rate is 0."""
+    trainer, initial = build_trainer(plan, folder), initial_model(MODELS[case.model], SEED).state_dict()
+    before = evaluated(plan, folder, trainer, case, rows, initial)
+    batches = Batches(plan, open_dataset(plan, folder))
+    for step in (1, 2):
+        trainer.step(batches.micro_batches(step, plan.ranks[dist.get_rank()].data), 0.0)
+    behind = evaluated(plan, folder, trainer, case, rows, initial)
+    return {name: max(before[name], behind[name]) for name in before}
 
 
 if __name__ == "__main__":

@@ -28,6 +28,18 @@ GPT2: dict[str, Any] = {
     "attn_pdrop": 0.0,
     "scale_attn_by_inverse_layer_idx": True,
 }
+OPT: dict[str, Any] = {
+    "model_type": "opt",
+    "hidden_size": 64,
+    "ffn_dim": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "word_embed_proj_dim": 64,
+    "vocab_size": 257,
+    "max_position_embeddings": 64,
+    "dropout": 0.1,
+    "attention_dropout": 0.1,
+}
 MODELS = {
     "llama": LLAMA,
     "gpt2": GPT2,
@@ -106,5 +118,7 @@ MODELS = {
     "gemma2": {**LLAMA, "model_type": "gemma2", "head_dim": 16, "final_logit_softcapping": 0.5},
     "granite": {**LLAMA, "model_type": "granite", "logits_scaling": 4.0},
     "cohere": {**LLAMA, "model_type": "cohere", "logit_scale": 0.25},
+    # Its base model drops out by itself, in no module.
+    "opt-dropout": OPT,
     "gpt2-dropout": {**GPT2, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
 }

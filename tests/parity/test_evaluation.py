@@ -39,7 +39,24 @@ _WIDE: dict[str, Case] = {
 }
 """A data rank without a held-out row of its own still takes part in its peers' all-to-all."""
 CASES |= {f"{name}-{rows}": case for name, case in _WIDE.items() for rows in ("whole", "packed")}
-SAMPLE = ("dualpipev-pp2-chunked-packed", "1f1b-pp2-full-whole", "experts-whole")
+CASES |= {
+    "dropout-1f1b-pp2": Case(model="opt-dropout", pipeline=2, accumulation=3),
+    "dropout-1f1b-pp2-full": Case(model="gpt2-dropout", pipeline=2, accumulation=3, checkpointing="full"),
+    "dropout-dualpipev-pp2": Case(model="gpt2-dropout", pipeline=2, schedule="dualpipev", accumulation=4),
+    "dropout-zero3": Case(model="gpt2-dropout", data=2, zero_stage=3, checkpointing="selective"),
+    "dropout-1f1b-pp2-tp2": Case(model="opt-dropout", pipeline=2, tensor=2, accumulation=3),
+    "dropout-dualpipev-pp2-tp2-full": Case(
+        model="gpt2-dropout", pipeline=2, tensor=2, schedule="dualpipev", accumulation=4, checkpointing="full"
+    ),
+}
+"""Evaluations drop nothing out, and the steps behind them draw the numbers that they would have drawn."""
+SAMPLE = (
+    "dropout-1f1b-pp2",
+    "dropout-dualpipev-pp2",
+    "dualpipev-pp2-chunked-packed",
+    "1f1b-pp2-full-whole",
+    "experts-whole",
+)
 FAILING = "failing"
 """The case of a run whose validations fail and are made again."""
 

@@ -28,8 +28,9 @@ class TensorRandom:
         self._tensor_rank, self._shared = tensor_rank, None
 
     def enter(self) -> None:
-        """A column-parallel layer was passed. A second one (query, key, value) changes nothing."""
-        if self._tensor_rank is None or self._shared is not None:
+        """A column-parallel layer was passed. A second one (query, key, value) changes nothing. An evaluation drops
+        nothing out, and must draw nothing: the steps behind it would draw other numbers."""
+        if self._tensor_rank is None or self._shared is not None or not torch.is_grad_enabled():
             return
         seed = int(torch.randint(2**62, ()))
         on_gpu = torch.cuda.is_available()
