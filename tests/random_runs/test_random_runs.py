@@ -33,6 +33,17 @@ WITHOUT_DROPOUT = (2207, 4186)
 """Validations in a pipeline whose training drops out: DualPipeV, and 1F1B of a type that drops out of its embedding."""
 
 
+LENGTHS = (5069, 5187, 5311)
+"""Rotary embeddings of type longrope and dynamic over context ranks, their switch inside of the sequence."""
+
+
+@pytest.mark.launch
+def test_rotary_embeddings_see_whole_sequences(tmp_path: Path) -> None:
+    found = run(LENGTHS, tmp_path)
+    check(found)
+    assert {line["outcome"] for line in found.values()} == {"equal"}
+
+
 @pytest.mark.launch
 def test_validation_in_a_pipeline_drops_nothing_out(tmp_path: Path) -> None:
     found = run(WITHOUT_DROPOUT, tmp_path)

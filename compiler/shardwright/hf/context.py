@@ -1,5 +1,8 @@
 """Can a row be cut over ranks? Found without ranks: attention is replaced by a function of each token alone, and then
-nothing else of the model may look beyond a token, or at where a piece of the row begins."""
+nothing else of the model may look beyond a token, or at where a piece of the row begins.
+
+That function changes under a rotation of queries and keys, so that positions count; a product of a query with the key
+of the same token would not."""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from torch import nn
 from transformers import masking_utils
 from transformers.modeling_utils import AttentionInterface
 
+from shardwright.hf.rope import whole_sequences
 from shardwright.ir.apart import tensor_apart
 
 TOLERANCE = 2e-5
@@ -26,7 +30,9 @@ def _of_each_token(
     """In the place of attention. query: (B, H, S, D); key, value: (B, K, S, ...) -> (B, S, H, ...)."""
     copies = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
-    return (value * torch.tanh((query * key).mean(-1, keepdim=True))).transpose(1, 2).contiguous(), None
+    direction = torch.linspace(-1.0, 2.0, query.shape[-1], dtype=query.dtype, device=query.device)
+    seen = ((query + 0.5 * key.roll(1, -1)) * direction).mean(-1, keepdim=True)
+    return (value * torch.tanh(seen)).transpose(1, 2).contiguous(), None
 
 
 @contextmanager
@@ -63,7 +69,8 @@ def why_no_context(model: nn.Module, input_ids: torch.Tensor) -> str:
 
     def logits(ids: torch.Tensor, first: int = 0) -> torch.Tensor:
         own = places[:, first : first + ids.shape[1]]
-        return model(input_ids=ids, position_ids=own, use_cache=False).logits  # type: ignore[no-any-return]
+        with whole_sequences(model, lambda positions: (places[: len(positions)], first)):
+            return model(input_ids=ids, position_ids=own, use_cache=False).logits  # type: ignore[no-any-return]
 
     def in_halves() -> torch.Tensor:
         return torch.cat([logits(piece, at) for piece, at in _halves(input_ids)], dim=1)

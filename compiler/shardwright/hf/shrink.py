@@ -17,6 +17,8 @@ _AT_MOST: dict[str, int] = {
     for names, size in (
         ("max_position_embeddings n_positions n_ctx max_seq_len context_length model_max_length", 64),
         ("max_target_positions max_source_positions", 64),
+        # Rotary embeddings switch their frequencies here: texts of the probes are longer, pieces of them are not.
+        ("original_max_position_embeddings", 16),
         ("embedding_size input_embedding_size", 48),
         ("output_embedding_size", 80),
         ("num_attention_heads n_head n_heads num_heads attention_heads", 4),
@@ -94,6 +96,7 @@ def shrink(document: Mapping[str, Any], *, depth: bool = True, widths: bool = Tr
             out[name] = _inside(document, name, value)
     if widths:
         _keep_proportions(document, out)
+        _fit_ropes(document, out)
     return out
 
 
@@ -165,9 +168,40 @@ def _keep_proportions(document: Mapping[str, Any], out: dict[str, Any]) -> None:
 
 
 def _rope(value: dict[str, Any]) -> dict[str, Any]:
-    """Lists (factors, sections) are as long as the real head: without them the table keeps its place in the model."""
+    """The same kind of table. Lists of sections are as long as the real head: without them the table keeps its place in
+    the model; those of factors are cut to the small one (_fit_ropes)."""
     if any(isinstance(v, dict) for v in value.values()):
         return {kind: _rope(table) if isinstance(table, dict) else table for kind, table in value.items()}
-    kept = {name: number for name, number in value.items() if not isinstance(number, list)}
-    plain = "long_factor" in value or "short_factor" in value
-    return {**kept, "rope_type": "default"} if plain else kept
+    out = {name: number for name, number in value.items() if not isinstance(number, list) or name in _FACTORS}
+    if isinstance(out.get(_SWITCH), int):
+        out[_SWITCH] = min(out[_SWITCH], _AT_MOST[_SWITCH])
+    return out
+
+
+_FACTORS = ("short_factor", "long_factor")
+_SWITCH = "original_max_position_embeddings"
+
+
+def _fit_ropes(document: Mapping[str, Any], out: dict[str, Any]) -> None:
+    """Cut longrope's factors, one for each rotated pair of a head, to the small head; a dynamic table switches at the
+    longest position, which comes down to where the probes reach."""
+    heads = next((out[n] for n in _HEADS if isinstance(out.get(n), int)), 1)
+    width = next((out[n] for n in _WIDTHS if isinstance(out.get(n), int)), heads)
+    head = out.get("head_dim") or (out.get("qk_rope_head_dim") if "kv_lora_rank" in document else None)
+    for name in ("rope_parameters", "rope_scaling"):
+        for table in _tables(out.get(name)):
+            share = table.get("partial_rotary_factor", out.get("partial_rotary_factor")) or 1.0
+            pairs = int((head or width // heads) * share) // 2
+            for factors in _FACTORS:
+                if isinstance(table.get(factors), list):
+                    table[factors] = table[factors][:: max(1, len(table[factors]) // pairs)][:pairs]
+            kind = str(table.get("rope_type", table.get("type", "")))
+            if "dynamic" in kind and isinstance(out.get("max_position_embeddings"), int):
+                out["max_position_embeddings"] = min(out["max_position_embeddings"], _AT_MOST[_SWITCH])
+
+
+def _tables(value: Any) -> Iterator[dict[str, Any]]:
+    """One rotary table, or one for each kind of layer."""
+    if isinstance(value, dict):
+        nested = [table for table in value.values() if isinstance(table, dict)]
+        yield from nested or [value]

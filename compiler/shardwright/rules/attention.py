@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from shardwright.diagnostics import Diagnostic, found
 from shardwright.ir.recipe import DOCUMENT_KINDS, FLASH
 from shardwright.layout.rule import Candidate
@@ -34,6 +37,41 @@ def packed_documents(x: Candidate) -> Diagnostic | None:
         f"{x.graph.packing}",
         "Write `packing: false` under data: one stream of text cut into sequences; a conversation a sequence.",
     )
+
+
+def packed_lengths(x: Candidate) -> Diagnostic | None:
+    """Rotary embeddings of some kinds (dynamic, longrope) choose their frequencies by the longest document of a packed
+    sequence: what a document is trained with would depend on its neighbours. Below the switch nothing depends on it."""
+    packed = [key for key, part in x.recipe.data_parts() if part.kind in DOCUMENT_KINDS and part.packing]
+    switches = _length_switches(x.graph.config)
+    length = x.recipe.training.sequence_length
+    if not packed or all(length <= switch for _, switch in switches):
+        return None
+    kind, switch = min(switches, key=lambda each: each[1])
+    return found(
+        "SW3136",
+        (*packed[0], "packing"),
+        f"rotary embeddings of type {kind!r} change beyond {switch} tokens: in a packed sequence of {length} the "
+        "longest document would decide for all",
+        f"Write `packing: false`, which gives each sequence one length, or a sequence_length of at most {switch}.",
+    )
+
+
+def _length_switches(config: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """(kind, the longest sequence that it leaves as it is) of each rotary table that depends on the length."""
+    tables = config.get("rope_parameters") or config.get("rope_scaling")
+    switches: list[tuple[str, int]] = []
+    if isinstance(tables, dict):
+        nested = [table for table in tables.values() if isinstance(table, dict)]
+        for table in nested or [tables]:
+            kind = str(table.get("rope_type", table.get("type", "")))
+            switch = config.get("max_position_embeddings")
+            if kind == "longrope":
+                switch = table.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
+            if (kind == "longrope" or "dynamic" in kind) and isinstance(switch, int):
+                switches.append((kind, switch))
+    parts = (value for value in config.values() if isinstance(value, dict) and "model_type" in value)
+    return [*switches, *(each for part in parts for each in _length_switches(part))]
 
 
 def flash_attention(x: Candidate) -> Diagnostic | None:

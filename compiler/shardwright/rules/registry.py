@@ -57,6 +57,7 @@ RUNTIME_RULES: dict[str, Rule] = {
     "SW3123": rule(layout.tensor_styles, "tensor"),
     "SW3124": rule(attention.selective_attention, "activation_checkpointing"),
     "SW3125": rule(attention.packed_documents),
+    "SW3136": rule(attention.packed_lengths),
     "SW3128": rule(attention.flash_attention),
     "SW1431": rule(layout.chunked_loss),
     "SW1432": rule(lora.no_pipeline, "pipeline"),

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import AttentionInterface
 
+from shardwright.hf import rope
 from shardwright.hf.context import why_no_context
 from tests.zoo.configs import tiny_config
 
@@ -36,9 +37,10 @@ FOUND = {
 }
 
 
-def model_of(model_type: str) -> Any:
+def model_of(model_type: str, **changes: Any) -> Any:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_config(model_type)), dtype=torch.float32)
+    config = AutoConfig.for_model(**{**tiny_config(model_type), **changes})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
@@ -71,3 +73,31 @@ def test_a_neighbour_that_leaks_into_a_norm_is_seen() -> None:
     model = model_of("llama")
     model.model.norm = Leaks()
     assert why_no_context(model, ids()) == MIXES
+
+
+LENGTH_DEPENDENT: dict[str, dict[str, Any]] = {
+    "longrope": {
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 5000.0,
+            "short_factor": [1.0] * 8,
+            "long_factor": [1.0 + i for i in range(8)],
+            "original_max_position_embeddings": 16,
+        }
+    },
+    "dynamic": {
+        "max_position_embeddings": 16,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 5000.0, "factor": 4.0},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", LENGTH_DEPENDENT)
+def test_frequencies_that_depend_on_the_length_are_those_of_the_whole_row(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A half is shorter than the switch at 16, the row of 24 is longer; the probe sees where they are not given it."""
+    changes = LENGTH_DEPENDENT[kind]
+    assert why_no_context(model_of("llama", **changes), ids()) == ""
+    monkeypatch.setattr(rope, "length_dependent", lambda model: [])
+    assert why_no_context(model_of("llama", **changes), ids()) == COUNTS

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 
+import pytest
 import torch
 
 from shardwright.hf.arguments import fresh, leaves, replaced
@@ -74,8 +75,22 @@ def test_shrink_of_rotary_tables() -> None:
     assert shrink({"rope_parameters": kinds})["rope_parameters"] == kinds
     yarn = {"rope_type": "yarn", "factor": 4.0, "llama_4_scaling_beta": 0.1}
     assert shrink({"rope_parameters": yarn})["rope_parameters"] == yarn
-    long = {"rope_type": "longrope", "long_factor": [1.0] * 48, "short_factor": [1.0] * 48, "rope_theta": 1e4}
-    assert shrink({"rope_parameters": long})["rope_parameters"] == {"rope_type": "default", "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(("heads", "partial"), [(32, 1.0), (32, 0.5), (2, 1.0)])
+def test_shrink_keeps_ropes_that_depend_on_the_length(heads: int, partial: float) -> None:
+    """With their switch inside of the probes' texts, and a factor for each rotated pair of the small head."""
+    long = {"rope_type": "longrope", "long_factor": [1.0 + i for i in range(48)], "short_factor": [1.0] * 48}
+    long |= {"rope_theta": 1e4, "original_max_position_embeddings": 4096, "partial_rotary_factor": partial}
+    sizes = {"hidden_size": 96 * heads, "num_attention_heads": heads, "max_position_embeddings": 131072}
+    small = shrink({**sizes, "rope_parameters": long})
+    table = small["rope_parameters"]
+    assert (table["rope_type"], table["original_max_position_embeddings"]) == ("longrope", 16)
+    width = small["hidden_size"] // small["num_attention_heads"]
+    assert len(table["long_factor"]) == len(table["short_factor"]) == int(width * partial) // 2
+    assert table["long_factor"] == sorted(set(table["long_factor"]))
+    dynamic = {"rope_type": "dynamic", "factor": 2.0}
+    assert shrink({**sizes, "rope_parameters": dynamic})["max_position_embeddings"] == 16
 
 
 def test_every_kind_of_layer_is_kept() -> None:

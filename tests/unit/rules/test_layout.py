@@ -318,6 +318,25 @@ def test_packed_documents_are_kept_apart() -> None:
         assert codes(recipe, GOOD) == {}
 
 
+def test_packed_documents_under_a_rope_that_depends_on_the_length() -> None:
+    """SW3136: only beyond the switch, and only data that is packed."""
+    rope: dict[str, JsonValue] = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    longrope = {**rope, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    dynamic: dict[str, JsonValue] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    text = DataSection(kind="text", path="python-stdlib", tokenizer="byte", packing=True, shuffle=True)
+    for table, most in ((longrope, 64), (dynamic, 32)):
+        config = {**dict(graph_of(SMALL_LLAMA).config), "rope_parameters": table, "max_position_embeddings": 32}
+        for packing in (True, False):
+            for length in (most, most + 1):
+                recipe = dataclasses.replace(recipe_of(), data=dataclasses.replace(text, packing=packing))
+                training = dataclasses.replace(recipe.training, sequence_length=length)
+                recipe = dataclasses.replace(recipe, training=training)
+                graph = dataclasses.replace(graph_of(SMALL_LLAMA), config=config)
+                found = check_layout(Problem(recipe=recipe, graph=graph, cluster=resolve_cluster(recipe.cluster)), GOOD)
+                refused = "SW3136" in [d.code for d in found]
+                assert refused == (packing and length > most), (table, packing, length, found)
+
+
 def test_a_chunked_loss_where_the_head_is_proved_to_run_alone() -> None:
     unproved = dataclasses.replace(graph_of(SMALL_LLAMA), model_type="prophetnet")
     chunked = dataclasses.replace(recipe_of(), model=dataclasses.replace(recipe_of().model, loss="chunked"))

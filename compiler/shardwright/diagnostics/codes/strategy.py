@@ -31,6 +31,7 @@ STRATEGY_CODES: dict[str, str] = {
     "SW3125": "the model does not keep packed documents apart",
     "SW3126": "the experts do not divide over tensor ranks",
     "SW3127": "not enough host memory for what is offloaded",
+    "SW3136": "packed documents whose rotary embeddings depend on the longest one",
     "SW3128": "flash attention does not run here",
     "SW3130": "the model sees the tokens that it predicts",
     "SW3131": "the model's own loss is not the trainer's",

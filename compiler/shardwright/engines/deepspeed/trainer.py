@@ -45,7 +45,7 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer
     trainer = (PipelineTrainer if plan.strategy.pipeline > 1 else kind)(plan, model, config, filler, experts)
     random_is_cut = plan.model.dropout > 0 and plan.strategy.tensor > 1
     trainer.balance = balance
-    CONTEXT.use(context)
+    CONTEXT.use(context, model)
     TENSOR_RANDOM.use(trainer.grid.get_slice_parallel_rank() if random_is_cut else None)
     return trainer
 

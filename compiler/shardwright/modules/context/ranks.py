@@ -1,7 +1,8 @@
 """The switch of this process: while it is on, models of transformers run on one piece of each row.
 
 Masks are made for whole rows, so that windows, chunks and packed documents are what they are without context ranks.
-transformers makes them in one function, which counts the tokens that it is handed.
+transformers makes them in one function, which counts the tokens that it is handed. Rotary embeddings that depend on the
+length see whole rows, too (hf/rope.py).
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from unittest.mock import patch
 
 import torch
 from torch import distributed as dist
+from torch import nn
 from transformers import masking_utils
 from transformers.modeling_utils import AttentionInterface
 
 from shardwright.hf.flash import position_keywords
+from shardwright.hf.rope import whole_sequences
 from shardwright.modules.context.attention import Attention, attend_over_ranks
 
 
@@ -26,16 +29,20 @@ class ContextRanks:
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
+        self._model: nn.Module | None = None
         self._patches = ExitStack()
         self._positions: torch.Tensor | None = None
 
-    def use(self, group: dist.ProcessGroup | None) -> None:
-        """None, or a group of one, switches it off. The ranks of the group hold neighbouring pieces, in its order."""
+    def use(self, group: dist.ProcessGroup | None, model: nn.Module | None = None) -> None:
+        """None, or a group of one, switches it off. The ranks of the group hold neighbouring pieces, in its order.
+        model: that is trained on pieces; its rotary embeddings may depend on the length."""
         self._patches.close()
-        self._group = self._positions = None
+        self._group = self._model = self._positions = None
         if group is None or dist.get_world_size(group) == 1:
             return
-        self._group = group
+        self._group, self._model = group, model
+        if model is not None:
+            self._patches.enter_context(whole_sequences(model, self._whole))
         get, preprocess, pack = (
             AttentionInterface.get_interface,
             masking_utils._preprocess_mask_arguments,
@@ -55,12 +62,12 @@ class ContextRanks:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Switched off inside: for a model of whole rows beside the one that is trained."""
-        group = self._group
+        group, model = self._group, self._model
         self.use(None)
         try:
             yield
         finally:
-            self.use(group)
+            self.use(group, model)
 
     def keywords(
         self, attention: str | None, input_ids: torch.Tensor, positions: torch.Tensor | None
@@ -78,6 +85,16 @@ class ContextRanks:
         else:
             own = positions[:, first : first + length]
         return given | {"position_ids": own}
+
+    def _whole(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """hf.rope.Whole of this rank's piece."""
+        assert self._group is not None
+        length = position_ids.shape[-1]
+        first = dist.get_rank(self._group) * length
+        if self._positions is not None:
+            return self._positions, first
+        whole = torch.arange(length * dist.get_world_size(self._group), device=position_ids.device)
+        return whole.expand(*position_ids.shape[:-1], -1), first
 
     def _mask_arguments(
         self,
