@@ -57,11 +57,11 @@ def template_shape(render: Renders) -> TemplateShape:
     asked: list[Message] = [{"role": "user", "content": STAND_IN}]
     answered: list[Message] = [*asked, {"role": "assistant", "content": _ANSWER}]
     try:
-        closed, opened = (_behind(render(asked, prompt=prompt), STAND_IN) for prompt in (False, True))
+        closed, opened = (_behind(render(asked, prompt=prompt)) for prompt in (False, True))
         whole, again = (render(answered, prompt=prompt) for prompt in (False, True))
     except TemplateError:  # it wants a system message, or tools
         return TemplateShape(prompts=False, header="", end=None)
-    between, tail = _behind(whole, STAND_IN), _behind(again, _ANSWER)
+    between, tail = _behind(whole), _behind(again, _ANSWER)
     if closed is None or opened is None or between is None or tail is None:
         return TemplateShape(prompts=False, header="", end=None)
     header = opened[_common(closed, opened) :]
@@ -88,6 +88,18 @@ class _Turns:
     def __init__(self, render: Renders, messages: list[Message], shape: TemplateShape) -> None:
         self.render, self.messages, self.shape = render, messages, shape
         self.text = render(messages, prompt=False)
+        self._others: dict[tuple[int, int], str] = {}
+
+    def _with_stand_in(self, number: int) -> Iterator[tuple[Message, str]]:
+        """(the message with the stand-in, the text of the conversation with it), for each place where it shows."""
+        for place, other in enumerate(_with_stand_in(self.messages[number])):
+            key = number, place
+            if key not in self._others:  # the next turn asks again, and none after it
+                self._others = {known: text for known, text in self._others.items() if known[0] >= number - 1}
+                replaced = [*self.messages[:number], other, *self.messages[number + 1 :]]
+                self._others[key] = self._try(replaced, prompt=False)
+            if STAND_IN in self._others[key]:
+                yield other, self._others[key]
 
     def of(self, number: int) -> list[Span]:
         """One span, or none where the template leaves out the turn."""
@@ -100,7 +112,23 @@ class _Turns:
         first, last = self._begin(number, begins), self._end(number)
         if last is None:
             raise HiddenTurn(number)
-        return [(first, last)] if last > first else []
+        return self._without_results(number, first, last) if last > first else []
+
+    def _without_results(self, number: int, first: int, last: int) -> list[Span]:
+        """The turn without what follows it in the conversation and stands inside of it: results of calls."""
+        messages, behind = self.messages, number + 1
+        while behind < len(messages) and messages[behind]["role"] not in ("assistant", "user"):
+            behind += 1
+        inside = False
+        for result in range(number + 1, behind):
+            begins = self._first_own(result)
+            inside = inside or (begins is not None and first <= begins < last)
+        if not inside:
+            return [(first, last)]
+        others = self._try([*messages[: number + 1], *messages[behind:]], prompt=False)
+        begins = _common(self.text, others)
+        same = _equal_characters(self.text[begins:][::-1], others[begins:][::-1])
+        return [span for span in ((first, min(begins, last)), (len(self.text) - same, last)) if span[1] > span[0]]
 
     def _extends(self, number: int) -> Span | None:
         """None unless the conversation begins with the prompt for this turn, and goes on with the turn and its end."""
@@ -123,10 +151,8 @@ class _Turns:
         """Where the prompt for this turn ends. begins: where the turn's own text does, at the latest."""
         header = self.shape.header
         start = 0
-        for other in _with_stand_in(self.messages[number - 1]) if number else ():
-            replaced = [*self.messages[: number - 1], other, *self.messages[number:]]
-            after = self._behind(replaced, prompt=False)
-            tail = self._behind(replaced[:number], prompt=True)
+        for other, text in self._with_stand_in(number - 1) if number else ():
+            after, tail = _behind(text), self._behind([*self.messages[: number - 1], other], prompt=True)
             if after is None or tail is None or not self.text.endswith(after):
                 continue
             tail += "" if self.shape.prompts else header
@@ -146,20 +172,15 @@ class _Turns:
 
     def _first_own(self, number: int) -> int | None:
         """The first character that is another one where the message is."""
-        for other in _with_stand_in(self.messages[number]):
-            text = self._try([*self.messages[:number], other, *self.messages[number + 1 :]], prompt=False)
+        for _, text in self._with_stand_in(number):
             place = text.find(STAND_IN)
-            if place >= 0:
-                return place if self.text.startswith(text[:place]) else _equal_characters(self.text, text)
+            return place if self.text.startswith(text[:place]) else _equal_characters(self.text, text)
         return None
 
     def _end(self, number: int) -> int | None:
         ends = self.messages[number + 1 :] == []
-        for other in _with_stand_in(self.messages[number]):
-            replaced = [*self.messages[:number], other, *self.messages[number + 1 :]]
-            after = self._behind(replaced, prompt=False)
-            if after is None:
-                continue
+        for other, text in self._with_stand_in(number):
+            after = _behind(text) or ""
             closing = self._closing([*self.messages[:number], other]) or ""
             if after.startswith(closing.rstrip()):
                 size = len(closing.rstrip())
@@ -186,7 +207,7 @@ class _Turns:
         return last if found is None else found.end()
 
     def _behind(self, messages: list[Message], *, prompt: bool) -> str | None:
-        return _behind(self._try(messages, prompt=prompt), STAND_IN)
+        return _behind(self._try(messages, prompt=prompt))
 
     def _try(self, messages: list[Message], *, prompt: bool) -> str:
         """ "" where the template does not take them."""
@@ -220,7 +241,7 @@ def _with_stand_in(message: Message) -> Iterator[Message]:
         yield {**message, "tool_calls": cast(JsonValue, named)}
 
 
-def _behind(text: str, mark: str) -> str | None:
+def _behind(text: str, mark: str = STAND_IN) -> str | None:
     place = text.rfind(mark)
     return None if place < 0 else text[place + len(mark) :]
 
