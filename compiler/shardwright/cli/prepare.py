@@ -130,6 +130,8 @@ def _part(p: PartSummary, length: int) -> str:
             text += f"; {count:,} {why} are left out"
     if p.without_reasoning:
         text += f"; the chat template leaves out the reasoning of {p.without_reasoning:,}"
+    if p.without_end:
+        text += f"; the chat template closes the last answer of {p.without_end:,} with nothing"
     if p.empty:
         text += f"; {p.empty:,} empty ones skipped"
     return text

@@ -51,7 +51,7 @@ def conversation(record: Record, key: str) -> Conversation:
         if message.get("content") is None and not messages[-1].get("tool_calls"):
             raise refusal(
                 "SW6111",
-                f"{where}: message {number} ({message['role']}) has no content",
+                f"{where}: message {number} ({str(message['role'])[:40]}) has no content",
                 'A message is {"role": "user", "content": "..."}; an answer without text is written "".',
             )
     return Conversation(messages=messages, tools=normal_tools(document.get("tools")), where=where)
@@ -72,7 +72,7 @@ def encode(
     whose = "the tokenizer's chat template" if template == tokenizer.template else "the chat template (data.template)"
     turns = train_on != "all"
     try:
-        text, spans = _RENDERER.render(template, talk.messages, talk.tools, tokenizer.special(), turns=turns)
+        text, spans, is_open = _RENDERER.render(template, talk.messages, talk.tools, tokenizer.special(), turns=turns)
     except HiddenTurn as hidden:
         raise refusal(
             "SW6113",
@@ -81,7 +81,7 @@ def encode(
             "train_on: all.",
         ) from None
     except TemplateError as error:
-        roles = ", ".join(str(m["role"]) for m in talk.messages[:6])
+        roles = ", ".join(str(m["role"])[:40] for m in talk.messages[:6])
         raise refusal(
             "SW6112",
             f"{talk.where}: {whose} refuses the conversation ({roles}): {error}",
@@ -94,10 +94,11 @@ def encode(
             f"{talk.where}: {whose} was ended: {error}",
             "No template needs that much. Give another one as data.template, or take the record out.",
         ) from None
-    if report is not None:
-        report.records += 1
-    if turns and not check_labels(talk.messages, text, spans) and report is not None:
-        report.without_reasoning += 1
+    report = report or LabelReport()
+    report.records += 1
+    if turns:
+        report.without_reasoning += not check_labels(talk.messages, text, spans)
+        report.without_end += is_open
     if expand is not None:
         text, spans = expand(text, spans)
     if not turns:

@@ -30,6 +30,7 @@ class LabelReport:
     left_out: dict[str, int] = field(default_factory=dict)
     examples: list[str] = field(default_factory=list)
     without_reasoning: int = 0
+    without_end: int = 0
 
     def leave_out(self, lost: LostLabels, where: str) -> None:
         words, reason = lost.args

@@ -129,10 +129,10 @@ def _parquet(name: str, column: str | None) -> Iterator[Record]:
                 row += 1
                 record = {key: without_nulls(value) for key, value in record.items()}
                 yield record, f"{name}, row {row}", int(share)
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, pyarrow.ArrowException) as error:  # ValueError: text in it that is not UTF-8
         raise refusal(
             "SW6117",
-            f"{name!r} cannot be read as parquet: {str(error).splitlines()[0]}",
+            f"{name!r} cannot be read as parquet: {str(error).splitlines()[0][:300]}",
             "Write the file again, for example with `datasets.Dataset.to_parquet`.",
         ) from None
 
@@ -153,7 +153,7 @@ def texts(name: str, kind: str, field: str) -> Iterator[tuple[str, int]]:
 
 
 def missing_field(where: str, field: str, there: object, key: str = "field") -> Exception:
-    names = ", ".join(sorted(map(str, there))[:8]) if isinstance(there, list | dict) else ""
+    names = ", ".join(sorted(str(name)[:40] for name in there)[:8]) if isinstance(there, list | dict) else ""
     return refusal(
         "SW6110",
         f"{where}: there is no {field!r}",

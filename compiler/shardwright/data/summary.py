@@ -15,7 +15,7 @@ from shardwright.data.megatron import open_megatron
 from shardwright.data.pairs import is_of_pairs
 from shardwright.data.pictures import Counts, open_pictures, read_counts
 from shardwright.data.prepare import prepared_folder
-from shardwright.data.rows import TokenBlock
+from shardwright.data.rows import PADDING_ID, TokenBlock
 from shardwright.data.sources import parts_of
 from shardwright.data.store import Documents, open_documents, read_manifest
 from shardwright.data.tokenizers import Ids, load_tokenizer
@@ -36,7 +36,7 @@ class PartSummary:
     because they hold more than images.per_row; damaged: because a picture of theirs cannot be used.
 
     without_labels: conversations left out because something that the assistant said is no label; without_reasoning:
-    those whose reasoning the template does not write.
+    those whose reasoning the template does not write; without_end: those whose last answer it does not close.
 
     padding_alone: share of padding with each document in rows of its own; padding: as the rows are.
     """
@@ -57,6 +57,7 @@ class PartSummary:
     damaged: int = 0
     without_labels: int = 0
     without_reasoning: int = 0
+    without_end: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +113,7 @@ def _part(plan: Plan, part: DataSection, folder: Path) -> PartSummary:
         damaged=counts.damaged,
         without_labels=sum(report.left_out.values()),
         without_reasoning=report.without_reasoning,
+        without_end=report.without_end,
     )
 
 
@@ -126,7 +128,7 @@ def _trained(documents: Documents, part: DataSection) -> int:
 
 
 def samples(plan: Plan, folder: Path, data: Dataset) -> list[list[TextSpan]]:
-    """The beginnings of the first sequences of the training."""
+    """Of the first sequences of the training: the beginning, or what stands around the first label."""
     names = [part.tokenizer for part in parts_of(plan.data) if part.tokenizer]
     tokenizer = load_tokenizer(names[0], folder) if names else None
 
@@ -147,9 +149,15 @@ def _pieces(block: TokenBlock, text: Callable[[Ids], str]) -> list[TextSpan]:
         begins = np.flatnonzero(block.starts[0])
         begins = begins[begins > 0]
         stop = int(begins[0]) if len(begins) else stop
-    stop = min(stop, SAMPLE_TOKENS)
-    borders = [0, *(np.flatnonzero(np.diff(trained[:stop])) + 1).tolist(), stop]
-    return [TextSpan(text=text(ids[a:b]), trained=bool(trained[a])) for a, b in itertools.pairwise(borders) if b > a]
+    if block.trained is not None:
+        stop = int(np.flatnonzero(trained[:stop] | (ids[:stop] != PADDING_ID))[-1]) + 1
+    # To the end of the first answer and beyond, not a page of what stands in front of it.
+    labels = np.flatnonzero(trained[:stop])
+    start = max(0, int(labels[0]) - SAMPLE_TOKENS // 2) if len(labels) and labels[0] > SAMPLE_TOKENS // 2 else 0
+    stop = min(stop, start + SAMPLE_TOKENS)
+    borders = [start, *(start + np.flatnonzero(np.diff(trained[start:stop])) + 1).tolist(), stop]
+    found = [TextSpan(text=text(ids[a:b]), trained=bool(trained[a])) for a, b in itertools.pairwise(borders) if b > a]
+    return [TextSpan(text="... ", trained=False), *found] if start else found
 
 
 def marked(pieces: Sequence[TextSpan], begin: str, end: str) -> str:

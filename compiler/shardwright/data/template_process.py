@@ -52,14 +52,14 @@ def _limit(kind: int, most: int) -> None:
 
 
 def _answer(jinja: Callable[..., Any], line: bytes) -> dict[str, Any]:
-    """{"text", "spans"}, {"hidden"}: the number of a message, or {"error"}."""
+    """{"text", "spans", "open"}, {"hidden"}: the number of a message, or {"error"}."""
     try:
-        text, spans = _rendered(jinja, **json.loads(line))
+        text, spans, is_open = _rendered(jinja, **json.loads(line))
     except HiddenTurn as hidden:
         return {"hidden": hidden.args[0]}
     except Exception as error:  # TemplateError, or what a conversation of gigabytes does here
         return {"error": str(error) or type(error).__name__}
-    return {"text": text, "spans": spans}
+    return {"text": text, "spans": spans, "open": is_open}
 
 
 _KNOWN: dict[tuple[object, ...], tuple[MessageForm, TemplateShape]] = {}
@@ -76,9 +76,9 @@ def _rendered(
     special: dict[str, str],
     turns: bool = False,
     asks: bool = False,
-) -> tuple[str, list[Span]]:
-    """turns: with the places where the assistant speaks. asks: up to where it is to speak, of messages in the
-    template's own form."""
+) -> tuple[str, list[Span], bool]:
+    """(the text, where the assistant speaks, whether its last turn has no end). turns: with these places. asks: up to
+    where the assistant is to speak, of messages in the template's own form."""
 
     def run(given: list[Message], *, prompt: bool, marks: bool = False, tools: Any = tools) -> tuple[str, list[Span]]:
         try:
@@ -97,7 +97,7 @@ def _rendered(
         return str(texts[0]), places[0] if marks else []
 
     if asks:
-        return run(messages, prompt=True)
+        return *run(messages, prompt=True), False
     key = (template, *sorted(special.items()))
     if key not in _KNOWN:
         if len(_KNOWN) == _MOST_KNOWN:
@@ -108,10 +108,11 @@ def _rendered(
     form, shape = _KNOWN[key]
     messages = [form.of(message) for message in messages]
     if not turns:
-        return run(messages, prompt=False)
+        return *run(messages, prompt=False), False
     if MARKED.search(template):
-        return run(messages, prompt=False, marks=True)
-    return find_turns(lambda given, *, prompt: run(given, prompt=prompt)[0], messages, shape)
+        return *run(messages, prompt=False, marks=True), False
+    found = find_turns(lambda given, *, prompt: run(given, prompt=prompt)[0], messages, shape)
+    return *found, shape.end == "" and messages[-1]["role"] == "assistant"
 
 
 def _in_words(error: Exception) -> str:

@@ -29,8 +29,9 @@ class Renderer:
 
     def render(
         self, template: str, messages: list[Message], tools: JsonValue, special: dict[str, str], *, turns: bool
-    ) -> tuple[str, list[Span]]:
-        """The text, and with `turns` where in it the assistant speaks. special: tokens that a template may name.
+    ) -> tuple[str, list[Span], bool]:
+        """The text, and with `turns` where in it the assistant speaks, and whether its last turn has no end. special:
+        tokens that a template may name.
 
         Raises TemplateError, HiddenTurn, Overrun.
         """
@@ -41,7 +42,8 @@ class Renderer:
             raise TemplateError(answer["error"])
         if "hidden" in answer:
             raise HiddenTurn(int(answer["hidden"]))
-        return str(answer["text"]), [(int(first), int(last)) for first, last in answer["spans"]]
+        spans = [(int(first), int(last)) for first, last in answer["spans"]]
+        return str(answer["text"]), spans, bool(answer["open"])
 
     def prompt(self, template: str, messages: list[Message], special: dict[str, str]) -> str:
         """The text up to where the assistant is to speak. Raises TemplateError, Overrun."""

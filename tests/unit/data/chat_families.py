@@ -95,6 +95,7 @@ TALKS: dict[str, list[Message]] = {
     "a system message": [{"role": "system", "content": "Be brief."}, user("Two and two?"), says("Four.")],
     "the same words": [user("Yes"), says("Yes"), user("Yes"), says("Yes"), user("No"), says("Yes")],
     "white space": [user(" a "), says("  Four spaces  and \n\n"), user("b\n"), says("\n\nA line.\n  Another\t\n")],
+    "spaces at the end": [user("a"), says("Spaces   ")],
     "an empty answer": [user("Say nothing."), says(""), user("And now?"), says("Something.")],
     "an empty last answer": [user("Say something."), says("Something."), user("Now nothing."), says("")],
     "reasoning apart": [

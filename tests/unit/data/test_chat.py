@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from shardwright.data.chat import conversation, encode
-from shardwright.data.summary import summarize
+from shardwright.data.summary import marked, samples, summarize
 from shardwright.data.tokenizers import ByteTokenizer, HubTokenizer
 from shardwright.diagnostics import Refusal
 from tests.unit.data.plans import opened, part, plan, refused
@@ -213,3 +213,24 @@ def test_half_of_a_surrogate_pair(tmp_path: Path) -> None:
     talk = [{"role": "user", "content": "cut \ud83d"}, {"role": "assistant", "content": "an emoji \ud83d here"}]
     text, trained = trained_texts(CHATML, talk)
     assert trained == ["an emoji \ufffd here<|im_end|>"] and "cut \ufffd<" in text
+
+
+def test_the_sample_shows_the_first_answer(tmp_path: Path) -> None:
+    """Behind a system prompt that is longer than a sample, and without the padding behind the row."""
+    talk = [{"role": "system", "content": "s" * 500}, *TALK[1:3]]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"messages": talk}) for _ in range(3)))
+    p = plan(part("chat", tmp_path / "a.jsonl", template=CHATML, packing=False), length=900, batch=1)
+    data = opened(p, tmp_path)
+    for pieces in samples(p, tmp_path, data):
+        text = marked(pieces, "[[", "]]")
+        assert text.startswith("... sss") and text.endswith("assistant\n[[Four.<|im_end|>]]\n") and "\0" not in text
+
+
+def test_an_answer_that_the_template_does_not_close_is_counted(tmp_path: Path) -> None:
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"messages": talk}) for talk in (TALK, TALK[:4])))
+    p = plan(part("chat", tmp_path / "a.jsonl", template=template), length=300, batch=1)
+    opened(p, tmp_path)
+    assert summarize(p, tmp_path)[0].without_end == 1
+    assert trained_texts(template, TALK)[1] == ["Four.<user>", "Four. Schön, ja."]

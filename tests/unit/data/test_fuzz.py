@@ -3,6 +3,7 @@ benchmarks/fuzz.json."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from shardwright.data import chat
 from shardwright.data.templates import Renderer
 from tests.unit.data import fuzz
 from tests.unit.data.chat_families import tokenizers
+from tests.unit.data.plans import part, plan, refused
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +28,26 @@ def test_a_sample_of_mutated_data(tmp_path: Path) -> None:
         assert mutate(200, 1, _made(tmp_path / mutate.__name__))["rows"] > 5, "and some are read"
     tokenizers(_made(tmp_path / "saved"))
     assert fuzz.fuzz_tokenizers(60, 1, _made(tmp_path / "tokenizers"), tmp_path / "saved")["rows"] > 1
+
+
+def test_a_tokenizer_that_fails_at_a_text_is_refused(tmp_path: Path) -> None:
+    """Its files load; only the first text shows that a length is no number."""
+    tokenizers(_made(tmp_path / "saved"))
+    folder = tmp_path / "saved" / "byte-level"
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "model_max_length": "many"}))
+    (tmp_path / "a.txt").write_text("a text\n")
+    assert refused(plan(part("text", tmp_path / "a.txt", tokenizer=str(folder))), tmp_path)[0] == "SW6121"
+
+
+def test_a_parquet_file_with_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    """Arrow reads the file, and Python cannot make a string of it."""
+    import pyarrow
+    import pyarrow.parquet
+
+    broken = pyarrow.array([b"\xff a"]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": broken}), tmp_path / "a.parquet")
+    assert refused(plan(part("parquet", tmp_path / "a.parquet")), tmp_path)[0] == "SW6117"
 
 
 @pytest.mark.prove
