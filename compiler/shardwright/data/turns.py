@@ -201,8 +201,8 @@ class _Turns:
         return tail[: -len(header)] if tail.endswith(header) else self._behind(messages, prompt=False)
 
     def _with_role_token(self, number: int, last: int) -> int:
-        """The turn has no end of its own: the token of the next role is what ends it."""
-        begins = self._first_own(number)
+        """The turn has no end of its own: the token of the next role is what ends it, unless that is its own again."""
+        begins = None if self.messages[number]["role"] == "assistant" else self._first_own(number)
         found = _ROLE_TOKEN.match(self.text, last, begins) if begins is not None else None
         return last if found is None else found.end()
 

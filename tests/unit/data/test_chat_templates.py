@@ -122,8 +122,13 @@ class Oracle:
             if message["role"] == "assistant":
                 wanted.append(message["content"].split("</think>")[-1].strip())
                 for call in message.get("tool_calls", ()):
-                    wanted += [call["function"]["name"], *map(str, call["function"]["arguments"].values())]
-        return not all(words in self.trained for words in wanted)
+                    wanted += [call["function"]["name"], *scalars(call["function"]["arguments"])]
+        return not all(words in self.trained or json.dumps(words)[1:-1] in self.trained for words in wanted)
+
+
+def scalars(value: Any) -> list[str]:
+    below = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [str(value)] if isinstance(value, str | float) else [word for item in below for word in scalars(item)]
 
 
 def compared(family: Family, tokenizer: HubTokenizer) -> Iterator[tuple[str, bool]]:
