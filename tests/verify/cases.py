@@ -150,6 +150,24 @@ ranks.attend_over_ranks = of_each_piece
     ),
 }
 DOCUMENTS: dict[str, Any] = {"kind": "text", "path": "python-stdlib", "tokenizer": "byte"}
+LONG_ROPE: dict[str, Any] = {
+    "model_type": "phi3",
+    "hidden_size": 3072,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "num_hidden_layers": 8,
+    "intermediate_size": 8192,
+    "vocab_size": 32064,
+    "max_position_embeddings": 131072,
+    "original_max_position_embeddings": 4096,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0 + 0.02 * i for i in range(48)],
+        "long_factor": [1.0 + 0.5 * i for i in range(48)],
+    },
+}
+"""Phi-3.5's, shallow: beyond 4,096 tokens its long factors count."""
 TALKS: dict[str, Any] = {
     "kind": "chat",
     "path": str(Path(__file__).with_name("talks.jsonl")),
@@ -206,6 +224,16 @@ plain = balance.RouterBalance
 balance.RouterBalance = lambda model, coefficient, affinity, pieces, piece, summed: plain(
     model, coefficient, affinity, pieces, 0, summed
 )
+""",
+    ),
+    "a rotary embedding that follows the length": (
+        "Phi-3.5",
+        CONTEXT,
+        {"model": {"config": LONG_ROPE}, "training": {"sequence_length": 8192}},
+        """
+from shardwright.modules.context.ranks import ContextRanks
+plain = ContextRanks.use
+ContextRanks.use = lambda self, group, model=None: plain(self, group)
 """,
     ),
     "packing": (
@@ -269,16 +297,20 @@ def recipe(source: str, parallelism: Pins, more: dict[str, Any] | None = None) -
     """A layout of GPUs that are not there. more: further sections; the model's has its source."""
     degrees = {"tensor": 1, "pipeline": 1, "data": 1, "context": 1, **parallelism}
     more = dict(more or {})
+    model: dict[str, Any] = {"weights": "random", **more.pop("model", {})}
+    if "config" not in model:
+        model["source"] = source
+    training = {"sequence_length": 512, "global_batch_size": 64, "steps": 1000, "precision": "bf16"}
     return {
         "version": 1,
         "name": "verify",
-        "model": {"source": source, "weights": "random", **more.pop("model", {})},
+        "model": model,
         "cluster": {
             "nodes": 1,
             "gpus_per_node": math.prod(int(degrees[key]) for key in ("tensor", "pipeline", "data", "context")),
             "gpu": "h200-sxm-141gb",
         },
-        "training": {"sequence_length": 512, "global_batch_size": 64, "steps": 1000, "precision": "bf16"},
+        "training": {**training, **more.pop("training", {})},
         "parallelism": {"activation_checkpointing": "none", **degrees},
         "assume": {"ignore_memory": True},
         **more,

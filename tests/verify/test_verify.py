@@ -15,6 +15,7 @@ import pytest
 
 from shardwright.hf.shrink import VOCABULARY
 from shardwright.layout.strategy import Strategy
+from shardwright.verify import tiny
 from shardwright.verify.tiny import ODD_VOCABULARY, tiny_config, tiny_strategy
 from shardwright.verify.verdict import Comparison
 from tests.parity.harness import shardwright
@@ -52,7 +53,7 @@ def passes(document: dict[str, Any], folder: Path) -> dict[str, Any]:
     code, found, errors = verified(document, folder)
     assert (code, found.get("same")) == (0, True), f"{found}\n{errors}"
     wanted = CHECKS + (HELD_OUT if "validation" in document else [])
-    if "validation" in document and "gpt2" in document["model"]["source"]:
+    if "validation" in document and "gpt2" in document["model"].get("source", ""):
         wanted = [*wanted, "held-out loss beside dropout"]
     assert sorted(check["name"] for check in found["checks"]) == sorted(wanted)
     return found
@@ -158,11 +159,31 @@ def test_the_tiny_layout_keeps_every_kind_of_parallelism() -> None:
 
 def test_the_tiny_model_keeps_what_tensor_ranks_do_apart_from_sizes() -> None:
     config = {"model_type": "llama", "vocab_size": 32000, "num_attention_heads": 32, "num_key_value_heads": 8}
-    even = tiny_config(config, strategy(tensor=8))
+    even = tiny_config(config, strategy(tensor=8), 512)
     assert (even["vocab_size"], even["num_key_value_heads"]) == (VOCABULARY, 2)
-    assert tiny_config({**config, "vocab_size": 50257}, strategy(tensor=4))["vocab_size"] == ODD_VOCABULARY
-    assert tiny_config({**config, "vocab_size": 50257}, strategy())["vocab_size"] == VOCABULARY
-    assert tiny_config({**config, "num_key_value_heads": 2}, strategy(tensor=8))["num_key_value_heads"] == 1
+    assert tiny_config({**config, "vocab_size": 50257}, strategy(tensor=4), 512)["vocab_size"] == ODD_VOCABULARY
+    assert tiny_config({**config, "vocab_size": 50257}, strategy(), 512)["vocab_size"] == VOCABULARY
+    assert tiny_config({**config, "num_key_value_heads": 2}, strategy(tensor=8), 512)["num_key_value_heads"] == 1
+
+
+@pytest.mark.parametrize(("length", "inside"), [(4096, False), (4097, True)])
+def test_the_tiny_model_is_on_the_recipes_side_of_a_rotary_switch(length: int, inside: bool) -> None:
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    config: dict[str, Any] = {"model_type": "phi3", "hidden_size": 3072, "num_attention_heads": 32}
+    config |= {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
+    small: Any = tiny_config({**config, "rope_parameters": rope}, strategy(), length)
+    assert small["rope_parameters"]["rope_type"] == "longrope"
+    assert (small["original_max_position_embeddings"] < tiny.LENGTH) == inside
+    dynamic = {**config, "max_position_embeddings": 4096, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}
+    small = tiny_config(dynamic, strategy(), length)
+    assert (small["max_position_embeddings"] < tiny.LENGTH) == inside
+
+
+def test_dropout_is_that_of_the_model() -> None:
+    config: dict[str, Any] = {"resid_pdrop": 0.1, "text_config": {"dropout": 0.2, "layerdrop": 0.3}, "drop": True}
+    small: dict[str, Any] = {"resid_pdrop": 0.0, "text_config": {"dropout": 0.0, "layerdrop": 0.0}, "drop": True}
+    made = tiny.with_dropout(small, config)
+    assert made == {"resid_pdrop": 0.1, "text_config": {"dropout": 0.2, "layerdrop": 0.0}, "drop": True}
 
 
 def test_a_number_that_is_none_does_not_pass() -> None:

@@ -10,6 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
+from shardwright.ir.names import pattern
+
 LAYERS = 4
 MOST_KINDS = 12
 """Some lists have a value of its own for each layer."""
@@ -32,9 +36,11 @@ _PERIODS = (
     "global_attn_every_n_layers",
     "interleave_moe_layer_step",
     "rescale_every",
+    "decoder_sparse_step",
+    "moe_layer_interval",
 )
 # Counted from one end of the stack.
-_COUNTS = ("first_k_dense_replace", "num_dense_layers", "num_kv_shared_layers")
+_COUNTS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers", "num_kv_shared_layers")
 _PER_LAYER = "per_layer_config"
 
 
@@ -66,6 +72,29 @@ def at_depth(document: Mapping[str, Any], kept: tuple[int, ...]) -> dict[str, An
     if "attention_types" in out.keys() | document.keys() and "attention_layers" in out:  # gpt_neo says it twice
         out["attention_types"] = [[[kind], 1] for kind in out["attention_layers"]]
     return out
+
+
+def keeps_every_kind(model: nn.Module, copy: nn.Module) -> bool:
+    """Whether each kind of layer of `model` stands in `copy`, too: by the classes of its modules and the names of its
+    parameters, whatever the configuration calls it."""
+    theirs = _kinds_by_list(copy)
+    return all(kinds <= theirs.get(path, frozenset()) for path, kinds in _kinds_by_list(model).items())
+
+
+def _kinds_by_list(model: nn.Module) -> dict[str, frozenset[object]]:
+    """Of each list of layers that stands in no other one, the kinds of its members."""
+    lists = {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    outermost = {p: m for p, m in lists.items() if not any(p.startswith(f"{other}.") for other in lists)}
+    return {
+        path: frozenset(
+            (
+                frozenset(type(module) for module in layer.modules()),
+                frozenset(pattern(name) for name, _ in layer.named_parameters()),
+            )
+            for layer in layers
+        )
+        for path, layers in outermost.items()
+    }
 
 
 def _kind(document: Mapping[str, Any], layer: int, layers: int) -> str:

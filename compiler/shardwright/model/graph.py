@@ -65,7 +65,7 @@ def trace_model_graph(
     check_attention(model, hf_config, attention)
     plain = config_json(hf_config, type(model).__name__)
     with flash_stand_in() if attention == FLASH else nullcontext():
-        probed = probe_config(hf_config, task, attention, key)
+        probed = probe_config(hf_config, task, attention, key, model)
         if not task.sees:  # a rule refuses it there
             _check_flash(hf_config, attention)
         if task.contrastive:

@@ -18,6 +18,7 @@ from shardwright.hf.adapters import adapt
 from shardwright.hf.balance import NoBalance, affinity_of
 from shardwright.hf.context import why_no_context
 from shardwright.hf.contrastive import probe_pairs
+from shardwright.hf.depth import keeps_every_kind
 from shardwright.hf.experts import why_no_expert_ranks as no_expert_ranks
 from shardwright.hf.floats import untagged
 from shardwright.hf.packing import why_not_packed
@@ -40,10 +41,16 @@ MOST_PARAMETERS = 250_000_000
 """Of a copy with the model's own widths: 1 GB in fp32, and as much again for each isolated piece in its turn."""
 
 
-def probe_config(config: PretrainedConfig, task: Task, attention: str, key: KeyPath) -> Probed:
-    """Error: SW2016, this structure cannot be proved to come apart."""
+def probe_config(
+    config: PretrainedConfig, task: Task, attention: str, key: KeyPath, model: PreTrainedModel | None = None
+) -> Probed:
+    """Error: SW2016, this structure cannot be proved to come apart. model: the whole one, on the meta device; a shallow
+    copy that lacks one of its kinds of layers is made as deep as it is."""
     document, pinned = config.to_dict(), None if attention == "auto" else attention
-    found = _probe(config.model_type, task.name, _text(task.small(document)), pinned, most_parameters=None)
+    small = _text(task.small(document))
+    if model is not None and not _keeps_every_kind(model, config.model_type, task.name, small, pinned):
+        small = _text(task.small(document, depth=False))
+    found = _probe(config.model_type, task.name, small, pinned, most_parameters=None)
     if isinstance(found, _DoesNotRun):
         # Maybe only because the sizes of the copy do not fit each other: the real ones do.
         as_it_is = _text(task.small(document, widths=False))
@@ -58,6 +65,17 @@ def probe_config(config: PretrainedConfig, task: Task, attention: str, key: KeyP
     if isinstance(found, str):
         raise uncuttable(config, found, key)
     return found
+
+
+def _keeps_every_kind(
+    model: PreTrainedModel, model_type: str, task: TaskName, text: str, attention: str | None
+) -> bool:
+    with _aside(), torch.device("meta"):
+        try:
+            copy = _build(model_type, task, text, attention)
+        except Exception:  # the probe says what a type's own code raises at this size
+            return True
+    return keeps_every_kind(model, copy)
 
 
 def _text(document: dict[str, object]) -> str:

@@ -43,7 +43,7 @@ def packed_lengths(x: Candidate) -> Diagnostic | None:
     """Rotary embeddings of some kinds (dynamic, longrope) choose their frequencies by the longest document of a packed
     sequence: what a document is trained with would depend on its neighbours. Below the switch nothing depends on it."""
     packed = [key for key, part in x.recipe.data_parts() if part.kind in DOCUMENT_KINDS and part.packing]
-    switches = _length_switches(x.graph.config)
+    switches = length_switches(x.graph.config)
     length = x.recipe.training.sequence_length
     if not packed or all(length <= switch for _, switch in switches):
         return None
@@ -57,7 +57,7 @@ def packed_lengths(x: Candidate) -> Diagnostic | None:
     )
 
 
-def _length_switches(config: Mapping[str, Any]) -> list[tuple[str, int]]:
+def length_switches(config: Mapping[str, Any]) -> list[tuple[str, int]]:
     """(kind, the longest sequence that it leaves as it is) of each rotary table that depends on the length."""
     tables = config.get("rope_parameters") or config.get("rope_scaling")
     switches: list[tuple[str, int]] = []
@@ -71,7 +71,7 @@ def _length_switches(config: Mapping[str, Any]) -> list[tuple[str, int]]:
             if (kind == "longrope" or "dynamic" in kind) and isinstance(switch, int):
                 switches.append((kind, switch))
     parts = (value for value in config.values() if isinstance(value, dict) and "model_type" in value)
-    return [*switches, *(each for part in parts for each in _length_switches(part))]
+    return [*switches, *(each for part in parts for each in length_switches(part))]
 
 
 def flash_attention(x: Candidate) -> Diagnostic | None:

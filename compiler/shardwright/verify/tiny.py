@@ -9,6 +9,7 @@ from shardwright.ir.lora import LoraSection
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.words import PartialCheckpointing
 from shardwright.layout.strategy import Strategy
+from shardwright.rules.attention import length_switches
 
 STEPS, EVERY, LENGTH, SEED, WARMUP = 6, 3, 32, 11, 2
 LR, BETAS, EPS, DECAY, CLIPPING = 1e-3, (0.9, 0.95), 1e-3, 0.1, 0.5
@@ -46,12 +47,16 @@ def batch_of(s: Strategy) -> int:
     return s.micro_batch_size * s.gradient_accumulation_steps * s.data
 
 
-def tiny_config(config: JsonObject, s: Strategy) -> dict[str, JsonValue]:
+def tiny_config(config: JsonObject, s: Strategy, sequence_length: int, *, depth: bool = True) -> dict[str, JsonValue]:
     """config: the model's own, complete. What tensor ranks must do apart from sizes is kept: a vocabulary that they do
-    not divide, key/value heads that they share."""
+    not divide, key/value heads that they share. So is the side of the length at which rotary embeddings change that
+    the recipe's sequences lie on. depth False keeps every layer."""
     from shardwright.hf.shrink import shrink
 
-    small: dict[str, JsonValue] = shrink(config)
+    small: dict[str, JsonValue] = shrink(config, depth=depth)
+    switches = [switch for _, switch in length_switches(config)]
+    if switches and sequence_length <= min(switches):
+        _switch_beyond(small, 2 * LENGTH)
     small.pop("architectures", None)
     small.pop("output_router_logits", None)  # Hugging Face's own balance loss, which is not trained on
     _keep_uneven(config, small, s.tensor)
@@ -60,6 +65,17 @@ def tiny_config(config: JsonObject, s: Strategy) -> dict[str, JsonValue]:
         if isinstance(value, dict) and "model_type" in value and isinstance(whole, dict):
             _keep_uneven(whole, value, s.tensor)
     return small
+
+
+def _switch_beyond(small: JsonObject, length: int) -> None:
+    """Lets the rotary embeddings of the tiny configuration change beyond `length` tokens, in place. shrink() has it
+    within the sequences."""
+    assert isinstance(small, dict)
+    for name, value in small.items():
+        if isinstance(value, dict):
+            _switch_beyond(value, length)
+        elif name in ("original_max_position_embeddings", "max_position_embeddings") and isinstance(value, int):
+            small[name] = max(length, value)
 
 
 def with_dropout(small: JsonObject, config: JsonObject) -> dict[str, JsonValue]:

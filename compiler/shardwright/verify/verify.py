@@ -49,6 +49,7 @@ from shardwright.verify.verdict import (
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from transformers import PretrainedConfig
 
     from shardwright.hf.reference import Reference, Rows
 
@@ -114,11 +115,12 @@ def _prepare(
     from shardwright.data.dataset import open_dataset
     from shardwright.data.prepare import prepare
     from shardwright.hf.reference import PlainBalance, train
+    from shardwright.hf.rope import length_dependent
     from shardwright.hf.task import task_of
 
     if graph.sees:
         raise _no_copy(graph, "its rows hold pictures, and a tiny copy has none yet")
-    vocabulary = _tiny_model(graph, strategy, folder)
+    vocabulary = _tiny_model(graph, strategy, folder, recipe.training.sequence_length)
     batch = tiny.batch_of(small)
     packed, of_talks = packs(recipe), talks(recipe)
 
@@ -148,8 +150,9 @@ def _prepare(
         blocks = [data.rows(step * batch, (step + 1) * batch) for step in range(tiny.STEPS)]
         held_out_rows = held_out.rows(0, len(held_out.ids)) if isinstance(held_out, Tokens) else None
     else:  # what is packed with what, `prepare` decides
-        prepare(plan, folder / "out", limit_bytes=None)
-        opened, padded = open_dataset(plan, folder / "out"), _follows_length(plain)
+        with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):  # its progress
+            prepare(plan, folder / "out", limit_bytes=None)
+        opened, padded = open_dataset(plan, folder / "out"), bool(length_dependent(plain))
         blocks = [
             alone(opened.train.read(opened.order.indices(step)), padded=padded) for step in range(1, tiny.STEPS + 1)
         ]
@@ -172,29 +175,35 @@ def _prepare(
     return wanted, plan, held_out_rows
 
 
-def _follows_length(model: nn.Module) -> bool:
-    """Whether its rotary embeddings may depend on the length of a row, its padding included."""
-    kinds = [getattr(module, "rope_type", None) for module in model.modules()]
-    named = [kind for each in kinds for kind in (each.values() if isinstance(each, dict) else [each])]
-    return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in named)
-
-
-def _tiny_model(graph: ModelGraph, strategy: Strategy, folder: Path) -> int:
-    """Weights and configuration of the tiny model, written to `folder`. Returns the size of its vocabulary."""
-    import torch
+def _configuration(document: JsonObject) -> PretrainedConfig:
     from transformers import AutoConfig
-    from transformers.utils import logging
 
     from shardwright.hf.floats import untagged
+
+    whole = dict(untagged(dict(document)))
+    config: PretrainedConfig = AutoConfig.for_model(whole.pop("model_type"), **whole)
+    return config
+
+
+def _tiny_model(graph: ModelGraph, strategy: Strategy, folder: Path, sequence_length: int) -> int:
+    """Weights and configuration of the tiny model, written to `folder`. Returns the size of its vocabulary."""
+    import torch
+    from transformers.utils import logging
+
+    from shardwright.hf.depth import keeps_every_kind
     from shardwright.hf.task import task_of
 
+    of_copy = (graph.config, strategy, sequence_length)
     logging.set_verbosity_error()  # of a tiny configuration, transformers has much to say
     logging.disable_progress_bar()
     os.environ["DS_ACCELERATOR"] = "cpu"
     torch.set_num_threads(1)
     try:
-        document = untagged(tiny.tiny_config(graph.config, strategy))
-        config = AutoConfig.for_model(document.pop("model_type"), **document)
+        config, whole = (_configuration(c) for c in (tiny.tiny_config(*of_copy), graph.config))
+        with torch.device("meta"):
+            kept = keeps_every_kind(task_of(whole).build(whole), task_of(config).build(config))
+        if not kept:
+            config = _configuration(tiny.tiny_config(*of_copy, depth=False))
         torch.manual_seed(tiny.SEED)
         model = task_of(config).build(config)
         with torch.no_grad():

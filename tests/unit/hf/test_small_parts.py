@@ -5,15 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from shardwright.hf.arguments import fresh, leaves, replaced
-from shardwright.hf.depth import LAYERS, at_depth, kept_layers
+from shardwright.hf.depth import LAYERS, at_depth, keeps_every_kind, kept_layers
 from shardwright.hf.floats import tagged, untagged
 from shardwright.hf.shrink import VOCABULARY, shrink
+from shardwright.hf.task import CAUSAL_LM
 from shardwright.ir.cut import Cut
+from shardwright.model import probed
 from shardwright.records import read_record
 
 
@@ -133,3 +138,50 @@ def test_a_cut_with_all_that_crosses_survives_plan_json() -> None:
         causal=False,
     )
     assert read_record(Cut, json.loads(json.dumps(dataclasses.asdict(cut)))) == cut
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("qwen3_moe", {"decoder_sparse_step": 5}),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1, 7]}),
+        ("ernie4_5_moe", {"moe_layer_start_index": 8}),
+        ("ernie4_5_moe", {"moe_layer_interval": 3}),
+        ("deepseek_v3", {"first_k_dense_replace": 7}),
+    ],
+)
+def test_a_shallow_copy_has_every_kind_of_layer(model_type: str, changes: dict[str, Any]) -> None:
+    config = CONFIG_MAPPING[model_type](**changes)
+    with torch.device("meta"):
+        whole = CAUSAL_LM.build(config)
+        copy = CAUSAL_LM.build(CONFIG_MAPPING[model_type].from_dict(CAUSAL_LM.small(config.to_dict())))
+    assert len(copy.model.layers) < len(whole.model.layers)
+    assert keeps_every_kind(whole, copy)
+
+
+def test_a_kind_that_a_copy_lacks_is_seen() -> None:
+    """Whatever the configuration calls it: here a layer that has a bias, and one of another class."""
+    dense, biased = nn.Linear(2, 2, bias=False), nn.Linear(2, 2)
+    whole, copy = (nn.Module() for _ in range(2))
+    whole.layers, copy.layers = nn.ModuleList([dense, biased]), nn.ModuleList([dense, dense])
+    assert keeps_every_kind(copy, whole) and not keeps_every_kind(whole, copy)
+    whole.layers = nn.ModuleList([dense, nn.Bilinear(2, 2, 2, bias=False)])
+    assert not keeps_every_kind(whole, copy)
+    assert not keeps_every_kind(whole, nn.Linear(1, 1)), "its list of layers is not there"
+
+
+def test_a_copy_that_lacks_a_kind_is_made_as_deep_as_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    plain = probed._probe
+
+    def probe(model_type: str, task: Any, text: str, *more: Any, **keywords: Any) -> Any:
+        asked.append(json.loads(text)["num_hidden_layers"])
+        return plain(model_type, task, text, *more, **keywords)
+
+    monkeypatch.setattr(probed, "_probe", probe)
+    config = CONFIG_MAPPING["llama"](num_hidden_layers=6)
+    with torch.device("meta"):
+        model = CAUSAL_LM.build(config)
+        model.model.layers[4].extra = nn.Linear(1, 1)
+    probed.probe_config(config, CAUSAL_LM, "auto", (), model)
+    assert asked == [6]
