@@ -6,15 +6,19 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from shardwright.data.turns import Message, Span
 from shardwright.diagnostics import Refusal, refusal
-from shardwright.ir.json_value import JsonValue
+from shardwright.ir.json_value import JsonObject, JsonValue
 
 REPORT_FILE = "labels.json"
 _EXAMPLES = 3
 REASONING = ("reasoning_content", "reasoning", "thinking")
+
+
+Said = tuple[str, str, tuple[str, ...]]
+"""(the reason that it is counted under where it is lost, in words, how it may be written)."""
 
 
 class LostLabels(Exception):
@@ -65,31 +69,65 @@ def read_label_report(folder: Path) -> LabelReport:
 
 
 def check_labels(messages: list[Message], text: str, spans: Sequence[Span]) -> bool:
-    """Whether all reasoning is there, too. Raises LostLabels where an answer or a call is not."""
-    trained = "\n".join(text[first:last] for first, last in spans)
-    at, all_reasoning = 0, True
+    """Whether all reasoning is there, too. Raises LostLabels where an answer or a call is not, or is Python's print."""
     for number, message in enumerate(messages, 1):
-        if message["role"] != "assistant":
-            continue
-        ends = [at]
-        for reason, words, forms in _said(message):
-            place, size = _find(trained, forms, at)
-            if place < 0:
-                raise LostLabels(f"message {number}: the chat template does not write {words} as a label", reason)
-            ends.append(place + size)
-        for key in REASONING:
-            if isinstance(reasoning := message.get(key), str) and reasoning.strip():
-                all_reasoning = all_reasoning and reasoning.strip() in trained
-        at = max(ends)
-    return all_reasoning
+        content = message.get("content")
+        if content and isinstance(content, list | dict) and str(content) in text:
+            raise LostLabels(f"message {number}: the chat template writes the content as Python prints it", "printed")
+    said = [(number, message) for number, message in enumerate(messages, 1) if message["role"] == "assistant"]
+    turns = [text[first:last] for first, last in spans]
+    trained, at = "\n".join(turns), 0
+    try:
+        for number, message in said:
+            at = _find_message(number, message, trained, at)
+    except LostLabels:
+        if len(turns) == len(said):  # a later turn that holds the same words has stood in for the one that lacks them
+            for (number, message), turn in zip(said, turns, strict=True):
+                _find_message(number, message, turn, 0)
+        raise
+    reasoning = [value for _, message in said for key in REASONING if isinstance(value := message.get(key), str)]
+    return all(value.strip() in trained for value in reasoning)
 
 
-def _find(trained: str, forms: tuple[str, ...], at: int) -> tuple[int, int]:
-    return next(((place, len(form)) for form in forms if (place := trained.find(form, at)) >= 0), (-1, 0))
+def _find_message(number: int, message: Message, trained: str, at: int) -> int:
+    """Where the message ends in `trained`, which has it at `at` or later. Raises LostLabels.
+
+    The text stands beside the calls, and each call's name by itself: a text that speaks of the weather is no call of
+    `weather`. Long ones have the first choice.
+    """
+    taken: list[tuple[str, int, int]] = []
+    for reason, words, forms in sorted(_said(message), key=_by_length):
+        others = [(a, b) for other, a, b in taken if "text" in (reason, other) or reason == other == "call"]
+        place, size = _find(trained, forms, at, others)
+        if place < 0:
+            raise LostLabels(f"message {number}: the chat template does not write {words} as a label", reason)
+        taken.append((reason, place, place + size))
+    for _, function in _calls(message):
+        printed = str(function.get("arguments")) if isinstance(function.get("arguments"), dict) else ""
+        if len(printed) > len("{}") and trained.find(printed, at) >= 0 and printed not in str(message.get("content")):
+            words = "the chat template writes a call's arguments as Python prints them"
+            raise LostLabels(f"message {number}: {words}", "printed")
+    return max((last for _, _, last in taken), default=at)
 
 
-def _said(message: Message) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """(reason, in words, how it may be written) of each thing that the model has to learn of a message."""
+def _by_length(said: Said) -> tuple[int, bool]:
+    """The longest first; of equal ones the text last."""
+    return -max(map(len, said[2]), default=0), said[0] == "text"
+
+
+def _find(trained: str, forms: tuple[str, ...], at: int, others: list[Span]) -> Span:
+    """(place, size) of the first form that stands beside the others; (-1, 0) for none."""
+    for form in forms:
+        place = trained.find(form, at)
+        while place >= 0 and any(place < last and first < place + len(form) for first, last in others):
+            place = trained.find(form, place + 1)
+        if place >= 0:
+            return place, len(form)
+    return -1, 0
+
+
+def _said(message: Message) -> Iterator[Said]:
+    """Each thing that the model has to learn of a message."""
     for content in _texts(message.get("content")):
         # Reasoning in front of the answer may be left out, and the white space around both.
         answer = content.rsplit("</think>", 1)[-1]
@@ -97,23 +135,28 @@ def _said(message: Message) -> Iterator[tuple[str, str, tuple[str, ...]]]:
             answer = answer.replace(mark, "")
         if answer.strip():
             yield "text", f"the text {_short(content)}", (content.strip(), answer.strip(), _escaped(answer.strip()))
+    for call, function in _calls(message):
+        name = function.get("name")
+        words = f"the call of {_short(str(name))}" if name else f"the call {_short(json.dumps(call))}"
+        yield "call", words, (str(name),) if name else ()
+        for value in _leaves(function.get("arguments")):
+            yield "arguments", f"the argument {_short(value)} of {_short(str(name))}", (value, _escaped(value))
+
+
+def _calls(message: Message) -> Iterator[tuple[JsonValue, JsonObject]]:
+    """(a call, its function); of something that is no call, an empty one."""
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
         function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict):
-            yield "call", f"the call {_short(json.dumps(call, ensure_ascii=False))}", ()
-            continue
-        name, arguments = function.get("name"), function.get("arguments")
-        yield "call", f"the call of {_short(str(name))}", (str(name),) if name else ()
-        for value in _leaves(arguments):
-            yield "arguments", f"the argument {_short(value)} of {_short(str(name))}", (value, _escaped(value))
+        yield call, function if isinstance(function, dict) else {}
 
 
 def _texts(content: JsonValue) -> list[str]:
     if isinstance(content, str):
         return [content]
     parts = content if isinstance(content, list) else []
-    return [cast(str, p["text"]) for p in parts if isinstance(p, dict) and isinstance(p.get("text"), str)]
+    texts = (part.get("text") if isinstance(part, dict) else part for part in parts)
+    return [text for text in texts if isinstance(text, str)]
 
 
 def _leaves(value: JsonValue) -> Iterator[str]:

@@ -62,7 +62,8 @@ def normal_message(message: Message) -> Message:
     arguments as an object where they are one. Keys without a value are left out."""
     message = {key: value for key, value in message.items() if value is not None}
     message["content"] = _text(message.get("content", ""))
-    calls = message.get("tool_calls")
+    called = message.pop("function_call", None)  # OpenAI's older form, of one call
+    calls = message.get("tool_calls") or ([{"function": called}] if called else None)
     if isinstance(calls, str):
         calls = _parsed(calls)
     if isinstance(calls, dict):

@@ -8,6 +8,7 @@ template may write an earlier turn in another way than the last one, and results
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -88,17 +89,19 @@ class _Turns:
     def __init__(self, render: Renders, messages: list[Message], shape: TemplateShape) -> None:
         self.render, self.messages, self.shape = render, messages, shape
         self.text = render(messages, prompt=False)
+        marks = (f"{number}{STAND_IN[1:]}" for number in itertools.count())
+        self.mark = next(mark for mark in marks if mark not in self.text)
         self._others: dict[tuple[int, int], str] = {}
 
     def _with_stand_in(self, number: int) -> Iterator[tuple[Message, str]]:
         """(the message with the stand-in, the text of the conversation with it), for each place where it shows."""
-        for place, other in enumerate(_with_stand_in(self.messages[number])):
+        for place, other in enumerate(_with_stand_in(self.messages[number], self.mark)):
             key = number, place
             if key not in self._others:  # the next turn asks again, and none after it
                 self._others = {known: text for known, text in self._others.items() if known[0] >= number - 1}
                 replaced = [*self.messages[:number], other, *self.messages[number + 1 :]]
                 self._others[key] = self._try(replaced, prompt=False)
-            if STAND_IN in self._others[key]:
+            if self.mark in self._others[key]:
                 yield other, self._others[key]
 
     def of(self, number: int) -> list[Span]:
@@ -152,7 +155,7 @@ class _Turns:
         header = self.shape.header
         start = 0
         for other, text in self._with_stand_in(number - 1) if number else ():
-            after, tail = _behind(text), self._behind([*self.messages[: number - 1], other], prompt=True)
+            after, tail = _behind(text, self.mark), self._behind([*self.messages[: number - 1], other], prompt=True)
             if after is None or tail is None or not self.text.endswith(after):
                 continue
             tail += "" if self.shape.prompts else header
@@ -173,14 +176,14 @@ class _Turns:
     def _first_own(self, number: int) -> int | None:
         """The first character that is another one where the message is."""
         for _, text in self._with_stand_in(number):
-            place = text.find(STAND_IN)
+            place = text.find(self.mark)
             return place if self.text.startswith(text[:place]) else _equal_characters(self.text, text)
         return None
 
     def _end(self, number: int) -> int | None:
         ends = self.messages[number + 1 :] == []
         for other, text in self._with_stand_in(number):
-            after = _behind(text) or ""
+            after = _behind(text, self.mark) or ""
             closing = self._closing([*self.messages[:number], other]) or ""
             if after.startswith(closing.rstrip()):
                 size = len(closing.rstrip())
@@ -188,6 +191,10 @@ class _Turns:
                 size = len(after.rstrip())
             else:
                 size = len(after[: _common(after, closing)].rstrip())
+                if not size and self.shape.end:  # something of its own stands between the text and the turn's end
+                    follows = self._first_own(number + 1)
+                    gap = after[: follows - len(self.text) + len(after)] if follows is not None else ""
+                    size = gap.find(self.shape.end) + len(self.shape.end) if self.shape.end in gap else 0
             if self.text.endswith(after[size:]):
                 last = len(self.text) - len(after) + size
                 return last if self.shape.end != "" or ends else self._with_role_token(number + 1, last)
@@ -207,7 +214,7 @@ class _Turns:
         return last if found is None else found.end()
 
     def _behind(self, messages: list[Message], *, prompt: bool) -> str | None:
-        return _behind(self._try(messages, prompt=prompt))
+        return _behind(self._try(messages, prompt=prompt), self.mark)
 
     def _try(self, messages: list[Message], *, prompt: bool) -> str:
         """ "" where the template does not take them."""
@@ -217,15 +224,15 @@ class _Turns:
             return ""
 
 
-def _with_stand_in(message: Message) -> Iterator[Message]:
+def _with_stand_in(message: Message, mark: str) -> Iterator[Message]:
     """The message with another text; with other arguments, and with other names, of all its calls."""
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, str):
-        yield {**message, "content": STAND_IN}
+        yield {**message, "content": mark}
     elif isinstance(content, list):
         for place, part in enumerate(content):
             if isinstance(part, dict) and isinstance(part.get("text"), str):
-                yield {**message, "content": [*content[:place], {**part, "text": STAND_IN}, *content[place + 1 :]]}
+                yield {**message, "content": [*content[:place], {**part, "text": mark}, *content[place + 1 :]]}
                 break
     if (
         isinstance(calls, list)
@@ -233,11 +240,11 @@ def _with_stand_in(message: Message) -> Iterator[Message]:
         and all(isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls)
     ):
         known = cast("list[dict[str, dict[str, JsonValue]]]", calls)
-        arguments: JsonValue = {STAND_IN: STAND_IN}
+        arguments: JsonValue = {mark: mark}
         if isinstance(known[-1]["function"].get("arguments"), str):
             arguments = json.dumps(arguments)
         yield {**message, "tool_calls": [{**c, "function": {**c["function"], "arguments": arguments}} for c in known]}
-        named = [{**c, "id": STAND_IN, "function": {**c["function"], "name": STAND_IN}} for c in known]
+        named = [{**c, "id": mark, "function": {**c["function"], "name": mark}} for c in known]
         yield {**message, "tool_calls": cast(JsonValue, named)}
 
 
