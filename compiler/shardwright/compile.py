@@ -12,6 +12,7 @@ from typing import TypeVar
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.cost.goodput import goodput
 from shardwright.cost.replaced import check_measured, measured_errors
+from shardwright.data.tokenizers import missing_packages_warning
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.engines.engine import Engine
 from shardwright.engines.table import ENGINES, engines_for, lowering_of, package_errors, under
@@ -259,8 +260,10 @@ def _lowered(plan: Plan, problem: Problem, inputs: Inputs) -> tuple[Plan, Mappin
 
         processor = inline_processor_files(problem.graph)
         files |= {f"{TOKENIZER_DIRECTORY}/{name}": content for name, content in processor.items()}
-    files |= copied_inputs(problem.recipe, problem.cluster, _tokenizer_folder(problem.recipe, inputs.weights))
-    warnings = (*warnings, *unseen_paths(plan))
+    tokenizer = _tokenizer_folder(problem.recipe, inputs.weights)
+    files |= copied_inputs(problem.recipe, problem.cluster, tokenizer)
+    missing = () if tokenizer is None else missing_packages_warning(tokenizer, ("data", "tokenizer"))
+    warnings = (*warnings, *unseen_paths(plan), *missing)
     plan, files = sealed(plan, files)
     plan.verify()
     return plan, files, warnings

@@ -124,7 +124,7 @@ def _part(p: PartSummary, length: int) -> str:
         (p.too_long, f"longer than {length} tokens"),
         (p.crowded, "with more pictures than images.per_row"),
         (p.damaged, "with a damaged picture"),
-        (p.without_labels, "with an answer or a call that the chat template does not write"),
+        (sum(p.unusable.values()), "that cannot be used"),
     ):
         if count:
             text += f"; {count:,} {why} are left out"

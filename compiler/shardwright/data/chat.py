@@ -9,8 +9,9 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from shardwright.data.labels import LabelReport, check_labels
+from shardwright.data.labels import LostLabels, check_labels
 from shardwright.data.messages import normal_message, normal_tools
+from shardwright.data.read_report import ReadReport
 from shardwright.data.records import Record, missing_field
 from shardwright.data.templates import Overrun, Renderer
 from shardwright.data.tokenizers import Ids, Tokenizer
@@ -63,11 +64,11 @@ def encode(
     template: str,
     train_on: str,
     expand: Expand | None = None,
-    report: LabelReport | None = None,
+    report: ReadReport | None = None,
 ) -> tuple[Ids, npt.NDArray[np.bool_]]:
     """(ids, trained). expand: of a model that sees, writes pictures out in the text. report: counts the conversation.
 
-    Errors: SW6112, SW6113. Raises LostLabels where something that the assistant said is no label.
+    Errors: SW6112, SW6113, and SW6124 where something that the assistant said is no label.
     """
     whose = "the tokenizer's chat template" if template == tokenizer.template else "the chat template (data.template)"
     turns = train_on != "all"
@@ -94,10 +95,17 @@ def encode(
             f"{talk.where}: {whose} was ended: {error}",
             "No template needs that much. Give another one as data.template, or take the record out.",
         ) from None
-    report = report or LabelReport()
-    report.records += 1
-    if turns:
-        report.without_reasoning += not check_labels(talk.messages, text, spans)
+    try:
+        if turns and not check_labels(talk.messages, text, spans) and report is not None:
+            report.without_reasoning += 1
+    except LostLabels as lost:
+        raise refusal(
+            "SW6124",
+            f"{talk.where}: {lost.args[0]}",
+            "Give a template that writes it as data.template, or take it out of the record; `skip_damaged: 0.01` "
+            "leaves out up to that share of the records, and `prepare` counts them.",
+        ) from None
+    if turns and report is not None:
         report.without_end += is_open
     if expand is not None:
         text, spans = expand(text, spans)

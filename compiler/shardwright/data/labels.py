@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
 
 from shardwright.data.turns import Message, Span
-from shardwright.diagnostics import Refusal, refusal
 from shardwright.ir.json_value import JsonObject, JsonValue
 
-REPORT_FILE = "labels.json"
-_EXAMPLES = 3
 REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -23,49 +17,6 @@ Said = tuple[str, str, tuple[str, ...]]
 
 class LostLabels(Exception):
     """args: what of the conversation is no label, in words; the reason that it is counted under."""
-
-
-@dataclass(slots=True, kw_only=True)
-class LabelReport:
-    """records: conversations that were read. left_out: reason -> how many were, for what is no label of them; examples:
-    the first ones. without_reasoning: those whose reasoning the template does not write."""
-
-    records: int = 0
-    left_out: dict[str, int] = field(default_factory=dict)
-    examples: list[str] = field(default_factory=list)
-    without_reasoning: int = 0
-    without_end: int = 0
-
-    def leave_out(self, lost: LostLabels, where: str) -> None:
-        words, reason = lost.args
-        self.left_out[reason] = self.left_out.get(reason, 0) + 1
-        if len(self.examples) < _EXAMPLES:
-            self.examples.append(f"{where}: {words}")
-
-    def check(self, share: float) -> None:
-        """share: of the conversations that may be left out. Raises Refusal: SW6124."""
-        if sum(self.left_out.values()) > share * self.records:
-            raise self.refusal()
-
-    def refusal(self) -> Refusal:
-        return refusal(
-            "SW6124",
-            "; ".join(self.examples),
-            "Give a template that writes it as data.template, or take it out of the record; `skip_damaged: 0.01` "
-            "leaves out up to that share of the conversations, and `prepare` counts them.",
-        )
-
-    def write(self, folder: Path) -> None:
-        (folder / REPORT_FILE).write_text(json.dumps(asdict(self)), encoding="utf-8")
-
-
-def read_label_report(folder: Path) -> LabelReport:
-    """folder: of prepared conversations. Empty for what an earlier version made."""
-    try:
-        document: Any = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
-    except OSError:
-        return LabelReport()
-    return LabelReport(**document)
 
 
 def check_labels(messages: list[Message], text: str, spans: Sequence[Span]) -> bool:

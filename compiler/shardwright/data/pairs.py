@@ -20,11 +20,12 @@ import numpy.typing as npt
 from shardwright.data.decoder import Decoders
 from shardwright.data.pictures import Damaged, Picture, PictureTable, PictureWriter, decode, locate_picture
 from shardwright.data.progress import ReadingProgress
-from shardwright.data.records import missing_field, records
+from shardwright.data.read_report import ReadReport
+from shardwright.data.records import records, text_of
 from shardwright.data.rows import Indices, TokenBlock
 from shardwright.data.sight import loaded
 from shardwright.data.store import Documents, Writer
-from shardwright.diagnostics import refusal
+from shardwright.diagnostics import Refusal, refusal
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.recipe import DataSection, ImagesSection
 
@@ -86,17 +87,23 @@ class PairSight:
 class PairReader:
     """Of one source. writer, pictures: of the same folder. Errors: SW6110, SW6134, SW6135, SW6138."""
 
-    def __init__(self, part: DataSection, sight: PairSight, writer: Writer, pictures: PictureWriter) -> None:
-        self.part, self.sight, self.writer, self.pictures = part, sight, writer, pictures
+    def __init__(
+        self, part: DataSection, sight: PairSight, writer: Writer, pictures: PictureWriter, report: ReadReport
+    ) -> None:
+        self.part, self.sight, self.writer, self.pictures, self.report = part, sight, writer, pictures, report
         self._records = 0
 
     def read(self, files: tuple[str, ...], shown: ReadingProgress) -> Iterator[None]:
         """Yields after each batch that is written."""
         batch: list[tuple[str, Picture]] = []
         for name in files:
-            for record, where, size in records(name):
+            for record, where, size in records(name, self.report):
                 self._records += 1
-                found = self._pair(record, where, Path(self.sight.images.folder or Path(name).parent))
+                found = None
+                try:
+                    found = self._pair(record, where, Path(self.sight.images.folder or Path(name).parent))
+                except Refusal as problem:
+                    self.report.leave_out(problem)
                 if found is not None:
                     batch.append(found)
                 shown.add(size)
@@ -111,15 +118,7 @@ class PairReader:
 
     def _pair(self, record: JsonObject, where: str, folder: Path) -> tuple[str, Picture] | None:
         """None where the picture is damaged."""
-        if self.part.field not in record:
-            raise missing_field(where, self.part.field, record)
-        caption, source = record[self.part.field], record.get(PICTURE)
-        if not isinstance(caption, str):
-            raise refusal(
-                "SW6110",
-                f"{where}: {self.part.field!r} holds no text",
-                "Correct the record, or name the key that holds the caption as data.field.",
-            )
+        caption, source = text_of(record, where, self.part.field), record.get(PICTURE)
         if source is None:
             raise refusal(
                 "SW6138",

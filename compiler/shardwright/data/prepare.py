@@ -18,21 +18,23 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import numpy as np
+
 from shardwright.atomic import write_atomically
 from shardwright.data import chat
-from shardwright.data.labels import LabelReport, LostLabels
 from shardwright.data.pairs import PairReader, PairSight, is_of_pairs
 from shardwright.data.pictures import PictureWriter
 from shardwright.data.progress import ReadingProgress
+from shardwright.data.read_report import ReadReport
 from shardwright.data.records import records, text_pieces, texts
 from shardwright.data.seen import SeenReader
 from shardwright.data.shapes import draw_shapes
 from shardwright.data.sight import Sight
 from shardwright.data.sources import DataSource, locate, prepared_parts, shapes_folder
 from shardwright.data.store import TokenManifest, Writer, open_documents, read_manifest
-from shardwright.data.tokenizers import Tokenizer, load_tokenizer
+from shardwright.data.tokenizers import Tokenizer, begin_of_document, load_tokenizer
 from shardwright.data.whole import store_table
-from shardwright.diagnostics import refusal
+from shardwright.diagnostics import Refusal, refusal
 from shardwright.ir.recipe import DRAWN, DataSection
 from shardwright.plan.plan import Plan
 
@@ -170,8 +172,11 @@ def _build(plan: Plan, folder: Path, at: Path, source: DataSource) -> None:
         writer = Writer(partial, tokenizer.dtype, masked=source.part.kind == "chat")
         pictures = None if source.part.images is None else PictureWriter(partial)
         with contextlib.closing(ReadingProgress(f"tokenizing {source.part.path}", source.size_bytes)) as shown:
-            for _ in _reading(source, folder, tokenizer, writer, pictures, shown):
+            report = ReadReport(share=source.part.skip_damaged)
+            for _ in _reading(source, folder, tokenizer, writer, pictures, shown, report):
                 _check_ids(plan, tokenizer, writer)
+            report.check(0 if pictures is None else pictures.counts.damaged)
+            report.write(partial)
         if not writer.documents:
             raise refusal(
                 "SW6116",
@@ -214,48 +219,51 @@ def _reading(
     writer: Writer,
     pictures: PictureWriter | None,
     shown: ReadingProgress,
+    report: ReadReport,
 ) -> Iterator[None]:
     part = source.part
     if pictures is None or part.images is None:
-        return _read(part, source.files, tokenizer, writer, shown)
+        return _read(part, source.files, tokenizer, writer, shown, report)
     if is_of_pairs(part):
-        return PairReader(part, PairSight(folder / str(part.tokenizer), part.images), writer, pictures).read(
+        return PairReader(part, PairSight(folder / str(part.tokenizer), part.images), writer, pictures, report).read(
             source.files, shown
         )
     sight = Sight(folder / str(part.tokenizer), part.images)
-    return SeenReader(part, tokenizer, sight, writer, pictures).read(source.files, shown)
+    return SeenReader(part, tokenizer, sight, writer, pictures, report).read(source.files, shown)
 
 
 def _read(
-    part: DataSection, files: tuple[str, ...], tokenizer: Tokenizer, writer: Writer, shown: ReadingProgress
+    part: DataSection,
+    files: tuple[str, ...],
+    tokenizer: Tokenizer,
+    writer: Writer,
+    shown: ReadingProgress,
+    report: ReadReport,
 ) -> Iterator[None]:
     """Yields after each batch that is written."""
     if part.kind == "chat":
-        template, report = chat.template_of(tokenizer, part.template), LabelReport()
+        template = chat.template_of(tokenizer, part.template)
         for name in files:
-            for record in records(name):
-                talk = chat.conversation(record, part.messages)
-                try:
-                    writer.add(*chat.encode(talk, tokenizer, template, part.train_on, report=report))
-                except LostLabels as lost:
-                    report.leave_out(lost, talk.where)
-                    if not part.skip_damaged:
-                        raise report.refusal() from None
+            for record in records(name, report):
                 shown.add(record[2])
+                try:
+                    talk = chat.conversation(record, part.messages)
+                    writer.add(*chat.encode(talk, tokenizer, template, part.train_on, report=report))
+                except Refusal as problem:
+                    report.leave_out(problem)
                 yield
-        report.check(part.skip_damaged)
-        report.write(writer.folder)
     else:
+        begin = begin_of_document(tokenizer, part.add_bos_token)
         batch: list[Piece] = []
         size = 0
-        for piece in _pieces(part, files):
+        for piece in _pieces(part, files, report):
             batch.append(piece)
             size += len(piece[0])
             if size >= BATCH_BYTES:
-                _flush(batch, tokenizer, writer, shown)
+                _flush(batch, tokenizer, begin, writer, shown)
                 batch, size = [], 0
                 yield
-        _flush(batch, tokenizer, writer, shown)
+        _flush(batch, tokenizer, begin, writer, shown)
         yield
 
 
@@ -263,7 +271,7 @@ Piece = tuple[str, int, bool]
 """(text, bytes of the source, whether its document ends with it)."""
 
 
-def _pieces(part: DataSection, files: tuple[str, ...]) -> Iterator[Piece]:
+def _pieces(part: DataSection, files: tuple[str, ...], report: ReadReport) -> Iterator[Piece]:
     """Of text files, each of which is one document, however large; or the records of the other kinds."""
     for name in files:
         if part.kind == "text":
@@ -271,14 +279,16 @@ def _pieces(part: DataSection, files: tuple[str, ...]) -> Iterator[Piece]:
                 yield text, size, False
             yield "", 0, True
         else:
-            for text, size in texts(name, part.kind, part.field):
+            for text, size in texts(name, part.kind, part.field, report):
                 yield text, size, True
 
 
-def _flush(batch: list[Piece], tokenizer: Tokenizer, writer: Writer, shown: ReadingProgress) -> None:
+def _flush(batch: list[Piece], tokenizer: Tokenizer, begin: list[int], writer: Writer, shown: ReadingProgress) -> None:
     encoded = tokenizer.encode([text for text, _, _ in batch])
     for ids, (_, _, ends) in zip(encoded, batch, strict=True):
         if len(ids):
+            if begin and writer.at_begin and ids[: len(begin)].tolist() != begin:  # a text may hold its own
+                writer.extend(np.asarray(begin, dtype=np.int32))
             writer.extend(ids)
         if ends:
             writer.end_document(tokenizer.end)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import codecs
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, cast
 
 from shardwright.data.messages import without_nulls
-from shardwright.diagnostics import refusal
-from shardwright.ir.json_value import JsonObject
+from shardwright.data.read_report import ReadReport
+from shardwright.data.source_file import SourceFile
+from shardwright.diagnostics import Refusal, refusal
+from shardwright.ir.json_value import JsonObject, JsonValue
 
 LONGEST_LINE_BYTES = 64 * 2**20
 """Of one JSON Lines record. A longer one is nearly always a file of another format."""
@@ -17,23 +21,25 @@ LONGEST_LINE_BYTES = 64 * 2**20
 PIECE_BYTES = 4 * 2**20
 """Text files are tokenized in pieces of about this size, cut behind a line end."""
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
 Record = tuple[JsonObject, str, int]
 """(the record, where it stands, bytes of the source that it took)."""
 
 
 def text_pieces(name: str) -> Iterator[tuple[str, int]]:
-    """(text, bytes) of a UTF-8 file, in order. Raises Refusal (SW6107)."""
+    """(text, bytes of the file) of a UTF-8 file, in order. Raises Refusal (SW6107)."""
     offset, rest = 0, b""
-    with _open(name) as file:
+    with SourceFile(name) as file:
         while chunk := file.read(PIECE_BYTES):
             whole = rest + chunk
             cut = whole.rfind(b"\n") + 1
             if not cut:  # no line ends at all
                 cut = _before_last_character(whole)
-            yield _decode(whole[:cut], name, offset), cut
+            yield _decode(whole[:cut], name, offset), file.taken()
             offset, rest = offset + cut, whole[cut:]
         if rest:
-            yield _decode(rest, name, offset), len(rest)
+            yield _decode(rest, name, offset), file.taken()
 
 
 def _before_last_character(data: bytes) -> int:
@@ -43,15 +49,6 @@ def _before_last_character(data: bytes) -> int:
         cut -= 1
     cut -= bool(cut and data[cut - 1] >= 0xC0)
     return cut or len(data)
-
-
-def _open(name: str) -> BinaryIO:
-    try:
-        return open(name, "rb")
-    except OSError as error:
-        raise refusal(
-            "SW6101", f"{name!r} cannot be read: {error.strerror}", "Make it readable, or correct data.path."
-        ) from None
 
 
 def _decode(data: bytes, name: str, offset: int, where: str = "") -> str:
@@ -65,47 +62,163 @@ def _decode(data: bytes, name: str, offset: int, where: str = "") -> str:
         ) from None
 
 
-def records(name: str) -> Iterator[Record]:
-    """The records of a .parquet file, or of one in JSON Lines, whatever its name. Raises Refusal."""
-    return _parquet(name, None) if name.endswith(".parquet") else json_lines(name)
+def records(name: str, report: ReadReport) -> Iterator[Record]:
+    """The records of a parquet file, of JSON Lines, or of one JSON array, whatever its name. Raises Refusal."""
+    return _parquet(name, None, report) if _is_parquet(name) else json_records(name, report)
 
 
-def json_lines(name: str) -> Iterator[Record]:
-    """One JSON object a line; empty lines are skipped. Errors: SW6107 to SW6109."""
-    offset = 0
-    with _open(name) as file:
-        number = 0
-        while line := file.readline(LONGEST_LINE_BYTES + 1):
-            number += 1
-            if len(line) > LONGEST_LINE_BYTES:
-                raise refusal(
-                    "SW6108",
-                    f"{name}:{number}: the line is longer than {LONGEST_LINE_BYTES // 2**20} MiB",
-                    "JSON Lines has a record a line: turn a JSON array into lines (jq -c '.[]'), or split the record.",
-                )
-            where = f"{name}:{number}"
-            text = _decode(line, name, offset, f":{number}")
-            offset += len(line)
-            if not text.strip():
+def _is_parquet(name: str) -> bool:
+    try:
+        with open(name, "rb") as file:
+            return name.endswith(".parquet") or file.read(4) == b"PAR1"
+    except OSError:
+        return False  # told where it is opened
+
+
+def json_records(name: str, report: ReadReport) -> Iterator[Record]:
+    """One JSON object a line, empty lines skipped, or the objects of an array. Errors: SW6107 to SW6109."""
+    with SourceFile(name) as file:
+        found = _array(name, file) if file.peek(512).lstrip()[:1] == b"[" else _lines(name, file, report)
+        for value, where, size in found:
+            report.records += 1
+            if isinstance(value, Refusal):
+                report.leave_out(value)
                 continue
-            try:
-                record = json.loads(text)
-            except (ValueError, RecursionError) as error:
-                cause = error.msg if isinstance(error, json.JSONDecodeError) else "it is nested too deeply"
-                column = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-                raise refusal(
-                    "SW6109", f"{where}: this line is not JSON: {cause}{column}", "Correct or delete the line."
-                ) from None
-            if not isinstance(record, dict):
-                raise refusal(
-                    "SW6109",
-                    f"{where}: this line is not a JSON object",
-                    'Write a record as {"text": "..."}, one a line.',
+            if not isinstance(value, dict):
+                report.leave_out(
+                    refusal(
+                        "SW6109",
+                        f"{where}: this record is not a JSON object: {json.dumps(value)[:40]}",
+                        'Write a record as {"text": "..."}, one a line.',
+                    )
                 )
-            yield cast(JsonObject, record), where, len(line)
+                continue
+            whole = _without_surrogates(value)
+            report.replaced += whole is not value
+            yield cast(JsonObject, whole), where, size
 
 
-def _parquet(name: str, column: str | None) -> Iterator[Record]:
+def _lines(name: str, file: SourceFile, report: ReadReport) -> Iterator[tuple[JsonValue | Refusal, str, int]]:
+    """A Refusal in place of the record for a line that cannot be read."""
+    offset = number = 0
+    while line := file.readline(LONGEST_LINE_BYTES + 1):
+        number += 1
+        where = f"{name}:{number}"
+        if len(line) > LONGEST_LINE_BYTES:
+            raise _too_long(where, "line")
+        offset += len(line)
+        if not line.strip():
+            continue
+        try:
+            text = _decode(line, name, offset - len(line), f":{number}").lstrip("\ufeff")  # files that were joined
+            yield json.loads(text), where, file.taken()
+        except Refusal as problem:
+            yield problem, where, file.taken()
+        except (ValueError, RecursionError) as error:
+            yield _no_json(f"{where}: this line", error, f", column {getattr(error, 'colno', 0)}"), where, file.taken()
+
+
+def _array(name: str, file: SourceFile) -> Iterator[tuple[JsonValue, str, int]]:
+    """The entries of a JSON array, each parsed when it is there as a whole. `where` has the line that it begins in."""
+    decode, parse = codecs.getincrementaldecoder("utf-8")().decode, json.JSONDecoder().raw_decode
+    text, at, line, read = "", 0, 1, 0
+    ended = False
+
+    def more(size: int) -> None:
+        """Reads on, and forgets what was parsed."""
+        nonlocal text, at, read, ended
+        chunk = file.read(size)
+        ended = not chunk
+        try:
+            text, at = text[at:] + decode(chunk, final=ended), 0
+        except UnicodeDecodeError as error:
+            raise refusal(
+                "SW6107",
+                f"{name}: byte 0x{error.object[error.start]:02x} behind offset {read} is not UTF-8 text",
+                "Convert the file (iconv -f LATIN1 -t UTF-8), or leave it out of data.path.",
+            ) from None
+        read += len(chunk)
+
+    def next_character() -> str:
+        """The next one that is no white space, which stays; "" at the end of the file."""
+        nonlocal at, line
+        while True:
+            begin = at
+            while at < len(text) and text[at] in " \t\r\n":
+                at += 1
+            line += text.count("\n", begin, at)
+            if at < len(text) or ended:
+                return text[at : at + 1]
+            more(PIECE_BYTES)
+
+    wanted = "["
+    while True:
+        found = next_character()
+        where = f"{name}:{line}"
+        if found and wanted == "[":
+            at += 1
+            wanted = "entry or ]"
+        elif found == "]" and wanted != "entry":
+            at += 1
+            if next_character():
+                raise _no_json(f"{name}:{line}: what stands behind the array", ValueError("Extra data"))
+            return
+        elif found == "," and wanted == ", or ]":
+            at += 1
+            wanted = "entry"
+        elif found and wanted.startswith("entry"):
+            while True:
+                try:
+                    value, stop = parse(text, at)
+                    break
+                except (ValueError, RecursionError) as error:
+                    size = len(text) - at
+                    if ended or isinstance(error, RecursionError):
+                        raise _no_json(f"{where}: this entry of the array", error) from None
+                    if size > LONGEST_LINE_BYTES:
+                        raise _too_long(where, "entry of the array") from None
+                    more(max(PIECE_BYTES, size))
+            line += text.count("\n", at, stop)
+            at, wanted = stop, ", or ]"
+            yield value, where, file.taken()
+        else:
+            cause = f"{found!r} stands where {wanted} belongs" if found else "the file ends inside of it"
+            raise _no_json(f"{where}: this array", ValueError(cause))
+
+
+def _no_json(what: str, error: Exception, place: str = "") -> Refusal:
+    deep = isinstance(error, RecursionError)
+    cause = "it is nested too deeply" if deep else getattr(error, "msg", None) or str(error)
+    return refusal(
+        "SW6109",
+        f"{what} is not JSON: {cause}{'' if deep else place}",
+        "Correct or delete it. A record stands on one line (jq -c . FILE makes one of several), or in an array.",
+    )
+
+
+def _too_long(where: str, what: str) -> Refusal:
+    return refusal(
+        "SW6108",
+        f"{where}: the {what} is longer than {LONGEST_LINE_BYTES // 2**20} MiB",
+        "JSON Lines has a record a line: turn a JSON array into lines (jq -c '.[]'), or split the record.",
+    )
+
+
+def _without_surrogates(value: Any) -> Any:
+    """U+FFFD for each half of a surrogate pair: JSON may hold one, UTF-8 cannot. `value` itself where it has none."""
+    if isinstance(value, str):
+        return value if value.isascii() or not _SURROGATE.search(value) else _SURROGATE.sub("\ufffd", value)
+    if isinstance(value, dict):
+        pairs = [(_without_surrogates(k), _without_surrogates(v)) for k, v in value.items()]
+        same = all(k is a and v is b for (k, v), (a, b) in zip(pairs, value.items(), strict=True))
+        return value if same else dict(pairs)
+    if isinstance(value, list):
+        items = [_without_surrogates(item) for item in value]
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else items
+    return value
+
+
+def _parquet(name: str, column: str | None, report: ReadReport) -> Iterator[Record]:
     """Row groups in batches. Errors: SW6117 no parquet file, SW6118 pyarrow is missing."""
     try:
         import pyarrow
@@ -127,6 +240,7 @@ def _parquet(name: str, column: str | None) -> Iterator[Record]:
         for batch in file.iter_batches(batch_size=1024, columns=wanted):
             for record in batch.to_pylist():
                 row += 1
+                report.records += 1
                 record = {key: without_nulls(value) for key, value in record.items()}
                 yield record, f"{name}, row {row}", int(share)
     except (OSError, ValueError, pyarrow.ArrowException) as error:  # ValueError: text in it that is not UTF-8
@@ -137,28 +251,39 @@ def _parquet(name: str, column: str | None) -> Iterator[Record]:
         ) from None
 
 
-def texts(name: str, kind: str, field: str) -> Iterator[tuple[str, int]]:
-    """(text, bytes) of each record's `field`. Errors: those above, SW6110."""
-    for record, where, size in _parquet(name, field) if kind == "parquet" else json_lines(name):
-        value = record.get(field)
-        if field not in record:
-            raise missing_field(where, field, record)
-        if not isinstance(value, str):
-            raise refusal(
-                "SW6110",
-                f"{where}: {field!r} holds {_kind_of(value)}, not text",
-                "Correct the record, or name the key that holds the text as data.field.",
-            )
-        yield value, size
+def texts(name: str, kind: str, key: str, report: ReadReport) -> Iterator[tuple[str, int]]:
+    """(text, bytes) of each record's `key`. Errors: those above, SW6110."""
+    for record, where, size in _parquet(name, key, report) if kind == "parquet" else json_records(name, report):
+        try:
+            text = text_of(record, where, key)
+        except Refusal as problem:
+            report.leave_out(problem)
+            continue
+        yield text, size
 
 
-def missing_field(where: str, field: str, there: object, key: str = "field") -> Exception:
+def text_of(record: JsonObject, where: str, key: str) -> str:
+    """Errors: SW6110."""
+    if key not in record:
+        raise missing_field(where, key, record)
+    value = record[key]
+    if isinstance(value, str):
+        return value
+    raise refusal(
+        "SW6110",
+        f"{where}: {key!r} holds {_kind_of(value)}, not text",
+        "Correct the record, or name the key that holds the text as data.field. `skip_damaged: 0.01` leaves out up to "
+        "that share of the records, and `prepare` counts them.",
+    )
+
+
+def missing_field(where: str, key: str, there: object, option: str = "field") -> Refusal:
     names = ", ".join(sorted(str(name)[:40] for name in there)[:8]) if isinstance(there, list | dict) else ""
     return refusal(
         "SW6110",
-        f"{where}: there is no {field!r}",
-        f"It has {names or 'no keys'}. Name the one that holds the {'text' if key == 'field' else 'messages'} "
-        f"as data.{key}.",
+        f"{where}: there is no {key!r}",
+        f"It has {names or 'no keys'}. Name the one that holds the {'text' if option == 'field' else 'messages'} "
+        f"as data.{option}.",
     )
 
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardwright.data import chat
-from shardwright.data.labels import LabelReport, LostLabels
 from shardwright.data.pictures import Damaged, Picture, PictureWriter, locate_picture, take_pictures
 from shardwright.data.progress import ReadingProgress
+from shardwright.data.read_report import ReadReport
 from shardwright.data.records import records
 from shardwright.data.sight import Sight
 from shardwright.data.store import Writer
 from shardwright.data.tokenizers import Tokenizer
 from shardwright.data.turns import Span
-from shardwright.diagnostics import refusal
+from shardwright.diagnostics import Refusal, refusal
 from shardwright.ir.recipe import DataSection
 
 
@@ -23,25 +23,33 @@ class SeenReader:
     """Of one source. writer, pictures: of the same folder. Errors: SW6130 to SW6134, and those of conversations."""
 
     def __init__(
-        self, part: DataSection, tokenizer: Tokenizer, sight: Sight, writer: Writer, pictures: PictureWriter
+        self,
+        part: DataSection,
+        tokenizer: Tokenizer,
+        sight: Sight,
+        writer: Writer,
+        pictures: PictureWriter,
+        report: ReadReport,
     ) -> None:
         assert part.images is not None
         self.part, self.images, self.tokenizer, self.sight = part, part.images, tokenizer, sight
-        self.writer, self.pictures = writer, pictures
+        self.writer, self.pictures, self.report = writer, pictures, report
         self._template = chat.template_of(tokenizer, part.template)
-        self._records, self._labels = 0, LabelReport()
+        self._records = 0
 
     def read(self, files: tuple[str, ...], shown: ReadingProgress) -> Iterator[None]:
         """Yields after each record."""
         for name in files:
-            for record in records(name):
+            for record in records(name, self.report):
                 self._records += 1
-                self._take(chat.conversation(record, self.part.messages), record[0].get("images"), self._folder(name))
                 shown.add(record[2])
+                try:
+                    talk = chat.conversation(record, self.part.messages)
+                    self._take(talk, record[0].get("images"), self._folder(name))
+                except Refusal as problem:
+                    self.report.leave_out(problem)
                 yield
         self._check_damage()
-        self._labels.check(self.part.skip_damaged)
-        self._labels.write(self.writer.folder)
 
     def _folder(self, name: str) -> Path:
         return Path(self.images.folder or Path(name).parent)
@@ -62,14 +70,8 @@ class SeenReader:
         def expand(text: str, spans: list[Span]) -> tuple[str, list[Span]]:
             return self._written_out(talk.where, text, spans, found)
 
-        talk, report = replace(talk, messages=messages), self._labels
-        try:
-            ids, trained = chat.encode(talk, self.tokenizer, self._template, self.part.train_on, expand, report)
-        except LostLabels as lost:
-            report.leave_out(lost, talk.where)
-            if not self.part.skip_damaged:
-                raise report.refusal() from None
-            return
+        talk = replace(talk, messages=messages)
+        ids, trained = chat.encode(talk, self.tokenizer, self._template, self.part.train_on, expand, self.report)
         number = self.writer.documents
         self.writer.add(ids, trained)
         if self.writer.documents > number:

@@ -72,6 +72,7 @@ def locate(part: DataSection, folder: Path, *, look: bool = True) -> DataSource:
             part.train_on,
             *([] if part.images is None else [written_images(asdict(part.images)), part.skip_damaged]),
             *([part.skip_damaged] if part.images is None and part.skip_damaged else []),
+            *([] if part.add_bos_token == "auto" else [f"add_bos_token {part.add_bos_token}"]),
         ]
     )
     try:

@@ -85,6 +85,11 @@ class Writer:
             self.extend(ids, trained)
         self.end_document(())
 
+    @property
+    def at_begin(self) -> bool:
+        """Whether the next ids are the first ones of a document."""
+        return self.tokens == self._first
+
     def extend(self, ids: npt.NDArray[np.integer], trained: npt.NDArray[np.bool_] | None = None) -> None:
         """A piece of a document, not empty."""
         self._write(self._tokens, ids.astype(self.dtype).tobytes())
@@ -96,7 +101,7 @@ class Writer:
 
     def end_document(self, closing: Sequence[int]) -> None:
         """closing: ids behind it. A document without any of its own is counted as empty and left out."""
-        if self.tokens == self._first:
+        if self.at_begin:
             self.empty += 1
             return
         if closing:

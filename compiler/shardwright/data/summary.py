@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from shardwright.data.dataset import Dataset
-from shardwright.data.labels import LabelReport, read_label_report
 from shardwright.data.megatron import open_megatron
 from shardwright.data.pairs import is_of_pairs
 from shardwright.data.pictures import Counts, open_pictures, read_counts
 from shardwright.data.prepare import prepared_folder
+from shardwright.data.read_report import ReadReport, read_report
 from shardwright.data.rows import PADDING_ID, TokenBlock
 from shardwright.data.sources import parts_of
 from shardwright.data.store import Documents, open_documents, read_manifest
-from shardwright.data.tokenizers import Ids, load_tokenizer
+from shardwright.data.tokenizers import Ids, begin_of_document, load_tokenizer
 from shardwright.data.whole import whole_rows
 from shardwright.ir.recipe import DOCUMENT_KINDS, DataSection
 from shardwright.plan.plan import Plan
@@ -35,8 +35,11 @@ class PartSummary:
     Of conversations with pictures: pictures: those of all; too_long: left out because they are longer than S; crowded:
     because they hold more than images.per_row; damaged: because a picture of theirs cannot be used.
 
-    without_labels: conversations left out because something that the assistant said is no label; without_reasoning:
-    those whose reasoning the template does not write; without_end: those whose last answer it does not close.
+    records: read; unusable: code of a diagnostic -> records left out for it; examples: messages of the first ones.
+    replaced: records in which half of a surrogate pair became U+FFFD. without_reasoning: conversations whose reasoning
+    the template does not write; without_end: those whose last answer it does not close.
+
+    begin: what each document of text begins with; None for conversations and captions.
 
     padding_alone: share of padding with each document in rows of its own; padding: as the rows are.
     """
@@ -55,9 +58,13 @@ class PartSummary:
     too_long: int = 0
     crowded: int = 0
     damaged: int = 0
-    without_labels: int = 0
+    records: int = 0
+    unusable: dict[str, int] = field(default_factory=dict)
+    examples: tuple[str, ...] = ()
+    replaced: int = 0
     without_reasoning: int = 0
     without_end: int = 0
+    begin: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +100,8 @@ def _part(plan: Plan, part: DataSection, folder: Path) -> PartSummary:
     if is_of_pairs(part):
         cut, lengths = int((lengths > length).sum()), np.minimum(lengths, length)
         padding = 1 - int(lengths.sum()) / max(1, len(lengths) * length)
-    report = LabelReport() if here is None or part.kind != "chat" else read_label_report(here)
+    report = ReadReport() if here is None else read_report(here)
+    begin = begin_text(part, folder)
     tokens = int(lengths.sum())
     alone = int((-(-lengths // length)).sum()) * length
     return PartSummary(
@@ -111,10 +119,23 @@ def _part(plan: Plan, part: DataSection, folder: Path) -> PartSummary:
         too_long=too_long,
         crowded=counts.crowded,
         damaged=counts.damaged,
-        without_labels=sum(report.left_out.values()),
+        records=report.records,
+        unusable=report.left_out,
+        examples=tuple(report.examples),
+        replaced=report.replaced,
         without_reasoning=report.without_reasoning,
         without_end=report.without_end,
+        begin=begin,
     )
+
+
+def begin_text(part: DataSection, folder: Path) -> str | None:
+    """The text of the ids in front of each document; None where another rule counts."""
+    if part.kind not in ("text", "jsonl", "parquet") or is_of_pairs(part):
+        return None
+    tokenizer = load_tokenizer(str(part.tokenizer), folder)
+    begin = begin_of_document(tokenizer, part.add_bos_token)
+    return tokenizer.decode(np.asarray(begin, dtype=np.int32)) if begin else ""
 
 
 def _trained(documents: Documents, part: DataSection) -> int:

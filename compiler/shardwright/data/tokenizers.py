@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -11,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from shardwright.diagnostics import Refusal, refusal
+from shardwright.diagnostics import Diagnostic, KeyPath, Refusal, found, refusal
 
 Ids = npt.NDArray[np.integer]
 
@@ -38,7 +40,9 @@ class ByteTokenizer:
     def __init__(self) -> None:
         self.size, self.dtype = 256, "uint8"
         self.template: str | None = None
+        self.begin: list[int] = []
         self.end: list[int] = []
+        self.bos: int | None = None
 
     def encode(self, texts: list[str]) -> list[Ids]:
         return [np.frombuffer(without_surrogates(text).encode("utf-8"), dtype=np.uint8) for text in texts]
@@ -66,10 +70,19 @@ class HubTokenizer:
         self._hf = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         self.size = len(self._hf)
         self.end = [] if self._hf.eos_token_id is None else [int(self._hf.eos_token_id)]
+        self.bos = None if self._hf.bos_token_id is None else int(self._hf.bos_token_id)
         self.dtype = "uint16" if self.size <= 2**16 else "int32"
         template = self._hf.chat_template
         # Several by name: for tools, for retrieval.
         self.template = cast("str | None", template.get("default") if isinstance(template, dict) else template)
+
+    @functools.cached_property
+    def begin(self) -> list[int]:
+        """What the post-processor puts in front of a text: <bos>, GLM's [gMASK]<sop>, or nothing."""
+        bare = self._encoding("a")["input_ids"]
+        ids = [int(i) for i in self._encoding("a", add_special_tokens=True)["input_ids"]]
+        places = (n for n in range(len(ids) - len(bare) + 1) if ids[n : n + len(bare)] == list(bare))
+        return ids[: next(places, 0)]
 
     def encode(self, texts: list[str]) -> list[Ids]:
         found = self._encoding(texts)["input_ids"] if texts else []
@@ -90,7 +103,7 @@ class HubTokenizer:
         """Some mistakes of a tokenizer's files show at the first text that meets them. Raises Refusal (SW6121)."""
         text = without_surrogates(text) if isinstance(text, str) else [without_surrogates(one) for one in text]
         try:
-            return self._hf(text, add_special_tokens=False, verbose=False, **more)
+            return self._hf(text, verbose=False, **({"add_special_tokens": False} | more))
         except Exception as error:  # whatever a broken file makes the tokenizer's code raise
             raise _unusable(self.folder, error) from None
 
@@ -108,7 +121,23 @@ def special_tokens(tokenizer: Any) -> dict[str, str]:
 
 
 Tokenizer = ByteTokenizer | HubTokenizer
-"""end: the ids behind each document; dtype: the smallest that holds every id; template: Jinja2, None for none."""
+"""begin, end: the ids in front of and behind each document; bos: the id of its bos_token, None for none; dtype: the
+smallest that holds every id; template: Jinja2, None for none."""
+
+
+def begin_of_document(tokenizer: Tokenizer, add_bos_token: bool | str) -> list[int]:
+    """The ids in front of each document. add_bos_token: of the recipe. Raises Refusal (SW6152)."""
+    if add_bos_token == "auto" or (add_bos_token and tokenizer.begin):
+        return tokenizer.begin
+    if not add_bos_token:
+        return []
+    if tokenizer.bos is None:
+        raise refusal(
+            "SW6152",
+            "data.add_bos_token is true, and the tokenizer has no bos_token",
+            "Name one in tokenizer_config.json, or write `add_bos_token: auto`.",
+        )
+    return [tokenizer.bos]
 
 
 @functools.lru_cache(maxsize=4)
@@ -122,7 +151,52 @@ def load_tokenizer(name: str, folder: Path) -> Tokenizer:
         raise _unusable(folder / name, error) from None
 
 
+def missing_packages(folder: Path) -> tuple[str, ...]:
+    """What the tokenizer in `folder` needs and is not installed: a tokenizer.model has to be converted."""
+    if (folder / "tokenizer.json").is_file():
+        return ()
+    needed: set[str] = set()
+    for path in folder.glob("*.model"):
+        try:
+            with path.open("rb") as file:
+                # SentencePiece's is a protocol buffer whose first field is a message; tiktoken's is text.
+                needed |= {"sentencepiece", "protobuf"} if file.read(1) == b"\n" else {"tiktoken"}
+        except OSError:
+            continue
+    return tuple(sorted(name for name in needed if not _is_installed(name)))
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec({"protobuf": "google.protobuf"}.get(package, package)) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def missing_packages_warning(folder: Path, key: KeyPath) -> Iterator[Diagnostic]:
+    """One where `prepare` could not read the tokenizer on this machine."""
+    if missing := missing_packages(folder):
+        yield found(
+            "SW1454",
+            key,
+            f"the tokenizer in {str(folder)!r} has no tokenizer.json: `prepare` and `run` need the package "
+            f"{' and '.join(missing)} to read it, which this machine does not have",
+            f"{_INSTALL} where they run.",
+            severity="warning",
+        )
+
+
+_INSTALL = "pip install 'shardwright[data]'"
+
+
 def _unusable(folder: Path, error: Exception) -> Refusal:
+    if missing := missing_packages(folder):
+        return refusal(
+            "SW6121",
+            f"the tokenizer in {str(folder)!r} has no tokenizer.json, and needs the package {' and '.join(missing)}, "
+            "which is not installed",
+            f"{_INSTALL}, or save it once with a tokenizer.json (`save_pretrained` of transformers' AutoTokenizer).",
+        )
     lines = str(error).strip().splitlines() or [type(error).__name__]
     why = "it is Python code of its own, which is not run" if "trust_remote_code" in str(error) else lines[0][:300]
     return refusal(

@@ -190,8 +190,8 @@ class DataSection:
     tokenizer: "byte", a HF name, or a folder made absolute; in a plan "byte", a folder relative to the compiled one, or
         None for what holds token ids.
     field: of jsonl and parquet; messages, template, train_on: of chat.
-    images: of chat for a model that sees. skip_damaged: share of the conversations that damaged pictures, or labels
-        that a template does not write, may cost.
+    images: of chat for a model that sees. skip_damaged: share of the records that may be left out.
+    add_bos_token: of text, jsonl and parquet: whether documents begin with it; auto: as the tokenizer itself does.
     mixture: of kind "mixture", each part with its weight; shuffle counts for all of them.
     """
 
@@ -206,6 +206,7 @@ class DataSection:
     train_on: str = "assistant"  # assistant | all
     images: ImagesSection | None = None
     skip_damaged: float = 0.0
+    add_bos_token: bool | str = "auto"  # auto | True | False
     weight: float = 1.0
     mixture: tuple[DataSection, ...] = ()
 

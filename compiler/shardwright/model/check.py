@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shardwright.data.tokenizers import missing_packages_warning
 from shardwright.diagnostics import Diagnostic, KeyPath, Refusal, found
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.recipe import ModelSection, Recipe
@@ -95,6 +96,7 @@ def _tokenizer(name: str, key: KeyPath, vocabulary: int | None, own: bool) -> It
     if not any(path.is_file() for pattern in TOKENIZER_PATTERNS for path in folder.glob(pattern)):
         help = "Save it with `save_pretrained` and give that folder (as ./path), or write `tokenizer: byte`."
         yield found("SW1911", key, f"data.tokenizer: {name!r} holds no tokenizer files", help, ("byte",))
+    yield from missing_packages_warning(folder, key)
     largest = _largest_id(folder / "tokenizer.json")
     if vocabulary is not None and largest is not None and largest >= vocabulary:
         message = f"the tokenizer {name!r} has ids up to {largest}, the model's vocabulary ends at {vocabulary - 1}"

@@ -43,13 +43,15 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         del document["outer"], document["launch"]["outer_store"], document["predicted"]["time"]["outer_comm_seconds"]
     if plan.tracking is not None and plan.tracking.noise_scale is None:
         del document["tracking"]["noise_scale"]
-    _leave_out_pictures(document["data"])
+    _leave_out_defaults(document["data"])
     if plan.validation is not None and plan.validation.data is not None:
-        _leave_out_pictures(document["validation"]["data"])
+        _leave_out_defaults(document["validation"]["data"])
     return document
 
 
-def _leave_out_pictures(data: dict[str, Any]) -> None:
+def _leave_out_defaults(data: dict[str, Any]) -> None:
+    if data["add_bos_token"] == "auto":
+        del data["add_bos_token"]
     if data["images"] is None:
         del data["images"]
         if not data["skip_damaged"]:
@@ -57,7 +59,7 @@ def _leave_out_pictures(data: dict[str, Any]) -> None:
     else:
         data["images"] = written_images(data["images"])
     for part in data["mixture"]:
-        _leave_out_pictures(part)
+        _leave_out_defaults(part)
 
 
 def written_images(images: dict[str, Any]) -> dict[str, Any]:

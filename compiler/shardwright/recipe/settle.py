@@ -43,7 +43,8 @@ def decide(document: JsonObject) -> JsonObject:
     decided["model"] = model
     for section in ("data", "validation"):
         if decided.get(section) is not None:
-            decided[section] = _with_tokenizer(cast(JsonObject, decided[section]), cast("str | None", model["source"]))
+            data = _with_tokenizer(cast(JsonObject, decided[section]), cast("str | None", model["source"]))
+            decided[section] = _without_auto_bos(data)
     cluster = cast(JsonObject, document["cluster"])
     if cluster.get("measured", "") is None:  # said or left out, it is the same recipe
         decided["cluster"] = {key: value for key, value in cluster.items() if key != "measured"}
@@ -60,6 +61,14 @@ def with_measured_saves(recipe: Recipe, gbytes_per_second: float) -> Recipe:
         cluster=replace(recipe.cluster, checkpoint_gbytes_per_second=value),
         document={**recipe.document, "cluster": section},
     )
+
+
+def _without_auto_bos(data: JsonObject) -> JsonObject:
+    """Said or left out, it is the same recipe."""
+    if "mixture" in data:
+        parts = cast("list[JsonObject]", data["mixture"])
+        return {**data, "mixture": [_without_auto_bos(part) for part in parts]}
+    return {key: value for key, value in data.items() if (key, value) != ("add_bos_token", "auto")}
 
 
 def _with_tokenizer(data: JsonObject, source: str | None) -> JsonObject:

@@ -190,9 +190,9 @@ def test_a_call_that_the_template_does_not_write_is_refused_or_left_out(tmp_path
         if fits:
             opened(p, tmp_path)
             (found,) = summarize(p, tmp_path)
-            assert found.documents == 3 and found.without_labels == 1 and found.without_reasoning == 0
+            assert found.documents == 3 and found.unusable == {"SW6124": 1} and found.without_reasoning == 0
         else:
-            assert refused(p, tmp_path)[0] == "SW6124"
+            assert refused(p, tmp_path)[0] == "SW6153"
 
 
 def test_reasoning_that_the_template_leaves_out_is_counted(tmp_path: Path) -> None:

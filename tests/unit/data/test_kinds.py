@@ -100,7 +100,7 @@ def test_long_text_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("text", b"", "SW6116", "all empty"),
         ("jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', "SW6107", ":2: byte 0xe9 at offset 27"),
         ("jsonl", b'{"text": "a"}\n{"text": \n', "SW6109", ":2: this line is not JSON"),
-        ("jsonl", b'["a"]\n', "SW6109", ":1: this line is not a JSON object"),
+        ("jsonl", b'["a"]\n', "SW6109", ":1: this record is not a JSON object"),
         ("jsonl", b'{"text": "a"}\n\n{"body": "a"}\n', "SW6110", ":3: there is no 'text'"),
         ("jsonl", b'{"text": 5}\n', "SW6110", "holds a number"),
         ("jsonl", b'{"text": null}\n', "SW6110", "holds null"),

@@ -228,6 +228,7 @@ def reader(tmp_path: Path) -> Callable[..., Any]:
     from transformers import AutoConfig
 
     from shardwright.data.progress import ReadingProgress
+    from shardwright.data.read_report import ReadReport
     from shardwright.data.seen import SeenReader
     from shardwright.data.sight import Sight
     from shardwright.data.store import Writer, open_documents
@@ -265,7 +266,7 @@ def reader(tmp_path: Path) -> Callable[..., Any]:
         at = tmp_path / "prepared"
         writer, sight = Writer(at, "uint16", masked=True), Sight(tmp_path / "tokenizer", part.images)
         pictures = PictureWriter(at)
-        seen = SeenReader(part, HubTokenizer(tmp_path / "tokenizer"), sight, writer, pictures)
+        seen = SeenReader(part, HubTokenizer(tmp_path / "tokenizer"), sight, writer, pictures, ReadReport(share=skip))
         for _ in seen.read((str(source),), ReadingProgress("reading", 1)):
             pass
         pictures.finish()

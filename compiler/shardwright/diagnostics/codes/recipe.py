@@ -84,6 +84,7 @@ RECIPE_CODES: dict[str, str] = {
     "SW1451": "a launch command that cannot be read",
     "SW1452": "a configuration of Accelerate that cannot be read",
     "SW1453": "the file that import would write already exists or cannot be written",
+    "SW1454": "a tokenizer that needs a package to be read",
     "SW1909": "this version does not run the kind of parallelism",
     "SW1910": "there is no data to train on",
     "SW1911": "the tokenizer is missing or cannot be used",
