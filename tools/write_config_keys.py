@@ -99,6 +99,7 @@ def _entry(model_type: str) -> dict[str, Any]:
         sizes = dict(_sizes(default))
         keys = {name: kinds(default, name) for name in sorted(names)}
         entry = {"keys": keys, "aliases": dict(sorted(config_class.attribute_map.items())), "sizes": sizes}
+        entry["tied"] = bool(getattr(default, config_keys.TIED, False))
         return {key: value for key, value in {**entry, "heads": heads(model_type)}.items() if value}
     print(f"{model_type}: its class has no defaults", file=sys.stderr)
     return {"keys": {}}

@@ -31,7 +31,7 @@ from shardwright.layout.rule import Candidate
 from shardwright.lower.folder import check_checkpoint_folder
 from shardwright.lower.inputs import copied_inputs, model_companions
 from shardwright.lower.lower import lower, sealed
-from shardwright.model.build import build_model_graph
+from shardwright.model.build import build_model_graph, compare_weights
 from shardwright.model.own_code import locate_own_code
 from shardwright.model.popular.snapshot import locate_weights, tokenizer_folder
 from shardwright.partition.tensor import tensor_parallel_map, with_whole_experts
@@ -62,12 +62,13 @@ class Compiled:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
     """What the recipe names, read. weights: None where they are random. own_code: its folder and what is in it.
-    cluster: of one node where the recipe says `nodes: auto`."""
+    cluster: of one node where the recipe says `nodes: auto`. warnings: of the weights against the model."""
 
     weights: LocatedWeights | None
     own_code: tuple[Path, OwnCode] | None
     graph: ModelGraph
     cluster: Cluster
+    warnings: tuple[Diagnostic, ...] = ()
 
 
 def compile_recipe(recipe: Recipe) -> Compiled:
@@ -96,7 +97,7 @@ def compile_recipe(recipe: Recipe) -> Compiled:
             files = {name: content for name, content in files.items() if not is_launch_file(name)}
     except Refusal as refusal:
         raise Refusal(*dict.fromkeys(refusal.diagnostics), source=recipe.source) from None
-    warnings = (*estimate.diagnostics, *warnings)
+    warnings = (*inputs.warnings, *estimate.diagnostics, *warnings)
     return Compiled(plan=plan, files=files, islands=islands, warnings=warnings, error=estimate.error)
 
 
@@ -148,9 +149,10 @@ def read_inputs(recipe: Recipe) -> Inputs:
     graph, own_code = model
     graph.verify()
     cluster.verify()
+    warnings = None if weights is None else _unless_refused(errors, lambda: compare_weights(section, graph))
     if errors:
         raise Refusal(*errors, *_layout_errors(Problem(recipe=recipe, graph=graph, cluster=cluster), errors))
-    return Inputs(weights=weights, own_code=own_code, graph=graph, cluster=cluster)
+    return Inputs(weights=weights, own_code=own_code, graph=graph, cluster=cluster, warnings=warnings or ())
 
 
 def _unless_refused(errors: list[Diagnostic], stage: Callable[[], T]) -> T | None:

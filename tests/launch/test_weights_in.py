@@ -9,11 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 
 from tests.launch.resume_matrix import ROOT
-from tests.parity.harness import must, shardwright
+from tests.parity.harness import metrics, must, shardwright
+from tests.unit.model.quantised import quantise_fp8
 
 MIB = 2**20
 SLACK_BYTES = 8 * MIB
@@ -84,3 +87,44 @@ def test_a_rank_holds_its_shard_and_a_layer(out: Path, rank: int) -> None:
     assert found["held"] < 0.3 * whole
     assert found["read"] == found["held"]  # its own slices, each once
     assert found["peak"] <= found["held"] + largest + SLACK_BYTES, (found, largest)
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("kind", ["a head of its own", "fp8"])
+def test_a_run_starts_from_the_model_that_transformers_loads(kind: str, tmp_path: Path) -> None:
+    """The first loss and the number of parameters are from_pretrained's, of the same folder."""
+    config = {**CONFIG, "hidden_size": 96, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 257}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    model.save_pretrained(tmp_path / "weights")
+    quantisation = None
+    if kind == "fp8":
+        quantise_fp8(tmp_path / "weights")
+        quantisation = FineGrainedFP8Config(dequantize=True, weight_block_size=(16, 16))
+    else:
+        path = tmp_path / "weights" / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": True}))
+    tokens = np.random.default_rng(7).integers(0, 257, (2, 33), dtype=np.int32)
+    np.save(tmp_path / "tokens.npy", tokens)
+    document = {
+        "version": 1,
+        "name": "start",
+        "model": {"source": "./weights"},
+        "cluster": {"nodes": 1, "gpus_per_node": 2, "gpu": "cpu"},
+        "training": {"sequence_length": 33, "global_batch_size": 2, "steps": 1, "precision": "fp32"},
+        "data": {"kind": "tokens", "path": "tokens.npy", "shuffle": False, "packing": False},
+        "parallelism": {"tensor": 2, "pipeline": 1, "data": 1, "micro_batch_size": 1},
+    }
+    (tmp_path / "recipe.json").write_text(json.dumps(document))
+    out = tmp_path / "out"
+    told = must(shardwright("compile", tmp_path / "recipe.json", "-o", out))
+    assert ("note[SW2025]" if kind == "fp8" else "warning[SW2026]") in told.stderr
+    plain = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "weights", dtype=torch.float32, quantization_config=quantisation
+    )
+    count = json.loads((out / "plan.json").read_text())["model"]["total_parameters"]
+    assert count == sum(parameter.numel() for parameter in plain.parameters())
+    must(shardwright("run", out))
+    ids = torch.from_numpy(tokens.astype(np.int64))
+    with torch.no_grad():
+        wanted = float(plain(input_ids=ids, labels=ids).loss)
+    assert abs(metrics(out)[0]["loss"] - wanted) < 1e-5

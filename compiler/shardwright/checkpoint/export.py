@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -38,6 +39,8 @@ from shardwright.modules.model_config import load_config
 from shardwright.modules.precision import DTYPES
 from shardwright.plan.plan import Plan
 
+_PREDICTS_MORE = re.compile(r"num_nextn_predict_layers|_?num_mtp_(\w*)layers|mtp_num_hidden_layers")
+_MTP = re.compile(r"(^|[._])(mtp|nextn|eh_proj)([._]|$)")
 SHARD_BYTES = 5 * 10**9
 
 
@@ -173,6 +176,7 @@ def _write_configs(plan: Plan, model: PreTrainedModel, dtype: torch.dtype, check
     if plan.model.own_code is not None:
         task = task_named(plan.model.task)
         _bring_own_code(plan.model.own_code, task, model, checkpoint / "model", folder)
+    describe_what_is_there(model)
     model.config.save_pretrained(folder)
     if isinstance(getattr(model, "generation_config", None), GenerationConfig):  # one that compares writes no text
         if is_byte_level(plan):  # what the type's default ids mean is a byte of text here, and no end
@@ -181,6 +185,19 @@ def _write_configs(plan: Plan, model: PreTrainedModel, dtype: torch.dtype, check
         model.generation_config.save_pretrained(folder)
     if (checkpoint / "model" / GENERATION).is_file():
         shutil.copyfile(checkpoint / "model" / GENERATION, folder / GENERATION)
+
+
+def describe_what_is_there(model: PreTrainedModel) -> None:
+    """Takes out of the configuration what it says of tensors that an export does not hold: their quantisation, and
+    layers for multi-token prediction, which transformers' class does not build."""
+    names = list(model.state_dict())
+    for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
+        for key in ("quantization_config", "compression_config"):
+            if hasattr(config, key):
+                delattr(config, key)
+        for key, value in config.to_dict().items():
+            if _PREDICTS_MORE.fullmatch(key) and isinstance(value, int) and not any(_MTP.search(n) for n in names):
+                setattr(config, key, 0)
 
 
 def _bring_own_code(code: OwnCode, task: Task, model: PreTrainedModel, folder: Path, output: Path) -> None:

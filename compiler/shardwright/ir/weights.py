@@ -13,6 +13,9 @@ class LocatedWeights:
     revision: str | None
 
 
+DEQUANTIZED: tuple[str, ...] = ("fp8", "mxfp4")
+"""`quant_method` of config.json whose weights are read as numbers, as transformers' `dequantize=True` does."""
+
 TOKENIZER_PATTERNS: tuple[str, ...] = (
     "tokenizer*.json",
     "vocab*",

@@ -6,20 +6,49 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from shardwright.diagnostics import Diagnostic
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import ModelSection
 from shardwright.model.cache import cache_key, cached_graph, is_off, store_graph
 from shardwright.model.popular.graphs import shipped_graph
 from shardwright.model.popular.hub import processor_here, read_config
+from shardwright.model.weights_check import check_weights, own_head_refusal, own_heads, untied
 
 _KNOWN: dict[tuple[str, str, str, bool, str], ModelGraph] = {}
 """Of this process: `estimate` asks for the same graph many times."""
 
 
 def build_model_graph(section: ModelSection) -> ModelGraph:
-    """Raises Refusal with SW2xxx where the model cannot be found, read, built or split."""
+    """With a head of its own where the weights have one, whatever the configuration says (SW2026). Raises Refusal with
+    SW2xxx where the model cannot be found, read, built or split."""
     config, inline = read_config(section)
+    graph = _graph(section, config, inline)
+    heads = _own_heads(section, graph)
+    if not heads:
+        return graph
+    separate = _graph(section, untied(config), inline)
+    if _own_heads(section, separate) or len(separate.tied) + 1 != len(graph.tied):
+        raise own_head_refusal([name for pair in heads for name in pair])
+    return separate
+
+
+def compare_weights(section: ModelSection, graph: ModelGraph) -> tuple[Diagnostic, ...]:
+    """What the weights in the folder `section.source` have that the model does not take, and what of them is read in
+    another way than the configuration says. Raises Refusal: SW1913, SW2022, SW2024 to SW2027."""
+    config, inline = read_config(section)
+    heads = _own_heads(section, _graph(section, config, inline))
+    return check_weights(Path(section.source or ""), config, graph, heads)
+
+
+def _own_heads(section: ModelSection, graph: ModelGraph) -> tuple[tuple[str, str], ...]:
+    source = section.source or ""
+    if section.weights != "pretrained" or not graph.tied or not Path(source).is_absolute():
+        return ()
+    return own_heads(Path(source), graph.tied)
+
+
+def _graph(section: ModelSection, config: JsonObject, inline: bool) -> ModelGraph:
     if section.trust_remote_code is not None and "auto_map" in config:
         return _trace(section, config, inline)  # its code is no part of any key
     text = json.dumps(config, sort_keys=True)

@@ -12,10 +12,12 @@ from shardwright.diagnostics import Diagnostic, KeyPath, Refusal, found
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.recipe import ModelSection, Recipe
 from shardwright.ir.weights import TOKENIZER_PATTERNS
-from shardwright.model.config_keys import config_errors, vocabulary_size
-from shardwright.model.popular.hub import CONFIG_NAME, config_here, no_id, read_config_file
+from shardwright.model.config_keys import brings_code, config_errors, is_tied, vocabulary_size
+from shardwright.model.own_code import untrusted
+from shardwright.model.popular.hub import CONFIG_NAME, cached_config, config_here, no_id, read_config_file
 from shardwright.model.popular.shipped import nearest_ids, shipped_config
 from shardwright.model.popular.snapshot import locate_weights
+from shardwright.model.weights_check import check_headers
 from shardwright.safe_read import parse_json, read_regular
 
 MOST_TOKENIZER_BYTES = 128 * 2**20
@@ -31,8 +33,10 @@ def check_model(recipe: Recipe) -> tuple[Diagnostic, ...]:
     wrong = list(told)
     if config is not None:
         inline = recipe.model.config is not None
+        if not inline and recipe.model.trust_remote_code is None and brings_code(config):
+            wrong.append(untrusted(recipe.model.source or "", config.get("model_type")))
         wrong += config_errors(config, ("model", "config") if inline else ("model", "source"), inline)
-    wrong += _weights(recipe.model)
+    wrong += _weights(recipe.model, config)
     vocabulary = None if config is None or wrong else vocabulary_size(config)
     for key, part in recipe.tokenized():
         if part.tokenizer is not None:
@@ -69,14 +73,18 @@ def _unknown(name: str, key: KeyPath) -> Diagnostic:
     return found(code, key, message, help, near, "note")
 
 
-def _weights(section: ModelSection) -> tuple[Diagnostic, ...]:
-    if section.source is None or not os.path.isabs(section.source):
+def _weights(section: ModelSection, config: JsonObject | None) -> tuple[Diagnostic, ...]:
+    """What the files' headers say; a hub id's files are looked at where they are in the cache."""
+    if section.source is None or section.weights != "pretrained":
         return ()
+    if not os.path.isabs(section.source):
+        cached = cached_config(section.source, section.revision)
+        return () if cached is None or config is None else check_headers(cached.parent, config, tied=is_tied(config))
     try:
         locate_weights(section)
     except Refusal as refusal:
         return refusal.diagnostics
-    return ()
+    return () if config is None else check_headers(Path(section.source), config, tied=is_tied(config))
 
 
 def _tokenizer(name: str, key: KeyPath, vocabulary: int | None, own: bool) -> Iterator[Diagnostic]:

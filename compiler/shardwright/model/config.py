@@ -35,6 +35,8 @@ from shardwright.model.support import support
 COMMON_KEYS = {"model_type", "torch_dtype", "rope_theta", "rope_scaling", "transformers_version", "_name_or_path"}
 # Say who wrote the configuration and where it lay, not what the model is.
 _VOLATILE_KEYS = ("transformers_version", "_name_or_path", "_attn_implementation", "_attn_implementation_autoset")
+# Says how the published files are stored; what is trained and exported is not quantised.
+_STORAGE_KEYS = ("quantization_config", "compression_config")
 
 
 def check_model_type(config: JsonObject, key: KeyPath, inline: bool, asked: TaskName | Literal["auto"]) -> Task:
@@ -73,7 +75,7 @@ def resolve_config(
     if wrong := tuple(wrong_keys(config, known, problem, key, inline=inline, takes=takes)):
         raise Refusal(*wrong)
     renamed = {"torch_dtype": "dtype"}  # the old name still works, with a warning of transformers' own
-    left_out = {*_VOLATILE_KEYS, "model_type"}
+    left_out = {*_VOLATILE_KEYS, *_STORAGE_KEYS, "model_type"}
     values = {renamed.get(name, name): value for name, value in config.items() if name not in left_out}
     try:
         resolved = config_class(**values)

@@ -37,6 +37,7 @@ _SIZES = (
 MOST_LAYERS = 2048
 ANY_VALUE = "any"
 """In place of kinds: the key takes what it is given."""
+TIED = "tie_word_embeddings"
 SIZES = ("vocab_size", "hidden_size", "num_attention_heads")
 _WORDS: dict[str, str] = {"b": "true or false", "i": "an integer", "f": "a number", "s": "text", "l": "a list"}
 
@@ -45,12 +46,13 @@ _WORDS: dict[str, str] = {"b": "true or false", "i": "an integer", "f": "a numbe
 class TypeKeys:
     """Of one model type. keys: name -> letters of the kinds that it takes. aliases: other name -> the class's own.
     sizes: defaults. heads: whether heads must divide the hidden size: always | derived (where head_dim is not given) |
-    "" (unknown)."""
+    "" (unknown). tied: whether the head is the embedding where the configuration does not say."""
 
     keys: Mapping[str, str]
     aliases: Mapping[str, str]
     sizes: Mapping[str, int]
     heads: str
+    tied: bool
 
     def size(self, config: JsonObject, name: str) -> int | None:
         """That of the configuration, under either name; else the default."""
@@ -74,7 +76,11 @@ def type_keys(model_type: str) -> TypeKeys | None:
     own = {key: kinds for kinds, names in entry["keys"].items() for key in names}
     keys = {**dict.fromkeys(published_keys(model_type), ANY_VALUE), **_table()["common"], **own}
     return TypeKeys(
-        keys=keys, aliases=entry.get("aliases", {}), sizes=entry.get("sizes", {}), heads=entry.get("heads", "")
+        keys=keys,
+        aliases=entry.get("aliases", {}),
+        sizes=entry.get("sizes", {}),
+        heads=entry.get("heads", ""),
+        tied=entry.get("tied", False),
     )
 
 
@@ -85,7 +91,7 @@ def is_of_installed() -> bool:
 
 def config_errors(config: JsonObject, key: KeyPath, inline: bool) -> tuple[Diagnostic, ...]:
     """SW2003 to SW2007 and SW2017, as far as the table tells. inline: it stands in the recipe at `key`."""
-    if not is_of_installed() or (not inline and "auto_map" in config):  # auto_map: it may bring its own type
+    if not is_of_installed() or (not inline and brings_code(config)):
         return ()
     model_type = config.get("model_type")
     if isinstance(model_type, str) and model_type in PAIR_TYPES:
@@ -99,6 +105,14 @@ def config_errors(config: JsonObject, key: KeyPath, inline: bool) -> tuple[Diagn
     return () if known is None else tuple(_values(config, known, key, inline, model_type))
 
 
+def brings_code(config: JsonObject) -> bool:
+    """Whether the model runs on Python code of its own: transformers does not have its type."""
+    if "auto_map" not in config or not is_of_installed():
+        return False
+    model_type, known = config.get("model_type"), support()
+    return model_type not in {*known.types, *known.others, *seeing_types(), *PAIR_TYPES}
+
+
 def vocabulary_size(config: JsonObject) -> int | None:
     """None where it is not known without transformers (a part of a configuration in parts)."""
     model_type = config.get("model_type")
@@ -108,6 +122,18 @@ def vocabulary_size(config: JsonObject) -> int | None:
     found = None if known is None else known.size(config, "vocab_size")
     written = config.get("vocab_size")  # of a configuration in parts that is written flat, as Qwen2.5-VL's
     return written if found is None and isinstance(written, int) else found
+
+
+def is_tied(config: JsonObject) -> bool:
+    """Whether the head is the embedding: by the configuration, else by the type's default."""
+    if TIED in config:
+        return config[TIED] is True
+    text = config.get("text_config")
+    if isinstance(text, dict) and TIED in text:
+        return text[TIED] is True
+    model_type = config.get("model_type")
+    known = type_keys(model_type) if isinstance(model_type, str) and is_of_installed() else None
+    return known is not None and known.tied
 
 
 def _no_type(model_type: JsonValue, where: KeyPath) -> Diagnostic:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardwright.diagnostics import KeyPath, Refusal, refusal
+from shardwright.diagnostics import Diagnostic, KeyPath, Refusal, found, refusal
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.own_code import OwnCode
 from shardwright.ir.recipe import ModelSection
@@ -54,14 +54,7 @@ def find(section: ModelSection, config: JsonObject) -> tuple[Path, OwnCode]:
 
     source = section.source or ""
     if section.trust_remote_code is None:
-        name = "the folder as model.source has it" if Path(source).is_absolute() else source
-        raise refusal(
-            "SW2014",
-            f"{source!r} is a {config.get('model_type')!r}, which runs on Python code of its own",
-            f"Read that code first. If you trust it, say so by name: `trust_remote_code: {name}` under `model`. "
-            "Or use a type that transformers has itself.",
-            _KEY,
-        )
+        raise Refusal(untrusted(source, config.get("model_type")))
     try:
         folder = Path(source) if Path(source).is_absolute() else code_folder(source, section.revision)
         return folder, own_code_in(folder, config)
@@ -75,6 +68,17 @@ def find(section: ModelSection, config: JsonObject) -> tuple[Path, OwnCode]:
         ) from None
     except (OSError, ValueError, SyntaxError) as error:
         raise _broken(section, " ".join(str(error).split())[:200]) from None
+
+
+def untrusted(source: str, model_type: object) -> Diagnostic:
+    """SW2014: the model's code would have to run."""
+    name = "the folder as model.source has it" if Path(source).is_absolute() else source
+    message = f"{source!r} is a {model_type!r}, which runs on Python code of its own"
+    help = (
+        f"Read that code first. If you trust it, say so by name: `trust_remote_code: {name}` under `model`. "
+        "Or use a type that transformers has itself."
+    )
+    return found("SW2014", _KEY, message, help)
 
 
 def _broken(section: ModelSection, cause: str) -> Refusal:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
-from copy import deepcopy
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from shardwright.diagnostics import Refusal, refusal
+from shardwright.hf.checkpoint_keys import Conversion, dequantizer, map_keys, meta_tensor
+from shardwright.hf.weight_headers import FLOATS, INDEX, SINGLE, weight_file_names
+from shardwright.ir.json_value import JsonObject
+from shardwright.safe_read import parse_json, read_regular
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-_FLOATS = ("F64", "F32", "F16", "BF16")
 _OTHER_FILES = re.compile(r"(adapter_model|consolidated).*\.safetensors")
 
 Range = tuple[int, int, int]
@@ -45,43 +43,52 @@ class WeightFiles:
         self.folder = folder
         self.read_bytes = 0
         self._files: dict[str, Any] = {}
-        self._converted: dict[str, tuple[WeightConverter, list[tuple[str, str]], str]] = {}
+        self._converted: dict[str, Conversion] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._last: tuple[str, dict[str, torch.Tensor]] = ("", {})
         keys = {key: file for file in self._file_names() for key in self._open(file).keys()}  # noqa: SIM118
         self._where = keys
-        self._direct = {key: key for key in keys} if model is None else self._map(model, list(keys))
+        self._direct = {key: key for key in keys}
+        self._parameters: frozenset[str] = frozenset()
+        if model is not None:
+            self._parameters = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
+            self._map(model)
 
     def names(self) -> Iterable[str]:
         return (*self._direct, *self._converted)
 
     def read(self, name: str, range_: Range | None) -> torch.Tensor:
+        """Raises Refusal: SW6219 for a parameter that is not finite."""
         if name in self._converted:
-            tensor = self._convert(name)
-            return tensor if range_ is None else tensor.narrow(*range_)
-        return self._slice(self._direct[name], range_)
+            whole = self._convert(name)
+            tensor = whole if range_ is None else whole.narrow(*range_)
+        else:
+            tensor = self._slice(self._direct[name], range_)
+        if name in self._parameters and tensor.numel() and tensor.is_floating_point():
+            low, high = torch.aminmax(tensor)  # NaN is in both
+            if not (torch.isfinite(low) and torch.isfinite(high)):
+                raise _not_finite(name, self.folder, tensor.dtype)
+        return tensor
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raises Refusal unless the files hold the parameter in this shape, in a type that can be trained."""
-        keys = [key for key, _ in self._converted[name][1]] if name in self._converted else [self._direct[name]]
+        converted = self._converted.get(name)
+        keys = [self._direct[name]] if converted is None else [key for key, _ in converted.sources]
         for key in keys:
             kind = self._open(self._where[key]).get_slice(key).get_dtype()
-            if kind not in _FLOATS:
-                raise self.refusal(f"{key} is of type {kind}: only {', '.join(_FLOATS)} can be trained")
+            if kind not in FLOATS and (converted is None or self._quantizer is None):
+                raise self.refusal(f"{key} is of type {kind}: only {', '.join(FLOATS)} can be trained")
         found = self._shapes.get(name) or tuple(self._open(self._where[keys[0]]).get_slice(keys[0]).get_shape())
         if found != shape:
             raise self.refusal(f"{name} has the shape {found} in them, the model's is {shape}")
 
     def _file_names(self) -> list[str]:
         try:
-            if (self.folder / INDEX).is_file():
-                index = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
-                return sorted(set(index["weight_map"].values()))
-            if (self.folder / SINGLE).is_file():
-                return [SINGLE]
+            if (self.folder / SINGLE).is_file() or (self.folder / INDEX).is_file():
+                return list(weight_file_names(self.folder))
             found = sorted(path.name for path in self.folder.glob("*.safetensors"))
             files = [name for name in found if not _OTHER_FILES.fullmatch(name)]
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError) as error:
             raise self.refusal(f"{INDEX} cannot be read ({error})") from None
         if not files:
             raise self.refusal("there is no safetensors file in it")
@@ -112,51 +119,43 @@ class WeightFiles:
         self.read_bytes += tensor.numel() * tensor.element_size()
         return tensor  # type: ignore[no-any-return]
 
-    def _map(self, model: PreTrainedModel, keys: list[str]) -> dict[str, str]:
-        """The model's name -> the files' key, as transformers' own loading renames (core_model_loading.py,
-        convert_and_load_state_dict_in_model)."""
-        mapping = get_model_conversion_mapping(model)
-        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-        wanted, prefix = model.state_dict(), model.base_model_prefix
-        direct: dict[str, str] = {}
-        groups: dict[str, tuple[WeightConverter, list[tuple[str, str]], str]] = {}
-        for key in sorted(keys, key=_natural):
-            name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
-            if name not in wanted and key in wanted:
-                name, pattern = rename_source_key(key, [], [], prefix, wanted)
-            if name not in wanted:
-                continue
-            if pattern is None:
-                direct.setdefault(name, key)
-            else:
-                groups.setdefault(name, (by_pattern[pattern], [], name))[1].append((key, pattern))
-        for group in groups.values():
-            for name, tensor in self._realize(group, model, meta=True).items():
-                self._converted[name], self._shapes[name] = group, tuple(tensor.shape)
-        self._model = model
-        return direct
+    def _map(self, model: PreTrainedModel) -> None:
+        """As from_pretrained renames, puts together and de-quantises."""
+        self._model, self._quantizer = model, dequantizer(self._config())
+        found = map_keys(model, self._where, self._quantizer)
+        self._direct = dict(found.direct)
+        for conversion in found.conversions:
+            try:
+                made = conversion.convert(model, self._meta)
+            except Exception as error:  # of transformers' own operations, on a set of tensors that is not whole
+                raise self.refusal(f"{conversion.first} cannot be put together ({error})") from None
+            for name, tensor in made.items():
+                self._converted[name], self._shapes[name] = conversion, tuple(tensor.shape)
+
+    def _config(self) -> JsonObject:
+        """Of the weights themselves: what the plan holds says nothing of how they are stored."""
+        try:
+            config = parse_json(read_regular(self.folder / "config.json"))
+        except (OSError, ValueError):
+            return {}
+        return config if isinstance(config, dict) else {}
+
+    def _meta(self, key: str) -> torch.Tensor:
+        lazy = self._open(self._where[key]).get_slice(key)
+        return meta_tensor(lazy.get_shape(), lazy.get_dtype())
 
     def _convert(self, name: str) -> torch.Tensor:
-        """The last group stays: a fused tensor gives several of the model's."""
-        group = self._converted[name]
-        if self._last[0] != group[2]:
-            self._last = (group[2], self._realize(group, self._model, meta=False))
+        """The last conversion stays: a fused tensor gives several of the model's."""
+        conversion = self._converted[name]
+        if self._last[0] != conversion.first:
+            self._last = (conversion.first, conversion.convert(self._model, lambda key: self._slice(key, None)))
         return self._last[1][name]
 
-    def _realize(
-        self, group: tuple[WeightConverter, list[tuple[str, str]], str], model: PreTrainedModel, *, meta: bool
-    ) -> dict[str, torch.Tensor]:
-        converter, sources, first = deepcopy(group[0]), group[1], group[2]
-        for key, pattern in sources:
-            lazy = self._open(self._where[key]).get_slice(key)
-            tensor = torch.empty(lazy.get_shape(), device="meta") if meta else self._slice(key, None)
-            converter.add_tensor(first, key, pattern, tensor)
-        made = converter.convert(first, model=model, config=model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
-
-def _natural(key: str) -> list[tuple[int, int | str]]:
-    """Experts in order of their numbers."""
-    return [(0, int(part)) if part.isdecimal() else (1, part) for part in key.split(".")]
+def _not_finite(name: str, folder: Path, dtype: torch.dtype) -> Refusal:
+    kind = str(dtype).removeprefix("torch.")
+    message = f"{name} in {str(folder)!r} holds values that are infinite or not a number ({kind})"
+    help = (
+        "Training from it gives no finite loss. Take weights that were saved in bf16 or fp32, or an earlier checkpoint."
+    )
+    return refusal("SW6219", message, help)

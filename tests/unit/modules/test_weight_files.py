@@ -77,6 +77,7 @@ def spoil_shape(folder: Path) -> None:
 
 
 def spoil_index(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()  # from_pretrained prefers it to an index
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
 
 
