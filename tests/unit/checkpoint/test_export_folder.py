@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwright.checkpoint.export import export_checkpoint
+from shardwright.checkpoint.export import describe_what_is_there, export_checkpoint
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.lower.folder import write_folder
@@ -24,6 +24,7 @@ from shardwright.plan.serialize import read_plan
 from shardwright.recipe.load import load_recipe
 from tests.conftest import SMALL_RECIPE
 from tests.unit.checkpoint.saved import write_model_checkpoint
+from tests.zoo.configs import tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +103,14 @@ def test_export_imports_no_deepspeed_and_says_nothing_else(step: Path, tmp_path:
     wanted = AutoModelForCausalLM.from_config(model.config)
     for (name, a), (_, b) in zip(model.named_parameters(), wanted.named_parameters(), strict=True):
         assert torch.equal(a, b), name
+
+
+def test_a_configuration_says_nothing_of_what_an_export_does_not_hold() -> None:
+    """No quantised weights beside fp32 ones, no layers for multi-token prediction that were not loaded."""
+    stored = {"quantization_config": {"quant_method": "fp8"}, "num_nextn_predict_layers": 1}
+    config = AutoConfig.for_model(**{**tiny_config("deepseek_v3"), **stored})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    describe_what_is_there(model)
+    written = model.config.to_dict()
+    assert "quantization_config" not in written and written["num_nextn_predict_layers"] == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import platform
 import shutil
 from collections.abc import Callable
@@ -11,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
@@ -22,13 +19,12 @@ from shardwright.launch.doctor.remote import ProbedHost
 from shardwright.launch.preconditions import check_machine
 from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
+from tests.unit.model.factory import write_weights
 
 
 def test_weights_that_are_gone(write_recipe: Callable[..., Path], small_recipe: dict[str, Any], tmp_path: Path) -> None:
     folder = tmp_path / "weights"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(small_recipe["model"]["config"]))
-    save_file({"a": torch.zeros(1)}, folder / "model.safetensors")
+    write_weights(folder, small_recipe["model"]["config"])
     plan = compile_recipe(load_recipe(write_recipe({"model": {"source": "./weights"}}))).plan
     check_machine(plan, tmp_path, None)
     shutil.rmtree(folder)

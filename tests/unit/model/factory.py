@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
+
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.diagnostics import Source
@@ -72,6 +76,13 @@ LLAMA_405B: dict[str, JsonValue] = {
     "num_hidden_layers": 126,
     "num_attention_heads": 128,
 }
+
+
+def write_weights(folder: Path, config: Mapping[str, JsonValue]) -> None:
+    """config.json and model.safetensors of this configuration, drawn."""
+    document = {key: value for key, value in config.items() if key != "model_type"}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(str(config["model_type"]), **document))
+    model.save_pretrained(folder)
 
 
 def problem_of(recipe: Recipe, graph: ModelGraph, cluster: Cluster | None = None) -> Problem:

@@ -178,3 +178,19 @@ def test_ready_recipes_and_golden_cases_pass(capsys: pytest.CaptureFixture[str])
     paths = [str(p) for p in (*root.glob("recipes/*.yaml"), *root.glob("tests/cases/*/recipe.yaml"))]
     assert len(paths) > 40 and main(["check", *paths]) == 0
     assert "error" not in capsys.readouterr().err
+
+
+def test_a_model_with_code_of_its_own_is_refused_as_plan_refuses_it(
+    tmp_path: Path, write_recipe: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A type that transformers has itself needs none of the code that came with it."""
+    own = {"auto_map": {"AutoConfig": "configuration_tiny.TinyConfig"}}
+    folder = tmp_path / "model"
+    folder.mkdir()
+    path = write_recipe(
+        {"model": {"source": "./model", "weights": "random"}, "data": {"kind": "synthetic"}, "parallelism": {}}
+    )
+    for model_type, code in (("tiny-own", 1), ("llama", 0)):
+        (folder / "config.json").write_text(json.dumps({**LLAMA, **own, "model_type": model_type}))
+        assert main(["check", str(path)]) == code
+        assert ("error[SW2014]" in capsys.readouterr().err) == bool(code)

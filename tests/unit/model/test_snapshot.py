@@ -21,7 +21,7 @@ from shardwright.ir.weights import LocatedWeights
 from shardwright.model.popular.snapshot import INDEX, locate_weights, weights_problem
 from shardwright.recipe.load import load_recipe
 from tests.conftest import SMALL_RECIPE
-from tests.unit.model.factory import model_section
+from tests.unit.model.factory import model_section, write_weights
 
 HTTP: Any = importlib.import_module(errors.HTTPError.__module__)
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -200,7 +200,7 @@ def test_the_plan_locks_the_commit_and_the_tokenizer_comes_along(
     cache: Path, write_recipe: Callable[..., Path], tmp_path: Path
 ) -> None:
     folder = snapshot(cache, "org/name")
-    tensors(folder / "model.safetensors")
+    write_weights(folder, CONFIG)
     (folder / "tokenizer.json").write_text("{}")
     (tmp_path / "corpus.txt").write_text("text")
     data = {"kind": "text", "path": "corpus.txt"}  # the tokenizer is the model's own

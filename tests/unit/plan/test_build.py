@@ -19,6 +19,7 @@ from shardwright.ir.recipe import Recipe
 from shardwright.plan.build import accumulation_dtype, canonical_hash
 from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
+from tests.unit.model.factory import write_weights
 
 
 @pytest.fixture
@@ -189,6 +190,8 @@ def test_pretrained_needs_safetensors(
     (folder / "model.safetensors").write_bytes(b"")
     assert codes_of(changes) == ["SW1913"]  # cut off
     save_file({"a": torch.zeros(1)}, folder / "model.safetensors")
+    assert codes_of(changes) == ["SW2022"]  # of no model
+    write_weights(folder, small_recipe["model"]["config"])
     plan = plan_of(changes)
     assert plan.model.weights_path == str(folder) and plan.model.weights == "pretrained"
 
