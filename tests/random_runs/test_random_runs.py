@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -27,6 +28,18 @@ RUNS = 300
 def check(found: dict[int, dict[str, Any]]) -> None:
     bad = {seed: line for seed, line in found.items() if line["outcome"] not in ("equal", "refused")}
     assert bad == {}, "\n".join(f"{seed}: {line}" for seed, line in bad.items())
+
+
+PADDING = (119, 1045)
+"""Megatron-Core on data that holds the padding id, whose row of the embedding Hugging Face keeps still."""
+
+
+@pytest.mark.launch
+@pytest.mark.skipif(not importlib.util.find_spec("megatron"), reason="megatron-core is not installed")
+def test_the_padding_row_is_kept_still(tmp_path: Path) -> None:
+    found = run(PADDING, tmp_path)
+    check(found)
+    assert [line["outcome"] for line in found.values()] == ["equal", "equal"]
 
 
 WITHOUT_DROPOUT = (2207, 4186)

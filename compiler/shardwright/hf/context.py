@@ -84,7 +84,7 @@ def why_no_context(model: nn.Module, input_ids: torch.Tensor) -> str:
         scale = TOLERANCE * max(1.0, float(plain.abs().max()))
         at = length // 3
         changed = input_ids.clone()
-        changed[:, at] = torch.where(input_ids[:, at] == 5, 6, 5)
+        changed[:, at] = torch.where(input_ids[:, at] == input_ids[:, 0], input_ids[:, -1], input_ids[:, 0])
         other = model(input_ids=changed, use_cache=False).logits
         others = torch.arange(length) != at
         if not tensor_apart(other[:, others], plain[:, others]) <= scale:

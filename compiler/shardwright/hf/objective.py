@@ -36,8 +36,8 @@ def own_loss(model: nn.Module, input_ids: torch.Tensor, beside: Mapping[str, tor
 def is_causal(model: nn.Module, input_ids: torch.Tensor, beside: Mapping[str, torch.Tensor] | None = None) -> bool:
     """Whether another last token leaves the earlier logits alone, beside what it does to the last one."""
     changed = input_ids.clone()
-    other = 5 if beside is None else 25  # of a model that sees, the lowest ids stand for pictures
-    changed[:, -1] = torch.where(input_ids[:, -1] == other, other + 1, other)
+    # By a plain one, of the row's own text.
+    changed[:, -1] = torch.where(input_ids[:, -1] == input_ids[:, 0], input_ids[:, 1], input_ids[:, 0])
     before, after = (model(input_ids=ids, use_cache=False, **(beside or {})).logits for ids in (input_ids, changed))
     difference = (before - after).abs()
     # Not bit for bit: some masks are large negative numbers, and sums over experts change their order.

@@ -18,6 +18,7 @@ from torch import nn
 from shardwright.hf.picture_shapes import Make, NoPictures, Rows, Tower, shapes, tower_config, tower_of
 from shardwright.hf.raised import first_line
 from shardwright.hf.skeleton import Batch
+from shardwright.hf.token_ids import token_ids
 
 __all__ = [
     "NoPictures",
@@ -36,8 +37,6 @@ _MASK = "image_embeds_position_mask"
 """Says where a row's pictures stand, for a type that has no token of its own for them."""
 _ONE_A_ROW: Rows = ((1,), (1,))
 _TEXT = 12
-_FIRST_PLAIN = 20
-"""The special tokens of a shrunk configuration have lower ids."""
 
 
 def image_token(config: Any) -> int | None:
@@ -91,7 +90,8 @@ class PictureRows:
         at another place. length: S; None is as short as it may be."""
         counts = {width: self.tokens(width) for width in {width for row in rows for width in row}}
         needed = max(sum(counts[width] + 1 for width in row) for row in rows) + _TEXT
-        ids = torch.randint(_FIRST_PLAIN, self.vocabulary - 10, (len(rows), length or needed))
+        plain = torch.tensor(token_ids(self.model.config).plain)
+        ids = plain[torch.randint(len(plain), (len(rows), length or needed))]
         places = torch.zeros_like(ids)
         for number, row in enumerate(rows):
             at = 3 + number % 2
@@ -117,7 +117,7 @@ def picture_rows(model: nn.Module, vocabulary: int) -> PictureRows:
     """The first shape that the model takes. Raises NoPictures."""
     config: Any = model.config
     names = input_names(model)
-    token = _FIRST_PLAIN if _MASK in names else image_token(config)
+    token = token_ids(config).plain[0] if _MASK in names else image_token(config)
     if token is None:
         raise NoPictures("its configuration names no token that stands for a picture")
     tower, whys = tower_of(config), []

@@ -28,6 +28,7 @@ from transformers.models.auto.modeling_auto import (
 from shardwright.hf.pictures import picture_example
 from shardwright.hf.shrink import VOCABULARY, shrink
 from shardwright.hf.skeleton import Batch
+from shardwright.hf.token_ids import token_ids
 from shardwright.hf.tower import small_tower, with_one_width
 from shardwright.ir.words import PAIR_TYPES, SEEING, TaskName
 
@@ -87,11 +88,18 @@ class Task:
 
     def shown(self, model: PreTrainedModel) -> tuple[torch.Tensor, Batch | None]:
         """(ids, what stands beside them) that a tiny copy is taken apart with. Raises NoPictures."""
-        return picture_example(model, VOCABULARY) if self.sees else (self.example(VOCABULARY), None)
+        return picture_example(model, VOCABULARY) if self.sees else (self.example(model.config), None)
 
-    def example(self, vocabulary: int) -> torch.Tensor:
-        """Token ids (rows, tokens) for a tiny copy; the special ids at both ends of the vocabulary are left out."""
-        return torch.randint(3, vocabulary - 10, self.example_shape)
+    def example(self, config: PretrainedConfig) -> torch.Tensor:
+        """Token ids (rows, tokens) for a tiny copy. Beside plain ones they hold each special id of the configuration
+        that stands in a text, the first id and the last: padding and the like may be treated in a way of its own."""
+        ids = token_ids(config)
+        random = torch.tensor(ids.plain)[torch.randint(len(ids.plain), self.example_shape)]
+        rows, length = self.example_shape
+        for number, special in enumerate(() if self.contrastive else ids.special):  # a caption ends at its first end
+            # Behind the first token, each in a place of its own; a row begins and ends with a plain one.
+            random[number % rows, 1 + (3 * number + 2 * (number % rows)) % (length - 2)] = special
+        return random
 
 
 CAUSAL_LM = Task(

@@ -110,12 +110,15 @@ def _probe(
                     return _DoesNotRun("it is too large to run as it is")
             model = _random_model(model_type, task, text, attention, adapted=False)
             if task_named(task).contrastive:
-                return probe_pairs(model, task_named(task).example(VOCABULARY))
+                return probe_pairs(model, task_named(task).example(model.config))
             tokens, beside = task_named(task).shown(model)
             _check_adapter(model, tokens, beside)
             probed = probe(model, tokens, beside)
             if beside is None:
-                return dataclasses.replace(probed, packing=_why_not_packed(model, probed.cut, tokens))
+                # A sparse indexer may look into another document with some texts only.
+                texts = (tokens, *(task_named(task).example(model.config) for _ in range(3)))
+                whys = (_why_not_packed(model, probed.cut, text) for text in texts)
+                return dataclasses.replace(probed, packing=next(filter(None, whys), ""))
             again = once_a_picture(model, VOCABULARY, probed.cut.stack)
             return dataclasses.replace(probed, packing=WITH_PICTURES, once_a_picture=again)
         except NoPictures as reason:
@@ -149,7 +152,8 @@ def flash_error(config: PretrainedConfig) -> float:
     out what they do not have, without a word: attention sinks, biases."""
     text, task = _text(CAUSAL_LM.small(config.to_dict())), CAUSAL_LM
     with _aside():
-        tokens, model = task.example(VOCABULARY), _random_model(config.model_type, task.name, text, FLASH)
+        model = _random_model(config.model_type, task.name, text, FLASH)
+        tokens = task.example(model.config)
         plain = _build(config.model_type, task.name, text, "eager")
         plain.load_state_dict(model.state_dict())
         adapt(plain.train())
@@ -176,7 +180,7 @@ def _why_no_context(model_type: str, text: str, attention: str) -> str:
     with _aside():
         try:
             model = _random_model(model_type, CAUSAL_LM.name, text, attention)
-            return why_no_context(model, CAUSAL_LM.example(VOCABULARY))
+            return why_no_context(model, CAUSAL_LM.example(model.config))
         except Exception as error:  # whatever a type's own code raises on a piece of a row
             return f"a tiny copy does not run on a piece of a row ({first_line(error, 120)})"
 
@@ -196,7 +200,7 @@ def _why_no_experts(model_type: str, text: str, attention: str, planned: tuple[s
     with _aside():
         try:
             model = _random_model(model_type, CAUSAL_LM.name, text, attention)
-            return no_expert_ranks(model, CAUSAL_LM.example(VOCABULARY), frozenset(planned))
+            return no_expert_ranks(model, CAUSAL_LM.example(model.config), frozenset(planned))
         except Exception as error:  # whatever a type's own code raises with some of its experts
             return f"a tiny copy does not run with some of its experts ({first_line(error, 120)})"
 
@@ -213,7 +217,7 @@ def _router_affinity(model_type: str, text: str, attention: str) -> str | NoBala
     with _aside():
         try:
             model = _random_model(model_type, CAUSAL_LM.name, text, attention)
-            return affinity_of(model, CAUSAL_LM.example(VOCABULARY))
+            return affinity_of(model, CAUSAL_LM.example(model.config))
         except Exception as error:  # whatever a type's own code raises at this size
             return NoBalance(f"a tiny copy does not run ({first_line(error, 120)})")
 

@@ -124,9 +124,16 @@ def random_talks(seed: int, rows: int, length: int, *, packed: bool) -> Talks:
     return Talks(texts=tuple("".join(map(chr, random.integers(32, 127, size))) for size in sizes), packed=packed)
 
 
-def random_tokens(seed: int, rows: int, length: int, vocabulary: int, *, packed: bool) -> Tokens:
+def random_tokens(
+    seed: int, rows: int, length: int, vocabulary: int, *, packed: bool, special: tuple[int, ...] = ()
+) -> Tokens:
+    """Draw ids of the vocabulary, one in eight of them a special one."""
     random = np.random.default_rng(seed)
     ids = random.integers(3, vocabulary, (rows, length), dtype=np.int32)
+    if special:
+        ids = np.where(
+            random.random(ids.shape) < 1 / 8, random.choice(np.array(special, dtype=np.int32), ids.shape), ids
+        )
     if not packed:
         return Tokens(ids=ids, ends=None)
     ends = np.cumsum(random.integers(1, LONGEST, ids.size))

@@ -111,23 +111,26 @@ def _prepare(
     """The tiny model's weights and tokens, its compiled folder `out`, what one process makes of them, and the rows that
     are held out."""
     import torch
+    from transformers import AutoConfig
 
     from shardwright.data.dataset import open_dataset
     from shardwright.data.prepare import prepare
     from shardwright.hf.reference import PlainBalance, train
     from shardwright.hf.rope import length_dependent
     from shardwright.hf.task import task_of
+    from shardwright.hf.token_ids import token_ids
 
     if graph.sees:
         raise _no_copy(graph, "its rows hold pictures, and a tiny copy has none yet")
     vocabulary = _tiny_model(graph, strategy, folder, recipe.training.sequence_length)
     batch = tiny.batch_of(small)
     packed, of_talks = packs(recipe), talks(recipe)
+    special = token_ids(AutoConfig.from_pretrained(folder / tiny.MODEL, trust_remote_code=False)).special
 
     def drawn(seed: int, rows: int) -> Tokens | Talks:
         if of_talks:
             return random_talks(seed, rows, tiny.LENGTH, packed=packed)
-        return random_tokens(seed, rows, tiny.LENGTH, vocabulary, packed=packed)
+        return random_tokens(seed, rows, tiny.LENGTH, vocabulary, packed=packed, special=special)
 
     data = drawn(tiny.SEED, tiny.STEPS * batch)
     held_out = drawn(tiny.SEED + 1, tiny.held_out_rows(small)) if recipe.validation is not None else None

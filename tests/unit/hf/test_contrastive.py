@@ -46,7 +46,7 @@ def test_a_tiny_copy_tells_its_loss_and_its_sides(model: str, loss: str) -> None
     torch.manual_seed(0)
     tiny = AutoModel.from_config(AutoConfig.for_model(model, **MODELS[model]), dtype=torch.float32).train()
     names = {name for name, _ in tiny.named_parameters()}
-    found = probe_pairs(tiny, CONTRASTIVE.example(99))
+    found = probe_pairs(tiny, CONTRASTIVE.example(tiny.config))
     assert found.cut.loss == loss and found.cut.stack == "text_model.encoder.layers" and not found.cut.untrained
     assert {n for n in names if n.startswith("vision_model.")} <= set(found.embedding)
     assert "logit_scale" in found.head
@@ -60,4 +60,4 @@ def test_another_loss_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = modeling_clip.image_text_contrastive_loss
     monkeypatch.setattr(modeling_clip, "image_text_contrastive_loss", lambda similarity: 1.01 * plain(similarity))
     with pytest.raises(NotCuttable, match="neither"):
-        probe_pairs(tiny, CONTRASTIVE.example(99))
+        probe_pairs(tiny, CONTRASTIVE.example(tiny.config))

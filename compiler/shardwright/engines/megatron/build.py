@@ -185,6 +185,44 @@ def build_model(
     return model
 
 
+class _WithoutRow(torch.autograd.Function):
+    """A table (rows, hidden) as it is; one row of it gets no gradient from here."""
+
+    @staticmethod
+    def forward(ctx: Any, table: torch.Tensor, row: int) -> torch.Tensor:
+        ctx.row = row
+        return table.view_as(table)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        gradient = gradient.clone()
+        gradient[ctx.row] = 0
+        return gradient, None
+
+
+def keep_padding_row(model: GPTModel, embedding: nn.Module) -> None:
+    """Let lookups of the padding token train nothing, as in torch.nn.Embedding. embedding: Hugging Face's input
+    embedding, whose padding_idx counts. A tied head's part of the row's gradient stays."""
+    padding, table = getattr(embedding, "padding_idx", None), getattr(model, "embedding", None)
+    if padding is None or table is None:
+        return
+    words = table.word_embeddings
+    row, inner = padding - words.vocab_start_index, words.forward
+    if not 0 <= row < len(words.weight):
+        return
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        weight = words._parameters.pop("weight")
+        words.weight = _WithoutRow.apply(weight, row)
+        try:
+            return inner(ids)  # type: ignore[no-any-return]
+        finally:
+            del words.weight
+            words._parameters["weight"] = weight
+
+    words.forward = forward
+
+
 def build_chunks(
     config: Any,
     megatron: TransformerConfig,

@@ -36,7 +36,15 @@ def _numbers(document: dict[str, Any]) -> dict[str, Any]:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from torch import distributed as dist
 
-    from shardwright.engines.megatron.build import build_model, family_of, fill, pieces, rotary_of, transformer_config
+    from shardwright.engines.megatron.build import (
+        build_model,
+        family_of,
+        fill,
+        keep_padding_row,
+        pieces,
+        rotary_of,
+        transformer_config,
+    )
     from shardwright.engines.megatron.families import configuration
     from shardwright.hf.shrink import shrink
     from shardwright.hf.task import task_of
@@ -52,7 +60,7 @@ def _numbers(document: dict[str, Any]) -> dict[str, Any]:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if name in stored and (tensor.ndim == 1 or name.endswith("_bias")):
                 tensor.add_(torch.randn_like(tensor) * 0.1)
-    ids = task_of(config).example(config.vocab_size)
+    ids = task_of(config).example(config)
 
     rotary = rotary_of(model)
     named = dict(model.named_parameters(remove_duplicate=False))
@@ -65,6 +73,7 @@ def _numbers(document: dict[str, Any]) -> dict[str, Any]:
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
         model_parallel_cuda_manual_seed(0)
         other = build_model(config, transformer_config(config), rotary, length=ids.shape[1])
+        keep_padding_row(other, model.get_input_embeddings())
         found = list(pieces(config, other, tensor_rank=0, tied=tied))
         held = named | buffers
         fill(found, lambda name: held[name].t() if name in turned else held[name])

@@ -15,7 +15,15 @@ from megatron.core.transformer.module import Float16Module
 from torch import distributed as dist
 from torch import nn
 
-from shardwright.engines.megatron.build import ParameterPiece, build_chunks, fill, pieces, rotary_of, transformer_config
+from shardwright.engines.megatron.build import (
+    ParameterPiece,
+    build_chunks,
+    fill,
+    keep_padding_row,
+    pieces,
+    rotary_of,
+    transformer_config,
+)
 from shardwright.engines.megatron.layout import parallel_settings
 from shardwright.engines.megatron.states import States
 from shardwright.engines.megatron.transformer_engine import is_taken, report
@@ -51,6 +59,9 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Megatro
         pipeline_rank=mine.pipeline,
         transformer_engine=fused,
     )
+    embedding = getattr(model, "get_input_embeddings")()  # noqa: B009
+    for chunk in chunks:
+        keep_padding_row(chunk, embedding)
     tied = {alias: group[0] for group in plan.model.tied for alias in group}
     found = [p for chunk in chunks for p in pieces(config, chunk, tensor_rank=mine.tensor, tied=tied)]
     shards = Shards(plan, weights, transposed)
