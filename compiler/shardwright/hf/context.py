@@ -69,7 +69,7 @@ def why_no_context(model: nn.Module, input_ids: torch.Tensor) -> str:
 
     def logits(ids: torch.Tensor, first: int = 0) -> torch.Tensor:
         own = places[:, first : first + ids.shape[1]]
-        with whole_sequences(model, lambda positions: (places[: len(positions)], first)):
+        with whole_sequences(model, lambda _: length - 1):
             return model(input_ids=ids, position_ids=own, use_cache=False).logits  # type: ignore[no-any-return]
 
     def in_halves() -> torch.Tensor:

@@ -16,8 +16,8 @@ from torch import nn
 
 from shardwright.hf.skeleton import forward_replaced
 
-Whole = Callable[[torch.Tensor], tuple[torch.Tensor, int]]
-"""Positions (B, S/s) of a piece -> (positions (B, S) of the whole sequences, the place of the piece's first token)."""
+Last = Callable[[torch.Tensor], int]
+"""Positions (B, S/s) of a piece -> the last position of the whole sequences."""
 
 
 def length_dependent(model: nn.Module) -> list[nn.Module]:
@@ -36,15 +36,19 @@ def _depends(kind: str) -> bool:
 
 
 @contextmanager
-def whole_sequences(model: nn.Module, whole: Whole) -> Iterator[None]:
-    """Compute the length-dependent embeddings of `model` for whole sequences inside, and cut them to the piece."""
+def whole_sequences(model: nn.Module, last: Last) -> Iterator[None]:
+    """Let the length-dependent embeddings of `model` see the last position of the whole sequences inside."""
     with ExitStack() as stack:
         for module in length_dependent(model):
-            stack.enter_context(forward_replaced(module, partial(_of_whole, module.forward, whole)))
+            stack.enter_context(forward_replaced(module, partial(_of_whole, module.forward, last)))
         yield
 
 
-def _of_whole(inner: Callable[..., Any], whole: Whole, x: torch.Tensor, position_ids: torch.Tensor, *args: Any) -> Any:
-    """Return (cosines, sines) of the piece, each (B, S/s, D)."""
-    positions, first = whole(position_ids)
-    return tuple(table.narrow(-2, first, position_ids.shape[-1]) for table in inner(x, positions, *args))
+def _of_whole(
+    inner: Callable[..., Any], last: Last, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Return (cosines, sines) of the piece, each (B, S/s, D), or the one table of a type that has one. The last
+    position goes in behind the piece's own and comes off again: tables of whole sequences would take memory."""
+    behind = torch.full_like(position_ids[..., :1], last(position_ids))
+    made = inner(x, torch.cat([position_ids, behind], dim=-1), *args, **kwargs)
+    return tuple(table[..., :-1, :] for table in made) if isinstance(made, tuple) else made[..., :-1, :]

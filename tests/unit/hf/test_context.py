@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -101,3 +101,23 @@ def test_frequencies_that_depend_on_the_length_are_those_of_the_whole_row(
     assert why_no_context(model_of("llama", **changes), ids()) == ""
     monkeypatch.setattr(rope, "length_dependent", lambda model: [])
     assert why_no_context(model_of("llama", **changes), ids()) == COUNTS
+
+
+def test_a_rotary_embedding_is_called_in_any_way_and_gives_one_table_or_two() -> None:
+    """It sees the last position of the whole sequence, and gives the tables of its own tokens alone."""
+    seen: list[list[int]] = []
+
+    class Table(nn.Module):
+        rope_type: ClassVar[dict[str, str]] = {"full": "dynamic"}
+
+        def forward(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str) -> Any:
+            seen.append(position_ids[0].tolist())
+            table = position_ids[..., None] * torch.ones(4)
+            return table if layer_type == "one" else (table, table)
+
+    model, own = Table(), torch.tensor([[2, 3]])
+    with rope.whole_sequences(model, lambda _: 7):
+        one = model(own, position_ids=own, layer_type="one")
+        two = model(own, own, "two")
+    assert seen == [[2, 3, 7], [2, 3, 7]]
+    assert one.shape == (1, 2, 4) and [table[0, :, 0].tolist() for table in two] == [[2.0, 3.0]] * 2

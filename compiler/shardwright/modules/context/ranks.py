@@ -42,7 +42,7 @@ class ContextRanks:
             return
         self._group, self._model = group, model
         if model is not None:
-            self._patches.enter_context(whole_sequences(model, self._whole))
+            self._patches.enter_context(whole_sequences(model, self._last))
         get, preprocess, pack = (
             AttentionInterface.get_interface,
             masking_utils._preprocess_mask_arguments,
@@ -86,15 +86,12 @@ class ContextRanks:
             own = positions[:, first : first + length]
         return given | {"position_ids": own}
 
-    def _whole(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """hf.rope.Whole of this rank's piece."""
+    def _last(self, position_ids: torch.Tensor) -> int:
+        """hf.rope.Last of this rank's piece."""
         assert self._group is not None
-        length = position_ids.shape[-1]
-        first = dist.get_rank(self._group) * length
         if self._positions is not None:
-            return self._positions, first
-        whole = torch.arange(length * dist.get_world_size(self._group), device=position_ids.device)
-        return whole.expand(*position_ids.shape[:-1], -1), first
+            return int(self._positions.max())
+        return position_ids.shape[-1] * dist.get_world_size(self._group) - 1
 
     def _mask_arguments(
         self,
