@@ -244,7 +244,7 @@ def test_no_error_is_told_where_none_was_measured(small: Path, tmp_path: Path) -
     text = words(render_page(read_folder(folder))[0])
     assert "±" not in text, text.partition("±")
     assert "a step, not calibrated" in text and "of 8.0, not calibrated" in text
-    assert "not calibrated (a CPU): no published run is of that kind" in text
+    assert "not calibrated (a CPU): fewer than 20 published runs of 2 sources are of that kind" in text
     assert "predictions of 20" not in text and "one prediction in twenty" not in text
     document = {**small_with({}), "cluster": {"nodes": 1, "gpus_per_node": 4, "gpu": "a100-sxm4-80gb"}}
     document["training"] |= {"precision": "bf16"}

@@ -8,6 +8,7 @@ regime that `plan` prints to cost/measured.json.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +18,9 @@ import numpy as np
 
 import shardwright.cost
 from shardwright.cost.constants import Constants, default_constants
-from shardwright.cost.measured import bench, kind_of, regimes
+from shardwright.cost.measured import bench, generation_of, regimes
 from shardwright.cost.memory import framework_bytes
-from shardwright.engines.table import family_of, title_of
-from shardwright.ir.recipe import Recipe
+from shardwright.engines.table import title_of
 from shardwright.layout.estimate import Estimate
 from shardwright.search.settle import place, settle
 from tools.fit_cost import score, score_engines
@@ -264,27 +264,33 @@ def packaged(found: list[Off], mean: dict[str, Any]) -> dict[str, Any]:
 def kinds(found: list[tuple[Case, float]]) -> dict[str, Any]:
     """Which kinds of layouts these errors stand behind, and the half-width of each regime."""
     recipes = [case.recipe for case, _ in found]
-    by_name: dict[str, list[float]] = {}
+    by_name: dict[str, list[tuple[Case, float]]] = {}
     for case, error in found:
         for name in _names(as_run(case)):
-            by_name.setdefault(name, []).append(abs(error))
+            by_name.setdefault(name, []).append((case, abs(error)))
     return {
         "runs": len(found),
-        "gpus": sorted({case.row["hardware"]["gpu"].partition("-")[0].lower() for case, _ in found}),
         "precisions": sorted({recipe.training.precision for recipe in recipes}),
         "schedules": sorted({case.strategy.schedule for case, _ in found}),
-        "bands": {
-            name: {"runs": len(errors), "half_width": half_width(errors)} for name, errors in sorted(by_name.items())
-        },
+        "bands": {name: band(runs) for name, runs in sorted(by_name.items())},
+    }
+
+
+def band(runs: list[tuple[Case, float]]) -> dict[str, Any]:
+    """A regime's entry in measured.json. runs: each with its absolute error."""
+    gpus = Counter(generation_of(case.row["hardware"]["gpu"]) for case, _ in runs)
+    return {
+        "runs": len(runs),
+        "half_width": half_width([error for _, error in runs]),
+        "sources": len({case.project for case, _ in runs}),
+        "gpus": dict(sorted(gpus.items())),
     }
 
 
 def _names(case: Case) -> tuple[str, ...]:
-    """Of the regimes that the case belongs to, and its kind in the family of its engine."""
-    recipe: Recipe = case.recipe
+    """Of the regimes that the case belongs to."""
     layout, _ = settle(case.problem, case.strategy)
-    family = family_of(recipe.target, recipe.assume.kernels)
-    return tuple(dict.fromkeys((*regimes(layout), f"{family}, {kind_of(layout)}")))
+    return tuple(dict.fromkeys(regimes(layout)))
 
 
 def half_width(errors: list[float]) -> float:

@@ -88,12 +88,12 @@ def score(rs, es):
             rows.setdefault("unanswered", []).append((0, None, None)); continue
         want, got, held = seconds(r), e["time"]["step_seconds"], r["measured"]["peak_mem_GB"]
         band = e["time"].get("step_error_fraction")
-        rows.setdefault(regime(r), []).append((got / want - 1, band and abs(got / want - 1) <= band, held and e["memory"]["peak_bytes"] / 1e9 / held - 1))
+        rows.setdefault(regime(r), []).append((got / want - 1, None if band is None else abs(got / want - 1) <= band, held and e["memory"]["peak_bytes"] / 1e9 / held - 1))
         b = r["parallel"]["global_batch"]
         if r["engine"] == "nanotron":
             n = r["hardware"]["nodes"]
             groups.setdefault(("nanotron 1-8 nodes" if n <= 8 else "nanotron 16-64 nodes", r["id"].split("-")[1], n), []).append((got / b, want / b, e["memory"]["peak_bytes"] / 1e9 <= 72.8))
-    table = {k: dict(n=len(v), time_mape=mean(abs(x) for x, _, _ in v), time_bias=mean(x for x, _, _ in v), in_band=(mean(bool(b) for _, b, _ in v) if any(b is not None for _, b, _ in v) else None),
+    table = {k: dict(n=len(v), time_mape=mean(abs(x) for x, _, _ in v), time_bias=mean(x for x, _, _ in v), in_band=in_band(v),
                      mem_n=len(w), mem_mape=(mean(map(abs, w)) if w else None)) for k, v in sorted(rows.items()) for w in [[m for _, _, m in v if m is not None]]}
     choice = {}
     for (name, *_), v in groups.items():
@@ -102,7 +102,13 @@ def score(rs, es):
             choice.setdefault(name, []).append((min(fit)[1] / min(w for _, w, _ in v) - 1, spearman([g for g, _, _ in v], [w for _, w, _ in v])))
     choice = {k: dict(groups=len(v), regret_mean=mean(a for a, _ in v), regret_median=median(a for a, _ in v), regret_max=max(a for a, _ in v), spearman=mean(b for _, b in v)) for k, v in choice.items()}
     ds = [x for k, v in rows.items() if k.startswith("DeepSpeed") for x in v]
-    return dict(regimes=table, choice=choice, deepspeed=dict(n=len(ds), time_mape=mean(abs(x) for x, _, _ in ds), in_band=mean(bool(b) for _, b, _ in ds)))
+    return dict(regimes=table, choice=choice, deepspeed=dict(n=len(ds), time_mape=mean(abs(x) for x, _, _ in ds), in_band=in_band(ds)))
+
+
+def in_band(v):
+    """Of the rows that a band is printed for; None where it is for none."""
+    told = [b for _, b, _ in v if b is not None]
+    return mean(told) if told else None
 
 
 def show(s):
@@ -111,7 +117,7 @@ def show(s):
               + (f" | memory n={v['mem_n']} {v['mem_mape']:.1%}" if v["mem_n"] else ""))
     for k, v in s["choice"].items():
         print(f"{k:34s} {v['groups']} groups: regret mean {v['regret_mean']:.1%} median {v['regret_median']:.1%} max {v['regret_max']:.1%}, Spearman {v['spearman']:.2f}")
-    print(f"DeepSpeed, all: n={s['deepspeed']['n']} time {s['deepspeed']['time_mape']:.1%}, in band {s['deepspeed']['in_band']:.0%}")
+    print(f"DeepSpeed, all: n={s['deepspeed']['n']} time {s['deepspeed']['time_mape']:.1%}, in band {'-' if s['deepspeed']['in_band'] is None else format(s['deepspeed']['in_band'], '.0%')}")
 
 
 if __name__ == "__main__":

@@ -72,9 +72,13 @@ def _engines(bench: dict[str, Any]) -> list[str]:
         "|---|---|---|---|---|",
     ]
     return lines + [
-        f"| {name} | {e['n']} | {e['time_mape']:.1%} | {e['time_bias']:+.1%} | {e['in_band']:.0%} |"
+        f"| {name} | {e['n']} | {e['time_mape']:.1%} | {e['time_bias']:+.1%} | {_share(e['in_band'])} |"
         for name, e in bench["engines"]["regimes"].items()
     ]
+
+
+def _share(value: float | None) -> str:
+    return "not calibrated" if value is None else f"{value:.0%}"
 
 
 def _row(name: str, entry: dict[str, Any]) -> str:

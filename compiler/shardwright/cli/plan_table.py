@@ -9,7 +9,7 @@ from shardwright.cli.tables import table_lines
 from shardwright.cost.measured import flops_words, source, unmeasured
 from shardwright.figures import device, number
 from shardwright.layout.axes import AXES, Axis
-from shardwright.layout.estimate import Estimate
+from shardwright.layout.estimate import Estimate, Memory
 
 GIB = 2**30
 
@@ -58,7 +58,7 @@ def _cells(place: int, row: PlanRow, first: Estimate, axes: Sequence[Axis], *, i
         str(s.zero_stage),
         f"{s.micro_batch_size} x {s.gradient_accumulation_steps}",
         str(s.activation_checkpointing),
-        f"{peak / GIB:.1f} / {capacity / GIB:.1f} ({1 - peak / capacity:.0%})",
+        f"{peak / GIB:.1f} / {capacity / GIB:.1f} {room_words(e.memory)}",
         f"{step:.3g}" + ("" if e.error.step_time is None else f" ± {step * e.error.step_time:.2g}"),
         f"{e.time.tokens_per_second_per_gpu:,.0f}",
         f"{e.time.mfu:.1%}",
@@ -67,6 +67,12 @@ def _cells(place: int, row: PlanRow, first: Estimate, axes: Sequence[Axis], *, i
         f"{step / first.time.step_seconds - 1:+.1%}" if place > 1 else "",
         row.note,
     )
+
+
+def room_words(memory: Memory) -> str:
+    """The share of a device that is left, or how often the peak would fill it."""
+    times = memory.peak_bytes / memory.capacity_bytes
+    return f"({1 - times:.0%})" if memory.fits else f"does not fit ({times:.{1 if times >= 1.05 else 2}f}x)"
 
 
 def error_notes(estimates: Sequence[Estimate]) -> list[str]:

@@ -1,9 +1,10 @@
 """How far the cost model was off on published runs whose source it had not seen, by regime: measured.json, of
 `make bench-cost`.
 
-A regime is what bounds a step and who ran it. Its error is the half-width that holds 80 % of its runs. Fewer than 20
-runs tell none: the regime around it does, of less that is the same. Where no run is of the layout's kind, the widest
-error that is known is told, and that it is not calibrated.
+A regime is who ran a step, its kind (plain, experts, long rows, offload) and what bounds it. Its error is the
+half-width that holds 80 % of its runs. Fewer than 20 runs, or runs of one source, tell none: the regime around it does,
+of the same kind and of an engine that is predicted alike. A regime without a run of the layout's GPU generation tells
+none either, and no regime of another kind or precision does: then the layout is not calibrated, and has no error.
 """
 
 from __future__ import annotations
@@ -14,41 +15,47 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 
+from shardwright.cost.constants import default_constants
 from shardwright.cost.layout import Layout
 from shardwright.cost.passes import passes
 from shardwright.engines.table import family_of, title_of
 from shardwright.ir.json_value import JsonValue
-from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import PredictionError
 from shardwright.layout.experts import experts_of
 
-LEAST_RUNS = 20
+LEAST_RUNS, LEAST_SOURCES = 20, 2
 LONG_TOKENS = 16_384
 MANY_NODES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    """half_width: of predicted over measured less 1, the one that holds 80 % of the runs."""
+    """half_width: of predicted over measured less 1, the one that holds 80 % of the runs. sources: projects that
+    published them. gpus: generation ("Hopper") -> its runs."""
 
     runs: int
     half_width: float
+    sources: int
+    gpus: Mapping[str, int]
+
+    @property
+    def tells(self) -> bool:
+        """Whether its runs are enough to say how far a prediction is off."""
+        return self.runs >= LEAST_RUNS and self.sources >= LEAST_SOURCES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """What was measured, step times or peak memory. error: the mean absolute one over the projects as a share, each
-    project's runs predicted with constants fitted to the others. gpus: generations ("a100"). bands: of regimes, by
-    their names (see regimes). widest: the widest half-width of those with enough runs. The rest: values that runs had.
+    project's runs predicted with constants fitted to the others. bands: of regimes, by their names (see regimes).
+    The rest: values that runs had.
     """
 
     error: float
     runs: int
-    gpus: tuple[str, ...]
     precisions: tuple[str, ...]
     schedules: tuple[str, ...]
     bands: Mapping[str, Band]
-    widest: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,21 +75,32 @@ def bench() -> Bench:
         return Measured(
             error=entry["error"],
             runs=entry["runs"],
-            gpus=tuple(entry["gpus"]),
             precisions=tuple(entry["precisions"]),
             schedules=tuple(entry["schedules"]),
             bands=bands,
-            widest=max(band.half_width for band in bands.values() if band.runs >= LEAST_RUNS),
         )
 
     return Bench(time=measured("time"), memory=measured("memory"), projects=data["projects"])
 
 
-EVERYTHING = "all engines"
+# The catalogue's names start with the GPU's.
+_GENERATIONS = {
+    "v100": "Volta",
+    **dict.fromkeys(("a100", "a800"), "Ampere"),
+    **dict.fromkeys(("h100", "h200", "h800", "h20", "gh200"), "Hopper"),
+    **dict.fromkeys(("b200", "b300", "gb200", "gb300"), "Blackwell"),
+}
+
+
+def generation_of(gpu: str) -> str:
+    """gpu: as the catalogue or a published row names it. The name's own first part where no table has it."""
+    first = gpu.partition("-")[0].lower()
+    return _GENERATIONS.get(first, first)
 
 
 def regimes(layout: Layout) -> tuple[str, ...]:
-    """Names of what the layout's step belongs to, from the narrowest to all runs. Each holds the one before it."""
+    """Names of what the layout's step belongs to, from the narrowest to all runs of its kind that are predicted alike.
+    Each holds the one before it."""
     s, recipe, nodes = layout.strategy, layout.recipe, layout.cluster.nodes
     engine, family = title_of(recipe.target, recipe.assume.kernels), family_of(recipe.target, recipe.assume.kernels)
     kind = kind_of(layout)
@@ -95,9 +113,7 @@ def regimes(layout: Layout) -> tuple[str, ...]:
         f"{engine}, {kind}{bound}, {where}",
         f"{engine}, {kind}{bound}",
         f"{engine}, {kind}",
-        engine,
-        family,
-        EVERYTHING,
+        f"{family}, {kind}",
     )
 
 
@@ -110,26 +126,48 @@ def kind_of(layout: Layout) -> str:
 
 
 def prediction_error(layout: Layout) -> PredictionError:
-    """No share where no published run is of the layout's kind; the reasons say which kind that is."""
-    time, memory = bench().time, bench().memory
-    time_reason, memory_reason = _unmeasured(layout, time), _unmeasured(layout, memory)
-    time_name, time_band = _band(layout, time)
-    memory_name, memory_band = _band(layout, memory)
+    """No share where no published runs stand behind the layout's regime; the reasons say which one that is."""
+    time, memory = _error(layout, bench().time), _error(layout, bench().memory)
     return PredictionError(
-        step_time=None if time_reason else time_band.half_width,
-        memory=None if memory_reason else memory_band.half_width,
-        step_time_reason=time_reason,
-        memory_reason=memory_reason,
-        step_time_regime="" if time_reason else f"{time_name}: {time_band.runs} runs",
-        memory_regime="" if memory_reason else f"{memory_name}: {memory_band.runs} runs",
+        step_time=time.share,
+        memory=memory.share,
+        step_time_reason=time.reason,
+        memory_reason=memory.reason,
+        step_time_regime=time.regime,
+        memory_regime=memory.regime,
     )
 
 
-def widest(error: PredictionError) -> tuple[float, float]:
-    """Half-widths of the step time and the memory: those of the regime, or the widest that are known."""
-    time = bench().time.widest if error.step_time is None else error.step_time
-    memory = bench().memory.widest if error.memory is None else error.memory
-    return time, memory
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Error:
+    """reason: why there is no share. regime: its name and its runs' number, where there is one."""
+
+    share: float | None = None
+    reason: str = ""
+    regime: str = ""
+
+
+def _error(layout: Layout, runs: Measured) -> _Error:
+    if reason := _unmeasured(layout, runs):
+        return _Error(reason=reason)
+    generation = generation_of(layout.cluster.gpu.name)
+    found = [(name, runs.bands[name]) for name in regimes(layout) if name in runs.bands]
+    found = [(name, band) for name, band in found if band.tells]
+    engine = title_of(layout.recipe.target, layout.recipe.assume.kernels)
+    kind = f"{engine}, {kind_of(layout)}"
+    if not found:
+        return _Error(reason=kind)
+    if all(generation not in band.gpus for _, band in found):
+        gpu = layout.cluster.gpu.name
+        return _Error(reason=f"{kind}, {'a GPU of your own numbers' if gpu == 'inline' else gpu}")
+    name, band = next((name, band) for name, band in found if generation in band.gpus)
+    here = band.gpus[generation]
+    words = f"{name}: {band.runs} runs" + ("" if here == band.runs else f", {here} of them on {generation}")
+    # Too few runs of the engine itself cannot make an error smaller, but they can show that it is larger.
+    own = runs.bands.get(kind)
+    if own is not None and own.runs < band.runs and own.half_width > band.half_width:
+        return _Error(share=own.half_width, regime=f"{words}; as wide as {own.runs} of {engine}")
+    return _Error(share=band.half_width, regime=words)
 
 
 def regime_words(error: PredictionError) -> str:
@@ -138,18 +176,12 @@ def regime_words(error: PredictionError) -> str:
 
 
 def error_fields(error: PredictionError) -> dict[str, dict[str, JsonValue]]:
-    """What `--json` says of it beside the figures that it is of: part of an estimate -> keys and values."""
-    step, peak = widest(error)
+    """What `--json` says of it beside the figures that it is of: part of an estimate -> keys and values. null where no
+    published runs stand behind the layout's regime."""
     return {
-        "time": {"step_error_fraction": step, "error_regime": regime_words(error)},
-        "memory": {"peak_error_fraction": peak},
+        "time": {"step_error_fraction": error.step_time, "error_regime": regime_words(error)},
+        "memory": {"peak_error_fraction": error.memory},
     }
-
-
-def _band(layout: Layout, runs: Measured) -> tuple[str, Band]:
-    """Of the narrowest regime with enough runs."""
-    found = ((name, runs.bands[name]) for name in regimes(layout) if name in runs.bands)
-    return next((name, band) for name, band in found if band.runs >= LEAST_RUNS)
 
 
 def _unmeasured(layout: Layout, runs: Measured) -> str:
@@ -157,7 +189,7 @@ def _unmeasured(layout: Layout, runs: Measured) -> str:
     recipe, gpu, s = layout.recipe, layout.cluster.gpu, layout.strategy
     if gpu.is_cpu:
         return "a CPU"
-    if gpu.name.partition("-")[0] not in runs.gpus:
+    if all(generation_of(gpu.name) not in band.gpus for band in runs.bands.values()):
         return "a GPU of your own numbers" if gpu.name == "inline" else gpu.name
     if recipe.training.precision not in runs.precisions:
         return recipe.training.precision
@@ -167,20 +199,14 @@ def _unmeasured(layout: Layout, runs: Measured) -> str:
         return f"context: {s.context}"
     if s.pipeline > 1 and s.schedule not in runs.schedules:
         return f"schedule: {s.schedule}"
-    return _unmeasured_kind(layout, recipe, runs)
-
-
-def _unmeasured_kind(layout: Layout, recipe: Recipe, runs: Measured) -> str:
-    engine, family = title_of(recipe.target, recipe.assume.kernels), family_of(recipe.target, recipe.assume.kernels)
-    kind = kind_of(layout)
-    known = any(name in runs.bands for name in (f"{engine}, {kind}", f"{family}, {kind}"))
-    return "" if known else f"{engine}, {kind}"
+    return ""
 
 
 def error_words(error: PredictionError) -> str:
     """Of one layout."""
+    kept = f"memory_headroom: auto keeps {default_constants().memory_headroom:.0%} free, by runs of other kinds"
     if error.step_time is None and error.step_time_reason == error.memory_reason:
-        return unmeasured(error.step_time_reason)
+        return f"{unmeasured(error.step_time_reason)}; {kept}"
     parts = [
         f"{words} ± {share:.1%} ({regime})" if share is not None else f"{words} {unmeasured(reason)}"
         for words, share, reason, regime in (
@@ -188,7 +214,9 @@ def error_words(error: PredictionError) -> str:
             ("the memory", error.memory, error.memory_reason, error.memory_regime),
         )
     ]
-    return f"{'; '.join(parts)}; ±: {source()}"
+    if error.memory is None:
+        parts.append(kept)
+    return "; ".join(parts if error.step_time is None and error.memory is None else [*parts, f"±: {source()}"])
 
 
 def flops_words(source: str) -> str:
@@ -203,7 +231,9 @@ def flops_words(source: str) -> str:
 
 
 def unmeasured(reason: str) -> str:
-    return f"not calibrated ({reason}): no published run is of that kind"
+    return (
+        f"not calibrated ({reason}): fewer than {LEAST_RUNS} published runs of {LEAST_SOURCES} sources are of that kind"
+    )
 
 
 def source() -> str:

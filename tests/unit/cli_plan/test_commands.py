@@ -13,7 +13,9 @@ import pytest
 
 from shardwright.cli import estimate as estimate_command
 from shardwright.cli import plan as plan_command
+from shardwright.cli.plan_table import room_words
 from shardwright.diagnostics import Refusal
+from shardwright.layout.estimate import Memory
 from shardwright.search.deadline import OtherBatch
 from tests.unit.model.factory import SMALL_LLAMA, graph_of
 
@@ -170,7 +172,7 @@ def test_plan_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     header, first, second, *_ = out.splitlines()
     assert header.split()[:6] == ["#", "TP", "x", "PP", "x", "DP"]
     assert first.split()[0] == "1" and "GPU-h" in first and second.split()[0] == "2"
-    assert "±" in first and re.search(r"^± \d+\.\d% \(DeepSpeed.*: \d+ runs\).* holds 80 % of", out, re.M)
+    assert "±" in first and re.search(r"^± \d+\.\d% \(DeepSpeed.*: \d+ runs.*\).* holds 80 % of", out, re.M)
     assert "SW3108" in out and "bound by " in out and "lost to row 1" in out and "make bench-cost" in out
     assert "\x1b" not in out
 
@@ -181,7 +183,9 @@ def test_no_error_and_no_gpu_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixt
     path = write(tmp_path, "cpu.yaml", parallelism={}, cluster=cpu, training=training)
     assert call(plan_command, path) == 0
     out = capsys.readouterr().out
-    assert "±" not in out and "not calibrated (a CPU): no published run is of that kind" in out
+    assert (
+        "±" not in out and "not calibrated (a CPU): fewer than 20 published runs of 2 sources are of that kind" in out
+    )
     assert "tokens/s/rank" in out and "rank-h" in out and "/GPU" not in out and "GPU-h" not in out
     assert call(estimate_command, path) == 0
     out = capsys.readouterr().out
@@ -266,3 +270,12 @@ def test_plan_says_that_the_batch_keeps_the_cluster_large(
     assert words in sizing["bound"] and sizing["other_batch"]["global_batch_size"] == 12
     larger = sizing["larger_batch"]
     assert larger["global_batch_size"] == 32 and larger["shorter"] == pytest.approx(1 - larger["days"] / sizing["days"])
+
+
+@pytest.mark.parametrize(
+    ("peak", "fits", "words"),
+    [(66.6, True, "(17%)"), (460.9, False, "does not fit (5.8x)"), (79.9, False, "does not fit (1.00x)")],
+)
+def test_what_a_peak_leaves_of_a_device(peak: float, fits: bool, words: str) -> None:
+    memory = Memory(peak_bytes=int(peak * 2**30), capacity_bytes=80 * 2**30, fits=fits, stages=())
+    assert room_words(memory) == words

@@ -12,7 +12,18 @@ import pytest
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.cost.constants import default_constants
 from shardwright.cost.layout import Layout
-from shardwright.cost.measured import LEAST_RUNS, bench, error_words, prediction_error, regime_words, regimes, widest
+from shardwright.cost.measured import (
+    LEAST_RUNS,
+    LEAST_SOURCES,
+    bench,
+    error_fields,
+    error_words,
+    generation_of,
+    prediction_error,
+    regime_words,
+    regimes,
+)
+from shardwright.engines.table import title_of
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.lora import LoraSection
 from shardwright.layout.estimate import PredictionError
@@ -62,19 +73,27 @@ def error_of(**kind: Any) -> PredictionError:
 @pytest.mark.parametrize("gpu", ["a100-sxm4-40gb", "h100-sxm-80gb"])
 @pytest.mark.parametrize(
     "kind",
-    [{}, {"zero_stage": 3}, {"nodes": 48}, {"nodes": 16, "zero_stage": 3, "kernels": "hf"}, {"config": MIXTURE}],
+    [{}, {"zero_stage": 3}, {"nodes": 48}, {"nodes": 16, "zero_stage": 3, "kernels": "hf"}, {"target": "megatron"}],
 )
 def test_where_runs_stand_behind_it(gpu: str, kind: dict[str, Any]) -> None:
     found = error_of(gpu=gpu, **kind)
     layout = layout_of(gpu=gpu, **kind)
-    name, _, runs = found.step_time_regime.rpartition(": ")
-    band = bench().time.bands[name]
-    assert name in regimes(layout) and runs == f"{band.runs} runs" and band.runs >= LEAST_RUNS
-    assert found.step_time == band.half_width > 0 and found.step_time_reason == ""
-    # The narrowest one: those before it have too few runs.
-    before = regimes(layout)[: regimes(layout).index(name)]
-    assert all(n not in bench().time.bands or bench().time.bands[n].runs < LEAST_RUNS for n in before)
-    assert regime_words(found) == found.step_time_regime and widest(found)[0] == found.step_time
+    words, _, wider = found.step_time_regime.partition("; as wide as ")
+    name, _, runs = words.rpartition(": ")
+    band, generation = bench().time.bands[name], generation_of(gpu)
+    here = band.gpus[generation]
+    assert name in regimes(layout) and band.runs >= LEAST_RUNS and band.sources >= LEAST_SOURCES
+    assert runs == f"{band.runs} runs" + ("" if here == band.runs else f", {here} of them on {generation}")
+    engine = title_of(layout.recipe.target, layout.recipe.assume.kernels)
+    own = bench().time.bands[f"{engine}, plain"]
+    assert found.step_time == (own if wider else band).half_width > 0 and found.step_time_reason == ""
+    assert not wider or (wider == f"{own.runs} of {engine}" and own.half_width > band.half_width)
+    # The narrowest one: those before it have too few runs, or none on such GPUs.
+    for other in regimes(layout)[: regimes(layout).index(name)]:
+        narrower = bench().time.bands.get(other)
+        assert narrower is None or not narrower.tells or generation not in narrower.gpus
+    assert regime_words(found) == found.step_time_regime
+    assert error_fields(found)["time"]["step_error_fraction"] == found.step_time
 
 
 @pytest.mark.parametrize(
@@ -85,6 +104,11 @@ def test_where_runs_stand_behind_it(gpu: str, kind: dict[str, Any]) -> None:
         ({"precision": "fp32"}, "fp32"),
         ({"lora": LORA}, "LoRA"),
         ({"schedule": "dualpipev", "gradient_accumulation_steps": 4}, "schedule: dualpipev"),
+        ({"config": MIXTURE}, "DeepSpeed, experts"),
+        ({"config": MIXTURE, "gpu": "h100-sxm-80gb", "zero_stage": 3}, "DeepSpeed, experts"),
+        ({"config": MIXTURE, "target": "megatron"}, "Megatron-LM, experts"),
+        ({"offload": "optimizer", "pipeline": 1, "data": 4}, "DeepSpeed, offload"),
+        ({"gpu": "b200-sxm-180gb"}, "DeepSpeed, plain, b200-sxm-180gb"),
     ],
 )
 def test_where_none_does(kind: dict[str, Any], reason: str) -> None:
@@ -93,8 +117,8 @@ def test_where_none_does(kind: dict[str, Any], reason: str) -> None:
     assert found.step_time_reason == found.memory_reason == reason
     assert error_words(found).startswith(f"not calibrated ({reason}): ")
     assert regime_words(found) == f"not calibrated ({reason})"
-    assert widest(found) == (bench().time.widest, bench().memory.widest)
-    assert bench().time.widest == max(b.half_width for b in bench().time.bands.values() if b.runs >= LEAST_RUNS)
+    fields = error_fields(found)
+    assert fields["time"]["step_error_fraction"] is None and fields["memory"]["peak_error_fraction"] is None
 
 
 def test_a_gpu_of_the_recipes_own() -> None:
@@ -106,14 +130,14 @@ def test_a_gpu_of_the_recipes_own() -> None:
 
 
 def test_regimes_are_nested() -> None:
-    """Each has the runs of those inside it."""
+    """Each has the runs of those inside it, and none has runs of another kind."""
     for runs in (bench().time, bench().memory):
-        everything = runs.bands[regimes(layout_of())[-1]]
-        assert everything.runs == runs.runs
-        for name, band in runs.bands.items():
-            outer, comma, _ = name.partition(", ")
-            if comma and outer in runs.bands:
-                assert band.runs <= runs.bands[outer].runs
+        for kind in ({}, {"kernels": "hf"}, {"config": MIXTURE}, {"target": "megatron"}):
+            names = regimes(layout_of(**kind))
+            assert all(f", {'experts' if 'config' in kind else 'plain'}" in name for name in names)
+            counts = [runs.bands[name].runs for name in names if name in runs.bands]
+            assert counts == sorted(counts)
+        assert all(sum(band.gpus.values()) == band.runs for band in runs.bands.values())
 
 
 def test_the_half_width_holds_eighty_percent() -> None:
