@@ -5,6 +5,7 @@ from __future__ import annotations
 from shardwright.cost.islands import with_outer_step
 from shardwright.cost.layout import Layout
 from shardwright.cost.measured import prediction_error
+from shardwright.cost.memory import is_accepted
 from shardwright.cost.replaced import run_factor, scaled
 from shardwright.cost.timing import estimate_time
 from shardwright.diagnostics import Diagnostic
@@ -20,7 +21,7 @@ def price(layout: Layout, memory: Memory, diagnostics: tuple[Diagnostic, ...]) -
     """memory: of this layout. diagnostics: what the rules say of it; that it does not fit is added."""
     inner = scaled(estimate_time(layout), run_factor(layout.recipe, layout.graph, layout.strategy))
     time = with_outer_step(inner, layout.recipe, layout.graph)
-    if not memory.fits:
+    if not is_accepted(layout.recipe, memory):
         diagnostics = (*diagnostics, does_not_fit(memory, layout.strategy, contrastive=layout.graph.contrastive))
     return Estimate(
         strategy=layout.strategy,

@@ -42,11 +42,17 @@ def rows_bytes(layout: Layout, kind: LayerShape) -> float:
     return layout.tokens * kind.chosen_experts * layout.graph.hidden_size * layout.element_bytes
 
 
-def exchanged_bytes(layout: Layout, kind: LayerShape) -> float:
-    """What a layer keeps on a rank beyond what it keeps without expert ranks: the rows that arrived and those that came
-    back, and the inner features of the rows beyond the mean."""
+def uneven_bytes(layout: Layout, kind: LayerShape) -> float:
+    """What a layer keeps on a rank beyond what it keeps without expert ranks: inputs and inner features of the rows
+    beyond the mean. The rows that arrived are the experts' inputs themselves, and those that came back their weighed
+    outputs: the layer's own activations have both already, and an all-to-all saves nothing for its backward pass."""
     s = layout.strategy
     if s.expert == 1 or not kind.chosen_experts:
         return 0.0
     inner = layout.tokens * kind.chosen_experts * kind.expert_features * layout.element_bytes
-    return (1 + UNEVEN) * rows_bytes(layout, kind) + (UNEVEN - 1) * inner
+    return (UNEVEN - 1) * (rows_bytes(layout, kind) + inner)
+
+
+def sent_bytes(layout: Layout, kind: LayerShape) -> float:
+    """An all-to-all's own input, which stands beside what arrives while the rows travel."""
+    return rows_bytes(layout, kind) if layout.strategy.expert > 1 and kind.chosen_experts else 0.0

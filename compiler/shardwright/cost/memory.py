@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from shardwright.cost.activations import Activations, Share, own_modules
 from shardwright.cost.constants import Constants, default_constants
 from shardwright.cost.contrastive import comparing_bytes
-from shardwright.cost.experts import exchanged_bytes
+from shardwright.cost.experts import sent_bytes, uneven_bytes
 from shardwright.cost.layout import Block, Layout
 from shardwright.cost.whole import whole_weights
-from shardwright.ir.recipe import ELEMENT_BYTES
+from shardwright.ir.recipe import ELEMENT_BYTES, Recipe
 from shardwright.ir.words import Checkpointing
 from shardwright.layout.buckets import BUCKET_NUMEL, LIVE_NUMEL
 from shardwright.layout.estimate import Memory, StageMemory
@@ -28,12 +28,16 @@ ALL_CHANNELS_BYTES_PER_SECOND = 300e9
 
 
 def estimate_memory(layout: Layout) -> Memory:
-    """Bytes as nvidia-smi would show them, per pipeline rank; `fits` honours memory_headroom and ignore_memory."""
+    """Bytes as nvidia-smi would show them, per pipeline rank; `fits` honours memory_headroom."""
     usable, ranks = usable_bytes(layout.problem, layout.constants), RankBytes(layout)
     stages = tuple(ranks.of(rank, blocks, usable) for rank, blocks in enumerate(layout.ranks))
     peak = max(stage.peak_bytes for stage in stages)
-    fits = peak <= usable or layout.recipe.assume.ignore_memory
-    return Memory(peak_bytes=peak, capacity_bytes=layout.cluster.capacity_bytes, fits=fits, stages=stages)
+    return Memory(peak_bytes=peak, capacity_bytes=layout.cluster.capacity_bytes, fits=peak <= usable, stages=stages)
+
+
+def is_accepted(recipe: Recipe, memory: Memory) -> bool:
+    """Whether memory is no reason to refuse the layout: it fits, or the recipe says to ignore that."""
+    return memory.fits or recipe.assume.ignore_memory
 
 
 def usable_bytes(problem: Problem, constants: Constants) -> int:
@@ -209,7 +213,7 @@ def _kept_sums(layout: Layout, found: Activations, checkpointing: Checkpointing)
     rows = s.micro_batch_size / s.context
     sums = (whole / (degree if s.sequence_parallel else 1) + divided / degree) * rows
     if s.expert > 1 and checkpointing != "full":  # rows of other ranks' tokens
-        of_kind = [*(exchanged_bytes(layout, kind) for kind in layout.shapes.kinds), 0.0]  # -1: the ends
+        of_kind = [*(uneven_bytes(layout, kind) for kind in layout.shapes.kinds), 0.0]  # -1: the ends
         sums[1:] += np.cumsum(np.array(of_kind)[list(layout.shapes.kind_of)])
     result: list[float] = sums.tolist()
     return result
@@ -248,7 +252,9 @@ def _working_bytes(layout: Layout, with_head: bool, again: bool) -> float:
 
     recomputed = (layout.checkpointed or found).recomputed
     layer = again * held(recomputed) + c.backward_share * held(found.largest)
-    layer += 2 * max((exchanged_bytes(layout, kind) for kind in layout.shapes.kinds), default=0.0)
+    # Once as what is made again and once as its gradient.
+    exchanged = (2 * uneven_bytes(layout, kind) + sent_bytes(layout, kind) for kind in layout.shapes.kinds)
+    layer += max(exchanged, default=0.0)
     loss = 0.0
     if with_head and layout.graph.contrastive:
         loss = comparing_bytes(layout) + held(found.head)

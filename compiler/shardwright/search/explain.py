@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardwright.cost.breakdown import Breakdown, break_down
 from shardwright.cost.estimate import price
 from shardwright.cost.layout import Layout
-from shardwright.cost.memory import estimate_memory
+from shardwright.cost.memory import estimate_memory, is_accepted
 from shardwright.ir.recipe import Recipe
 from shardwright.layout.estimate import Estimate
 from shardwright.layout.problem import Problem
@@ -137,7 +137,7 @@ def _second_copy(layout: Layout, chosen: Estimate) -> SecondCopy | None:
     return SecondCopy(
         ranks=copied.strategy.hpz_partition_size,
         taken=taken,
-        has_room=beside.memory.fits and is_roomy(layout.recipe, beside.memory),
+        has_room=is_accepted(layout.recipe, beside.memory) and is_roomy(layout.recipe, beside.memory),
         other_step_seconds=estimate.time.step_seconds,
         other_peak_bytes=estimate.memory.peak_bytes,
     )

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from shardwright.cost.estimate import price
 from shardwright.cost.layout import Layout
+from shardwright.cost.memory import is_accepted
 from shardwright.diagnostics import Diagnostic, Refusal, refusal
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.recipe import Recipe
@@ -124,7 +125,7 @@ def best_of(problem: Problem) -> Estimate | None:
                 heapq.heappush(waiting, (own, number, place, True))
                 continue
         layout, memory = settle(problem, strategy)
-        if not memory.fits:
+        if not is_accepted(recipe, memory):
             fitting[number] = place
             continue
         priced = _priced(problem, bound, layout, memory, warnings, best)
@@ -186,7 +187,7 @@ def _search(problem: Problem) -> SearchResult:
                 slow.append((least, strategy))
                 continue
             layout, memory = settle(problem, strategy) if least < math.inf else (None, None)
-            if layout is None or memory is None or not memory.fits:
+            if layout is None or memory is None or not is_accepted(recipe, memory):
                 rejections.add(beyond.add(strategy, warnings, layout, memory), strategy, len(group) - place)
                 break
             found = _priced(problem, bound, layout, memory, warnings, best)
@@ -338,7 +339,7 @@ def pinned_estimate(problem: Problem) -> Estimate:
 
     fewest = min(errors(s) for s in strategies)
     priced = [estimate_strategy(problem, s) for s in strategies if errors(s) == fewest]
-    return min(priced, key=lambda e: (not e.memory.fits, rank_key(recipe, e)))
+    return min(priced, key=lambda e: (not is_accepted(recipe, e.memory), rank_key(recipe, e)))
 
 
 def baselines(problem: Problem) -> tuple[Estimate, ...]:

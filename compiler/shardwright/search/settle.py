@@ -12,7 +12,7 @@ from shardwright.cost.collectives import group_of
 from shardwright.cost.constants import Constants
 from shardwright.cost.estimate import price
 from shardwright.cost.layout import Layout, lay_out, placed
-from shardwright.cost.memory import cautious_bytes, estimate_memory, logits_are_peak
+from shardwright.cost.memory import cautious_bytes, estimate_memory, is_accepted, logits_are_peak
 from shardwright.cost.replaced import constants_of
 from shardwright.cost.stages import PricedStages
 from shardwright.cost.timing import data_seconds
@@ -88,21 +88,25 @@ def _may_chunk(recipe: Recipe, graph: ModelGraph, strategy: Strategy, memory: Me
     """`loss: auto` makes the head's product once more only for memory that is asked for or needed (decision 018)."""
     own = ENGINES[recipe.target].traits.chunked_loss and recipe.prices_own_run
     unsettled = recipe.model.loss == "auto" and strategy.loss == "full"
-    wanted = recipe.objective == "memory" or not memory.fits
+    wanted = recipe.objective == "memory" or not is_accepted(recipe, memory)
     return own and unsettled and wanted and proved_chunked(graph.model_type) and not graph.sees
 
 
 def _settle_hpz(layout: Layout, memory: Memory) -> tuple[Layout, Memory]:
     """With the second copy of the weights where that is shorter in time and leaves the room that predictions may fall
     short by (decision 019). A strategy that comes with one keeps it. memory: of this layout."""
-    if not memory.fits or layout.recipe.objective == "memory" or layout.strategy.hpz_partition_size > 1:
+    if (
+        not is_accepted(layout.recipe, memory)
+        or layout.recipe.objective == "memory"
+        or layout.strategy.hpz_partition_size > 1
+    ):
         return layout, memory
     copied = with_hpz(layout)
     # The copy changes the data-parallel collectives and nothing else of a step.
     if copied is None or data_seconds(copied) >= data_seconds(layout):
         return layout, memory
     more = estimate_memory(copied)
-    return (copied, more) if more.fits and is_roomy(layout.recipe, more) else (layout, memory)
+    return (copied, more) if is_accepted(layout.recipe, more) and is_roomy(layout.recipe, more) else (layout, memory)
 
 
 def with_hpz(layout: Layout) -> Layout | None:

@@ -66,6 +66,19 @@ def test_the_rows_of_a_layer(tensor: int, expert: int, checkpointing: str, again
     assert ahead == pytest.approx(wanted) and back == pytest.approx(again * wanted)
 
 
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_what_expert_ranks_add_to_activations(checkpointing: str) -> None:
+    """The rows that arrive are the experts' inputs, which a layer has without expert ranks too: those beyond the mean
+    alone are more."""
+    keys = {"tensor": 1, "pipeline": 1, "data": 8, "activation_checkpointing": checkpointing}
+    before, cut = layout_of(change(**keys)), layout_of(change(**keys, expert=8))
+    (kind,) = cut.shapes.kinds
+    rows = cut.tokens * kind.chosen_experts * (cut.graph.hidden_size + kind.expert_features) * cut.element_bytes
+    more = 4 * (UNEVEN - 1) * rows if checkpointing == "none" else 0.0  # layers
+    kept = [estimate_memory(layout).stages[0].activations_bytes for layout in (before, cut)]
+    assert kept[1] - kept[0] == pytest.approx(more, abs=2) and rows > 0
+
+
 def test_tensor_ranks_that_hold_whole_experts() -> None:
     """Under Megatron-Core: as many experts a rank as expert ranks leave, and gradients summed over all that have
     them."""
