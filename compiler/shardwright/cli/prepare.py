@@ -124,7 +124,6 @@ def _part(p: PartSummary, length: int) -> str:
         (p.too_long, f"longer than {length} tokens"),
         (p.crowded, "with more pictures than images.per_row"),
         (p.damaged, "with a damaged picture"),
-        (sum(p.unusable.values()), "that cannot be used"),
     ):
         if count:
             text += f"; {count:,} {why} are left out"
@@ -132,6 +131,15 @@ def _part(p: PartSummary, length: int) -> str:
         text += f"; the chat template leaves out the reasoning of {p.without_reasoning:,}"
     if p.without_end:
         text += f"; the chat template closes the last answer of {p.without_end:,} with nothing"
+    if p.begin is not None:
+        text += f"; each begins with {p.begin}" if p.begin else "; nothing is put in front of them (data.add_bos_token)"
+    if p.replaced:
+        text += f"; half a surrogate pair became U+FFFD in {p.replaced:,}"
+    if p.unusable:
+        from shardwright.diagnostics.codes import CODES
+
+        reasons = ", ".join(f"{count:,} {CODES[code]} ({code})" for code, count in sorted(p.unusable.items()))
+        text += f"; left out of {p.records:,} records: {reasons}; the first: {'; '.join(p.examples)}"
     if p.empty:
         text += f"; {p.empty:,} empty ones skipped"
     return text

@@ -7,6 +7,7 @@ height in pixels. No torch here; Pillow decodes.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
 import json
@@ -34,6 +35,7 @@ PLACEHOLDER = "<image>"
 """Stands for the next of a record's `images` in a message that is plain text."""
 MOST_TOLD = 5
 
+_SOURCE_KEYS = ("path", "image", "url")
 _TURNED = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
 _ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
 
@@ -82,8 +84,8 @@ def take_pictures(given: object, messages: list[Message], where: str) -> tuple[l
         content: list[JsonValue] = []
         for part in parts:
             kind = part.get("type")
-            if kind == "image":
-                own = next((part[key] for key in ("image", "path", "url") if part.get(key) is not None), None)
+            if kind in ("image", "image_url"):  # the latter is OpenAI's
+                own = next((part[key] for key in (*_SOURCE_KEYS, "image_url") if part.get(key) is not None), None)
                 source = next(rest, None) if own is None else own
                 if source is None:
                     raise _unmatched(where, f"it has more placeholders than its {len(images)} images")
@@ -133,9 +135,11 @@ def locate_picture(source: JsonValue, folder: Path) -> Picture:
         data = source.get("bytes")
         if isinstance(data, bytes) and data:
             return _looked_at(str(source.get("path") or "a picture in the record"), None, data)
-        source = next((source[key] for key in ("path", "image", "url") if source.get(key)), None)
+        source = next((source[key] for key in _SOURCE_KEYS if source.get(key)), None)
+    if isinstance(source, str) and source[:5].lower() == "data:":
+        return _looked_at("a picture in the record", None, _data_of_uri(source))
     if not isinstance(source, str) or "://" in source:
-        raise Damaged(f"{str(source)[:120]!r} is no file: pictures lie in files or in the record")
+        raise Damaged(f"{str(source)[:120]!r} is no file: pictures lie in files or in the record, and none is fetched")
     inside = os.path.abspath(folder)
     path = os.path.abspath(os.path.join(inside, source))  # without `..`, which behind a link leads elsewhere
     if os.path.commonpath([inside, path]) != inside:
@@ -147,8 +151,24 @@ def locate_picture(source: JsonValue, folder: Path) -> Picture:
     try:
         data = read_regular(path, MOST_FILE_BYTES)
     except (OSError, ValueError) as error:
-        raise Damaged(f"{path!r} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    return _looked_at(repr(path), path, data)
+        why = getattr(error, "strerror", None) or "it is no regular file, or too large"
+        raise Damaged(f"{_short(path)} cannot be read: {why}") from None
+    return _looked_at(_short(path), path, data)
+
+
+def _data_of_uri(uri: str) -> bytes:
+    """Of `data:image/png;base64,...`. Raises Damaged."""
+    head, _, text = uri.partition(",")
+    try:
+        if not head.lower().endswith(";base64"):
+            raise ValueError
+        return base64.b64decode("".join(text.split()) + "=" * (-len(text) % 4), validate=True)
+    except ValueError:
+        raise Damaged(f"{head[:60]!r} is followed by no base64 text") from None
+
+
+def _short(path: str) -> str:
+    return repr(path if len(path) <= 300 else f"{path[:120]}... ({len(path):,} characters)")
 
 
 def _looked_at(name: str, path: str | None, data: bytes) -> Picture:
@@ -158,6 +178,8 @@ def _looked_at(name: str, path: str | None, data: bytes) -> Picture:
         width, height = image.size
         if width * height > MOST_PIXELS:
             raise Damaged(f"{name} has {width} x {height} pixels, more than {MOST_PIXELS:,}")
+        if image.mode == "F" or (image.mode == "I" and image.format != "PNG"):
+            raise Damaged(f"{name} has 32 bits a pixel (Pillow's mode {image.mode}), and nothing says what is white")
         end = _ENDS.get(image.format or "")
         if end is None:
             _load(name, image)
@@ -203,7 +225,7 @@ def decode(picture: Picture, most_pixels: int) -> Any:
         data = picture.data if picture.path is None else read_regular(picture.path, MOST_FILE_BYTES)
         with _opened(name, data or b"") as image:
             _load(name, image)
-            seen = ImageOps.exif_transpose(image).convert("RGB")
+            seen = _rgb(ImageOps.exif_transpose(image))
     except (OSError, Damaged) as error:
         raise refusal(
             "SW6132",
@@ -219,6 +241,15 @@ def decode(picture: Picture, most_pixels: int) -> Any:
         )
     size = size_within(picture.width, picture.height, most_pixels)
     return seen if size == seen.size else seen.resize(size)
+
+
+def _rgb(image: Any) -> Any:
+    """With 8 bits a channel. Pillow's own conversion of 16 bits cuts off what is above 255: nearly all is white."""
+    from PIL import Image
+
+    if image.mode.startswith("I"):
+        image = Image.fromarray((np.asarray(image).astype(np.int64) // 257).clip(0, 255).astype(np.uint8))
+    return image.convert("RGB")
 
 
 def size_within(width: int, height: int, most_pixels: int) -> tuple[int, int]:
@@ -241,7 +272,7 @@ class PictureWriter:
 
     def add(self, document: int, pictures: list[Picture]) -> None:
         for picture in pictures:
-            data = picture.data if picture.path is None else os.path.abspath(picture.path).encode("utf-8")
+            data = picture.data if picture.path is None else os.fsencode(os.path.abspath(picture.path))
             assert data is not None
             self._bytes.write(data)
             end = self._at + len(data)
@@ -277,7 +308,7 @@ class PictureTable:
 
     def _picture(self, _: int, first: int, end: int, is_path: int, width: int, height: int) -> Picture:
         data = self.data[first:end].tobytes()
-        path = data.decode("utf-8") if is_path else None
+        path = os.fsdecode(data) if is_path else None
         return Picture(path=path, data=None if is_path else data, width=width, height=height)
 
 
