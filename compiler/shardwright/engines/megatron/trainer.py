@@ -29,11 +29,10 @@ from shardwright.engines.megatron.states import States
 from shardwright.engines.megatron.transformer_engine import is_taken, report
 from shardwright.engines.megatron.zigzag import own_piece, own_places
 from shardwright.engines.protocol import Counters, HeldParameter, LiveFragment, StepResult
-from shardwright.ir.partition import ParameterSplit
 from shardwright.modules.batches import HeldOut, MicroBatch
 from shardwright.modules.loss import CausalLoss
 from shardwright.modules.model_config import load_config
-from shardwright.modules.weight_files import Weights
+from shardwright.modules.shards import Shards
 from shardwright.modules.weights import conv1d_to_linear, open_model
 from shardwright.plan.plan import Plan
 
@@ -68,37 +67,6 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Megatro
     if not resumes:
         fill(found, shards.read)
     return MegatronTrainer(plan, settings, chunks, found, shards)
-
-
-class Shards:
-    """This rank's shards of Hugging Face's parameters, as the plan cuts them."""
-
-    def __init__(self, plan: Plan, weights: Weights, transposed: frozenset[str]) -> None:
-        self.plan, self.weights, self.transposed = plan, weights, transposed
-        self.tensor_rank = plan.ranks[dist.get_rank()].tensor
-        self.splits: dict[str, ParameterSplit] = {
-            p.name: p for module in plan.tensor_parallel.modules for p in module.parameters
-        }
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """As it is held, which is the other way round than Hugging Face has it where it is transposed."""
-        shape = self.splits[name].shard_shape(self.tensor_rank)
-        if (cut := self.plan.expert_cut(name)) > 1:
-            shape = (shape[0] // cut, *shape[1:])
-        return shape[::-1] if name in self.transposed else shape
-
-    def read(self, name: str) -> torch.Tensor:
-        split = self.splits.get(name)
-        if split is None or split.dimension is None:
-            values = self.weights.read(name, None)
-        else:
-            cut = split.pieces(self.tensor_rank)
-            parts = [self.weights.read(name, (split.dimension, start, length)) for start, length in cut]
-            values = torch.cat(parts, dim=split.dimension)
-        if (shares := self.plan.expert_cut(name)) > 1:
-            count = values.shape[0] // shares
-            values = values.narrow(0, self.plan.expert_of(self.plan.ranks[dist.get_rank()]) * count, count)
-        return values.t() if name in self.transposed else values
 
 
 class MegatronTrainer:
