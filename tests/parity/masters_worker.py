@@ -1,6 +1,7 @@
 """Under the `deepspeed` launcher: what a save makes of masters that are not the live weights, on every kind of engine.
 
-A case whose folder's name ends in "round-robin" has DeepSpeed rearrange them; in the others one element is planted.
+A case whose folder's name ends in "round-robin" has DeepSpeed rearrange them; in the others one element is planted. Of
+pretrained weights the masters are, before the first step, the file's numbers bit for bit.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from transformers import AutoModelForCausalLM
 
 from shardwright.checkpoint.index import published_steps
 from shardwright.checkpoint.master_check import check_masters
+from shardwright.checkpoint.read import CheckpointReader
 from shardwright.checkpoint.write import save_checkpoint
 from shardwright.diagnostics import Refusal
 from shardwright.engines.deepspeed.trainer import build_trainer
@@ -33,6 +37,22 @@ def refused(plan: Plan, folder: Path, trainer: Trainer) -> str:
     return diagnostic.message
 
 
+def saved_as_stored(plan: Plan, folder: Path, trainer: Trainer) -> dict[str, float]:
+    """A checkpoint before the first step, gathered, against the file; live weights are the file's, rounded once."""
+    save_checkpoint(plan, folder, trainer, 1)
+    dist.barrier()
+    stored = AutoModelForCausalLM.from_pretrained(folder / "weights", dtype=torch.float32).state_dict()
+    rounded = 0
+    with CheckpointReader(folder / "checkpoints" / "step-00000001") as reader:
+        assert set(reader.manifest.tensors) <= set(stored)
+        for name in reader.manifest.tensors:
+            gathered = reader.whole(name, "fp32")
+            assert torch.equal(gathered, stored[name]), (name, (gathered - stored[name]).abs().max())
+            rounded += int((gathered != gathered.bfloat16().float()).sum())
+    assert rounded > 0, "the file holds nothing that is rounded"
+    return {}
+
+
 def measure(case: Case, folder: Path) -> dict[str, float]:
     get_accelerator().is_fp16_supported = lambda: True  # a CPU's is slow, and does
     RUNTIME_RULES.pop("SW3119", None)
@@ -50,6 +70,8 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
         assert "elements of the optimizer's fp32 master" in refused(plan, folder, trainer)
         return {}
     check_masters(trainer.owned())
+    if case.pretrained:
+        return saved_as_stored(plan, folder, trainer)
     train(plan, folder, trainer, 1, 2)
     check_masters(trainer.owned())
     *_, planted = [f for f in trainer.owned() if "fp32" in f.states]

@@ -233,6 +233,9 @@ class _Stored:
         tensor = whole_parameter(self._plan, self._reader, name)
         return tensor if range_ is None else tensor.narrow(*range_)
 
+    def may_round(self, name: str, dtype: torch.dtype) -> bool:
+        return dtype != torch.float32
+
 
 def _tokenizer_of(plan: Plan, checkpoint: Path) -> Any:
     if is_byte_level(plan):

@@ -124,14 +124,20 @@ class NoWeights:
     def read(self, name: str, range_: Any) -> torch.Tensor:
         return torch.zeros(())
 
+    def may_round(self, name: str, dtype: torch.dtype) -> bool:
+        return False
+
 
 class DrawnByLayer:
     """Random weights, seeded per decoder layer (per module outside of them) by its name: the same in every layout, and
     no rank draws what it does not hold. The distributions are the model's own `_init_weights`."""
 
     def __init__(self, model: PreTrainedModel, stack: str, seed: int) -> None:
-        # The structure as it is now, around the same tensors: the model's own modules are replaced and wrapped later.
-        shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
+        # The structure as it is now, around the same memory: the model's own modules are replaced and wrapped later,
+        # and its parameters are cut.
+        shared: dict[int, torch.Tensor] = {id(b): b for b in model.buffers()}
+        for p in model.parameters():
+            shared[id(p)] = nn.Parameter(p.detach(), requires_grad=p.requires_grad)
         self.model, self.stack, self.seed = copy.deepcopy(model, shared), stack, seed
         self._parameters = dict(model.named_parameters())
         self._shapes = {name: tuple(p.shape) for name, p in self._parameters.items()}
@@ -146,6 +152,9 @@ class DrawnByLayer:
             self._drawn = (group, self._draw(group))
         tensor = self._drawn[1][name]
         return tensor if range_ is None else tensor.narrow(*range_)
+
+    def may_round(self, name: str, dtype: torch.dtype) -> bool:
+        return dtype != torch.float32
 
     def _group(self, name: str) -> str:
         inside = name.startswith(self.stack + ".")

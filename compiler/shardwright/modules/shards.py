@@ -19,6 +19,11 @@ class Shards:
         self.splits: dict[str, ParameterSplit] = {
             p.name: p for module in plan.tensor_parallel.modules for p in module.parameters
         }
+        stored = set(weights.names())
+        # A tied parameter may be stored under any of its names.
+        self._stored = {name: name for name in stored} | {
+            alias: next((n for n in group if n in stored), alias) for group in plan.model.tied for alias in group
+        }
 
     def shape(self, name: str) -> tuple[int, ...]:
         """As it is held, which is the other way round than Hugging Face has it where it is transposed."""
@@ -28,14 +33,19 @@ class Shards:
         return shape[::-1] if name in self.transposed else shape
 
     def read(self, name: str) -> torch.Tensor:
-        split = self.splits.get(name)
+        """The shard in the type that the files have, as it is held."""
+        split, stored = self.splits.get(name), self._stored[name]
         if split is None or split.dimension is None:
-            values = self.weights.read(name, None)
+            values = self.weights.read(stored, None)
         else:
             cut = split.pieces(self.tensor_rank)
-            parts = [self.weights.read(name, (split.dimension, start, length)) for start, length in cut]
+            parts = [self.weights.read(stored, (split.dimension, start, length)) for start, length in cut]
             values = torch.cat(parts, dim=split.dimension)
         if (shares := self.plan.expert_cut(name)) > 1:
             count = values.shape[0] // shares
             values = values.narrow(0, self.plan.expert_of(self.plan.ranks[dist.get_rank()]) * count, count)
         return values.t() if name in self.transposed else values
+
+    def loses_bits(self, name: str, dtype: torch.dtype) -> bool:
+        """Whether the stored values may be rounded in dtype. False for a name that is not stored, as an adapter's."""
+        return name in self._stored and self.weights.may_round(self._stored[name], dtype)

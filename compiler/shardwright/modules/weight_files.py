@@ -17,6 +17,7 @@ from shardwright.hf.weight_headers import FLOATS, INDEX, SINGLE, weight_file_nam
 from shardwright.ir.json_value import JsonObject
 from shardwright.safe_read import parse_json, read_regular
 
+_EXACT_IN = {torch.float32: ("F32", "F16", "BF16"), torch.float16: ("F16",), torch.bfloat16: ("BF16",)}
 _OTHER_FILES = re.compile(r"(adapter_model|consolidated).*\.safetensors")
 
 Range = tuple[int, int, int]
@@ -30,6 +31,9 @@ class Weights(Protocol):
 
     def read(self, name: str, range_: Range | None) -> torch.Tensor:
         """A part of the tensor along one dimension, or all of it."""
+
+    def may_round(self, name: str, dtype: torch.dtype) -> bool:
+        """Whether the tensor is stored in a type that dtype may round."""
 
 
 class WeightFiles:
@@ -70,10 +74,18 @@ class WeightFiles:
                 raise _not_finite(name, self.folder, tensor.dtype)
         return tensor
 
+    def may_round(self, name: str, dtype: torch.dtype) -> bool:
+        kinds = {self._open(self._where[key]).get_slice(key).get_dtype() for key in self._keys(name)}
+        return not kinds <= set(_EXACT_IN[dtype])
+
+    def _keys(self, name: str) -> list[str]:
+        """Of the files, those that the tensor is made of."""
+        converted = self._converted.get(name)
+        return [self._direct[name]] if converted is None else [key for key, _ in converted.sources]
+
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raises Refusal unless the files hold the parameter in this shape, in a type that can be trained."""
-        converted = self._converted.get(name)
-        keys = [self._direct[name]] if converted is None else [key for key, _ in converted.sources]
+        converted, keys = self._converted.get(name), self._keys(name)
         for key in keys:
             kind = self._open(self._where[key]).get_slice(key).get_dtype()
             if kind not in FLOATS and (converted is None or self._quantizer is None):

@@ -13,6 +13,7 @@ from shardwright.engines.deepspeed.data_trainer import DataTrainer
 from shardwright.engines.deepspeed.experts import expert_spreader
 from shardwright.engines.deepspeed.fixes import apply_fixes
 from shardwright.engines.deepspeed.pipeline_trainer import PipelineTrainer
+from shardwright.engines.masters import fill_masters
 from shardwright.engines.protocol import Trainer
 from shardwright.modules.context.ranks import CONTEXT
 from shardwright.modules.dropout import TENSOR_RANDOM
@@ -20,6 +21,7 @@ from shardwright.modules.expert.balance import router_balance
 from shardwright.modules.expert.spread import own_experts
 from shardwright.modules.lora import add_adapters
 from shardwright.modules.materialize import Filler
+from shardwright.modules.shards import Shards
 from shardwright.modules.weights import conv1d_to_linear, open_model, scalars_to_vectors
 from shardwright.plan.plan import Plan
 
@@ -46,6 +48,8 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer
     random_is_cut = plan.model.dropout > 0 and plan.strategy.tensor > 1
     trainer.balance = balance
     CONTEXT.use(context, model)
+    if not resumes:
+        fill_masters(trainer.owned(), Shards(plan, weights, transposed))
     TENSOR_RANDOM.use(trainer.grid.get_slice_parallel_rank() if random_is_cut else None)
     return trainer
 

@@ -15,6 +15,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import distributed as dist
 from torch import nn
 
+from shardwright.engines.masters import fill_masters
 from shardwright.engines.megatron.build import (
     ParameterPiece,
     build_chunks,
@@ -66,7 +67,10 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Megatro
     shards = Shards(plan, weights, transposed)
     if not resumes:
         fill(found, shards.read)
-    return MegatronTrainer(plan, settings, chunks, found, shards)
+    trainer = MegatronTrainer(plan, settings, chunks, found, shards)
+    if not resumes:
+        fill_masters(trainer.owned(), shards)
+    return trainer
 
 
 class MegatronTrainer:
