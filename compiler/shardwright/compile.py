@@ -33,6 +33,7 @@ from shardwright.lower.inputs import copied_inputs, model_companions
 from shardwright.lower.lower import lower, sealed
 from shardwright.model.build import build_model_graph, compare_weights
 from shardwright.model.own_code import locate_own_code
+from shardwright.model.popular.hub import processor_here
 from shardwright.model.popular.snapshot import locate_weights, tokenizer_folder
 from shardwright.partition.tensor import tensor_parallel_map, with_whole_experts
 from shardwright.plan.build import MODEL_DIRECTORY, TOKENIZER_DIRECTORY, build_plan, data_errors, installed_versions
@@ -257,6 +258,10 @@ def _lowered(plan: Plan, problem: Problem, inputs: Inputs) -> tuple[Plan, Mappin
         folder, code = inputs.own_code
         files |= {f"{MODEL_DIRECTORY}/{name}": (folder / name).read_bytes() for name, _ in code.files}
     files |= model_companions(plan)
+    if plan.model.sees and not plan.model.contrastive and (here := processor_here(problem.recipe.model)) is not None:
+        from shardwright.model.processor import check_processor
+
+        check_processor(problem.graph, here[0])
     if plan.model.sees and problem.recipe.model.source is None:
         from shardwright.model.processor import inline_processor_files
 

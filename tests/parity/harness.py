@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ class Case:
     virtual_stages: int = 1
     target: str = "deepspeed"
     balance: float = 0.0
+    freeze: tuple[str, ...] = ()
 
     @property
     def world(self) -> int:
@@ -75,6 +77,8 @@ def recipe(case: Case, folder: Path) -> dict[str, Any]:
     if case.pretrained:
         model = {"source": "./weights", "weights": "pretrained"}
     model |= {"loss": case.loss, "kernels": case.kernels}
+    if case.freeze:
+        model["freeze"] = list(case.freeze)
     if case.balance:
         model["router_aux_loss"] = case.balance
     return {
@@ -193,6 +197,8 @@ def reference(case: Case, tokens: np.ndarray, dtype: torch.dtype = torch.float32
     blocks = [token_rows(tokens, k, case.batch) for k in range(1, STEPS + 1)]
     if case.balance:
         add_balance(model, case.balance)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(fnmatchcase(name, each) for each in case.freeze))
     if case.lora_rank:
         model = with_adapters(model, case)
     if case.lora_dropout:

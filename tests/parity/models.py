@@ -73,6 +73,7 @@ MODELS = {
         "decoder_sparse_step": 1,
         "norm_topk_prob": True,
     },
+    "mixtral-odd": {**LLAMA, "model_type": "mixtral", "intermediate_size": 100, "num_local_experts": 4},
     "mixtral-deep": {**LLAMA, "model_type": "mixtral", "num_hidden_layers": 8, "num_local_experts": 4},
     # The first layers are dense: a stage has no experts.
     "dense-first": {

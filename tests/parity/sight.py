@@ -88,6 +88,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "vision_config": {"model_type": "siglip_vision_model", **TOWER, "projection_dim": 48},
         "text_config": {"model_type": "gemma", **TEXT},
     },
+    "paligemma2": {  # its text part has no sdpa, its vision encoder has
+        "model_type": "paligemma",
+        "image_token_index": 256,
+        "projection_dim": 48,
+        "vision_config": {"model_type": "siglip_vision_model", **TOWER, "projection_dim": 48},
+        "text_config": {"model_type": "gemma2", **TEXT, "query_pre_attn_scalar": 12},
+    },
 }
 QWEN_IMAGE = "<|vision_start|><image><|vision_end|>"
 IMAGE = {"gemma3": "<start_of_image>", "qwen2_5_vl": QWEN_IMAGE, "qwen3_vl": QWEN_IMAGE}
@@ -288,7 +295,7 @@ def _row(processor: Any, record: dict[str, Any], model: str, folder: Path) -> di
     answer = record["messages"][1]["content"][0]["text"]
     text = f"<user>{IMAGE.get(model, '<image>') * len(names)}What is it?\n<assistant>{answer}\n"
     images = [_small(Image.open(folder / name).convert("RGB")) for name in names]
-    if model == "paligemma":
+    if model.startswith("paligemma"):
         return _prefixed(processor, text, answer, images)
     inputs = dict(processor(text=[text], images=[images] if images else None, return_tensors="pt"))
     inputs = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}

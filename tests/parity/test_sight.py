@@ -44,6 +44,8 @@ SAMPLE = {
     ),
     "qwen2_5_vl dp2 zero2": SightCase("qwen2_5_vl", data=2, zero_stage=2),
     "paligemma pp2": SightCase("paligemma", pipeline=2, micro=2),
+    "paligemma2 pp2": SightCase("paligemma2", pipeline=2, micro=2),
+    "paligemma2 dp2 zero1": SightCase("paligemma2", data=2, zero_stage=1),
 }
 BOTH = ("qwen3_vl", "gemma3")
 """Whose layouts are all tried; of the others those that differ."""
@@ -101,6 +103,10 @@ TENSOR = {
     "qwen3_vl dp2 zero3 lora": SightCase("qwen3_vl", data=2, zero_stage=3, lora=True),
     "gemma3 dp2 zero1 lora": SightCase("gemma3", data=2, zero_stage=1, lora=True),
 }
+
+
+def test_a_text_part_without_sdpa(tmp_path: Path) -> None:
+    check({name: case for name, case in SAMPLE.items() if name.startswith("paligemma2")}, tmp_path)
 
 
 def test_tensor_ranks_and_adapters(tmp_path: Path) -> None:

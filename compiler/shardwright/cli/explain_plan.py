@@ -146,10 +146,9 @@ def _head(subject: PricedRecipe, found: PlanExplanation) -> list[str]:
 
 def ends_at_zero(training: TrainingSection) -> bool:
     """Whether the last step trains nothing."""
-    from shardwright.plan.build import resolve_scheduler
+    from shardwright.plan.build import updates_at_rate_zero
 
-    scheduler = resolve_scheduler(training, training.known_steps)
-    return scheduler.name != "constant" and scheduler.min_lr == 0
+    return updates_at_rate_zero(training) > 0
 
 
 def _weights(copy: SecondCopy, chosen: Estimate, recipe: Recipe) -> str:

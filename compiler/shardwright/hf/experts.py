@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.integrations import moe
 
 from shardwright.hf.skeleton import forward_replaced
 from shardwright.ir.apart import tensor_apart
@@ -23,6 +24,26 @@ TOLERANCE = 2e-5
 
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(hidden states (T, H), chosen experts (T, k), their weights (T, k)) -> (T, H)"""
+
+
+_KERNEL_BYTES = 16
+"""torch's grouped_mm refuses matrices whose rows do not start at a multiple of it."""
+_can_use_grouped_mm = moe._can_use_grouped_mm
+
+
+def fits_grouped_mm(weight: torch.Tensor) -> bool:
+    """Whether torch's kernel takes experts of this shape (E, rows, columns), in the forward and the backward pass: each
+    of the two is a row's length in one of them."""
+    return all(size * weight.element_size() % _KERNEL_BYTES == 0 for size in weight.shape[-2:])
+
+
+def _can_use_kernel(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> bool:
+    return fits_grouped_mm(weight) and bool(_can_use_grouped_mm(input, weight, offs))
+
+
+def use_grouped_mm_where_it_fits() -> None:
+    """Experts of other sizes, as tensor ranks may leave them, take transformers' own loop over the experts."""
+    moe._can_use_grouped_mm = _can_use_kernel
 
 
 def number_of_experts(module: Any) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import transformers
 from transformers import AutoImageProcessor, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+from transformers.utils import requires_backends
 
 from shardwright.hf.byte_tokenizer import byte_tokenizer
 from shardwright.hf.pictures import image_token, tower_config
@@ -42,6 +44,25 @@ class NoProcessor(Exception):
     """transformers' processor of the type cannot be made, or not be used: one line, the reason."""
 
 
+class MissingPackage(NoProcessor):
+    """transformers' processor of the type needs a package that is not installed."""
+
+    def __init__(self, kind: str, package: str) -> None:
+        super().__init__(f"its {kind} needs {package}, which is not installed here")
+        self.package = package
+
+
+def _class_of(name: str) -> Any:
+    """transformers' class of this name. Raises MissingPackage where transformers has a placeholder for it."""
+    kind = getattr(transformers, name)
+    try:
+        requires_backends(kind, getattr(kind, "_backends", []))
+    except ImportError as error:
+        named = re.search(r"requires the (\S+) library", str(error))
+        raise MissingPackage(name, named[1].lower() if named else first_line(error, 160)) from None
+    return kind
+
+
 def load_processor(folder: Path) -> Any:
     """Of a folder with the files of a processor and its tokenizer. A part for videos is left out: it needs torchvision.
 
@@ -55,7 +76,7 @@ def load_processor(folder: Path) -> Any:
         images = AutoImageProcessor.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False, backend="pil"
         )
-        return _assembled(getattr(transformers, name), images, tokenizer, document)
+        return _assembled(_class_of(name), images, tokenizer, document)
     except NoProcessor:
         raise
     except Exception as error:  # whatever the files make a stranger's class raise
@@ -66,7 +87,7 @@ def inline_processor(config: PretrainedConfig) -> Any:
     """For a model whose configuration stands in a recipe. Raises NoProcessor."""
     name, images = _pillow_classes(config)
     try:
-        kind = getattr(transformers, name)
+        kind = _class_of(name)
         tokenizer = _byte_tokenizer(config, kind)
         made = _image_processor(getattr(transformers, images), config, cut=False)
         return _assembled(kind, made, tokenizer, _own(config))

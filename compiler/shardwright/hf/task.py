@@ -56,7 +56,8 @@ class Task:
         return model_type in self.types or (known and self.any_of_mapping)
 
     def build(self, config: PretrainedConfig, attention: str | None = None) -> PreTrainedModel:
-        """The whole model in fp32, its weights drawn. attention: None takes what transformers picks for the type.
+        """The whole model in fp32, its weights drawn. attention: None takes what transformers picks for the type. Where
+        a part of a composite (a vision encoder) does not have it, that part takes what transformers picks.
 
         It returns no router logits, whatever the configuration asks for: of them a forward makes a loss that nothing
         here trains on, out of all layers at once.
@@ -64,6 +65,17 @@ class Task:
         if getattr(config, "output_router_logits", False):
             config = copy.deepcopy(config)
             config.update({"output_router_logits": False})
+        text = text_part(config)
+        if attention is None or text is None:
+            return self._build(config, attention)
+        untouched, state = copy.deepcopy(config), torch.get_rng_state()
+        try:
+            return self._build(config, attention)
+        except ValueError:
+            torch.set_rng_state(state)  # parts of it may have been drawn
+            return self._build(untouched, {text: attention})
+
+    def _build(self, config: PretrainedConfig, attention: str | dict[str, str] | None) -> PreTrainedModel:
         model: PreTrainedModel = self.auto_class.from_config(
             config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
         )
@@ -132,6 +144,22 @@ CONTRASTIVE = Task(
 
 TASKS = (CAUSAL_LM, IMAGE_TEXT, CONTRASTIVE)
 """A model is trained for the first whose types have its own, where the recipe names none."""
+
+
+def text_part(config: PretrainedConfig) -> str | None:
+    """The key of a composite's text part; None where the configuration is one part."""
+    try:
+        text = config.get_text_config()
+    except ValueError:  # musicgen has several
+        return None
+    return next((key for key in config.sub_configs if getattr(config, key, None) is text), None)
+
+
+def text_attention(config: PretrainedConfig) -> str:
+    """What the decoder layers of a built model compute attention with."""
+    text = text_part(config)
+    own = None if text is None else getattr(config, text)._attn_implementation
+    return str(own or config._attn_implementation)
 
 
 def task_named(name: TaskName) -> Task:

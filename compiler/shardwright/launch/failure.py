@@ -32,6 +32,15 @@ DID_NOT_FINISH = ("SW6301", "SW6205", "SW6208", "SW6216", "SW6210", "SW6011", "S
 LOST = "gone without a word: killed, or its host lost power or network"
 
 
+def port_was_taken(plan: Plan, run: Path) -> bool:
+    """Whether another process took the port of `master_port: auto` between its choice and rank 0's start."""
+    log = run / "launcher.log"
+    if plan.launch.master_port is not None or not log.is_file():
+        return False
+    first = first_cause(read_events(log.read_text(errors="replace").splitlines()))
+    return isinstance(first, RankFailed) and first.code == "SW6302" and first.rank == 0
+
+
 def report_failure(plan: Plan, folder: Path, attempt: int, launcher_code: int) -> int:
     """Prints the cause, writes status.json, returns 1 for refused input and 3 for a run that did not finish."""
     run = folder / "run"

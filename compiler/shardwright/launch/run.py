@@ -27,7 +27,7 @@ from shardwright.data.dataset import resolve
 from shardwright.data.prepare import LARGEST_UNPREPARED_BYTES, prepare
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.ir.weights import weights_words
-from shardwright.launch.failure import report_failure
+from shardwright.launch.failure import port_was_taken, report_failure
 from shardwright.launch.preconditions import check_machine, check_versions, program_path
 from shardwright.launch.progress import TrainingProgress
 from shardwright.launch.submit import submit
@@ -69,6 +69,10 @@ _CHATTER = re.compile(
 """What DeepSpeed and torch say in passing: in run/launcher.log, not on the terminal."""
 
 
+PORTS = 3
+"""Starts with `launch.master_port: auto`, each with a port that is free at that moment."""
+
+
 def run_folder(folder: Path, hostfile: Path | None, resume: str) -> int:
     """resume: auto | never | a step folder. Returns the exit code: 0 done or preempted, 1 refused, 3 not finished."""
     plan = load_plan(folder)
@@ -92,8 +96,12 @@ def run_folder(folder: Path, hostfile: Path | None, resume: str) -> int:
             if plan.checkpoint.upload_to and CheckpointStore(plan.checkpoint.upload_to).copy_missing(chosen.path):
                 print(f"copied       {chosen.path.name} to {plan.checkpoint.upload_to}")
             return 0
-        attempt = begin_attempt(plan, folder, chosen, fresh=resume == "never", lease=lease.owner.token).number
-        code = _launch(plan, folder, hostfile, attempt, lock)
+        for port in range(1, PORTS + 1):
+            attempt = begin_attempt(plan, folder, chosen, fresh=resume == "never", lease=lease.owner.token).number
+            code = _launch(plan, folder, hostfile, attempt, lock)
+            if port == PORTS or not port_was_taken(plan, folder / "run"):
+                break
+            print("another process took the port that was free a moment ago: starting again with another one")
         return _conclude(plan, folder, attempt, code)
 
 

@@ -19,7 +19,7 @@ from shardwright.hf.contrastive import as_text_side
 from shardwright.hf.flash import flash_stand_in
 from shardwright.hf.probe import Probed
 from shardwright.hf.sizes import size_of
-from shardwright.hf.task import Task
+from shardwright.hf.task import Task, text_attention
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.model_graph import ModelGraph, Parameter, hash_of_config
 from shardwright.ir.recipe import FLASH
@@ -71,7 +71,7 @@ def trace_model_graph(
         if task.contrastive:
             as_text_side(model)
     with flash_stand_in(shapes_only=True) if attention == FLASH else nullcontext():
-        if attention not in ("auto", model.config._attn_implementation):
+        if attention not in ("auto", text_attention(model.config)):
             model = _on_meta(hf_config, task, attention, key)  # some types choose their modules by it
             if task.contrastive:
                 as_text_side(model)
@@ -127,7 +127,7 @@ def _measure(
     text, max_dropout = text_config(hf_config), _largest_dropout(model)
     sizes = _sizes(model, text, placed[1], dropout=max_dropout > 0)
     tensor = tensor_styles(model, text.model_type if task.sees else hf_config.model_type, stack_path)
-    chosen = str(model.config._attn_implementation)
+    chosen = text_attention(model.config)
     traced = trace_model(model, probed.cut, probed.attention)  # the last: it replaces the parameters
     stack = [(f"{stack_path}.{index}", "decoder") for index in range(len(placed) - 2)]
     layers = [
@@ -234,7 +234,7 @@ def _refuse_unsplittable(hf_config: PretrainedConfig, key: KeyPath) -> None:
 def check_attention(model: PreTrainedModel, hf_config: PretrainedConfig, attention: str) -> None:
     """A pinned implementation must be one that the class has; SW2008."""
     supported = {"auto", "eager"}
-    if model._supports_sdpa:
+    if all(part._supports_sdpa for part in _with_text(model)):
         supported.add("sdpa")
     # Some types name the kernels that have what they need, attention sinks for example.
     kernels = getattr(model, "_compatible_flash_implementations", None)
@@ -243,3 +243,10 @@ def check_attention(model: PreTrainedModel, hf_config: PretrainedConfig, attenti
     if attention not in supported:
         message = f"attention {attention!r} is not available for model_type {hf_config.model_type!r}"
         raise _no_attention(message, tuple(sorted(supported)))
+
+
+def _with_text(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """The model and, of a composite, its text part."""
+    text = text_config(model.config)
+    parts = (m for m in model.modules() if isinstance(m, PreTrainedModel))
+    return [part for part in parts if part is model or part.config is text]

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
 
-from shardwright.diagnostics import refusal
+from shardwright.diagnostics import Refusal, refusal
 from shardwright.hf.floats import untagged
 from shardwright.hf.pair_processor import pair_processor_files
 from shardwright.hf.picture_shapes import tower_of
 from shardwright.hf.processor import (
+    MissingPackage,
     NoProcessor,
     inline_processor,
     load_processor,
@@ -38,11 +39,16 @@ def with_usual_tiles(vision: Vision, config: PretrainedConfig, *, inline: bool) 
 
 
 def with_own_tiles(graph: ModelGraph, folder: Path) -> ModelGraph:
-    """As the processor in `folder` cuts. The graph itself where it cannot be used: preparing tells why."""
+    """As the processor in `folder` cuts. The graph itself where its files cannot be used: preparing tells why. Where a
+    package is missing, compiling does (check_processor)."""
     assert graph.vision is not None
     try:
-        found = cuts(load_processor(folder), tower_of(_config(graph)))
-    except Exception:
+        processor = load_processor(folder)
+    except NoProcessor:
+        return graph
+    try:
+        found = cuts(processor, tower_of(_config(graph)))
+    except Exception:  # whatever a stranger's class raises at these sizes
         return graph
     return dataclasses.replace(graph, vision=_cut(graph.vision, found))
 
@@ -59,11 +65,32 @@ def _config(graph: ModelGraph) -> PretrainedConfig:
     return AutoConfig.for_model(str(document.pop("model_type")), **document)
 
 
+def check_processor(graph: ModelGraph, folder: Path) -> None:
+    """Raises Refusal where the model's own processor needs a package that is not installed: SW2080."""
+    try:
+        load_processor(folder)
+    except MissingPackage as why:
+        raise _missing(graph, why) from None
+    except NoProcessor:
+        return  # preparing tells why
+
+
+def _missing(graph: ModelGraph, why: MissingPackage) -> Refusal:
+    return refusal(
+        "SW2080",
+        f"the processor of a {graph.model_type!r} cannot be loaded: {why}",
+        f"pip install {why.package}, here and on every host of the run.",
+        ("model",),
+    )
+
+
 def inline_processor_files(graph: ModelGraph) -> dict[str, bytes]:
-    """Name -> content. Errors: SW2020."""
+    """Name -> content. Errors: SW2020, SW2080."""
     config = _config(graph)
     try:
         return pair_processor_files(config) if graph.contrastive else processor_files(inline_processor(config), config)
+    except MissingPackage as why:
+        raise _missing(graph, why) from None
     except NoProcessor as why:
         raise refusal(
             "SW2020",

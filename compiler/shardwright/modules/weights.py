@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.pytorch_utils import Conv1D
 
+from shardwright.hf.experts import use_grouped_mm_where_it_fits
 from shardwright.hf.task import task_named
 from shardwright.modules.materialize import DrawnByLayer, NoWeights, empty_model
 from shardwright.modules.model_config import load_config
@@ -29,6 +30,7 @@ def open_model(plan: Plan, folder: Path, *, resumes: bool) -> tuple[nn.Module, W
     "random" is exactly what a plain process gets from `torch.manual_seed(seed)` and `from_config`, up to
     EXACT_PARAMETERS. Raises Refusal: SW6211.
     """
+    use_grouped_mm_where_it_fits()
     config = load_config(plan, folder)
     model = empty_model(config, plan.model.attention, plan.model.task)
     # ZeRO's flat optimizer takes a missing gradient for zero, and would let weight decay shrink these.

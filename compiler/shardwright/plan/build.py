@@ -143,6 +143,15 @@ def resolve_scheduler(training: TrainingSection, steps: int) -> PlanScheduler:
     return carried(PlanScheduler, s, warmup_steps=warmup, min_lr=min_lr, warmup_ratio=ratio)
 
 
+def updates_at_rate_zero(training: TrainingSection) -> int:
+    """Counts the updates whose learning rate is 0: the last one, where a curve ends at min_lr 0. A run that ends in its
+    warm-up has none."""
+    steps = training.known_steps
+    scheduler = resolve_scheduler(training, steps)
+    falls = scheduler.name != "constant" and scheduler.min_lr == 0
+    return int(falls and steps > scheduler.warmup_steps)
+
+
 def accumulation_dtype(training: TrainingSection) -> str:
     """auto: fp32 for fp32 and bf16, fp16 for fp16."""
     if training.gradient_accumulation_dtype is not None:

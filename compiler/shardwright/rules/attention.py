@@ -35,7 +35,8 @@ def packed_documents(x: Candidate) -> Diagnostic | None:
         (*packed[0], "packing"),
         f"a {x.graph.model_type!r} with {x.graph.attention} attention does not keep packed documents apart: "
         f"{x.graph.packing}",
-        "Write `packing: false` under data: one stream of text cut into sequences; a conversation a sequence.",
+        f"Write `packing: false` under {'.'.join(map(str, packed[0]))}: one stream of text cut into sequences; a "
+        "conversation a sequence.",
     )
 
 

@@ -23,6 +23,7 @@ from shardwright.rules import (
     lora,
     noise,
     offload,
+    schedule,
     sight,
 )
 
@@ -98,6 +99,7 @@ RUNTIME_RULES: dict[str, Rule] = {
     "SW3183": rule(contrastive.unproved, "activation_checkpointing"),
     "SW3191": rule(noise.unproved, "context", "expert", "pipeline"),
     "SW3192": rule(noise.nothing_to_compare, "data", "micro_batch_size", "gradient_accumulation_steps"),
+    "SW3220": rule(schedule.rate_zero),
     "SW3119": rule(layout.fp16_on_cpu),
     "SW3120": rule(layout.zero_3_slow_links, "zero_stage"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.compile import compile_recipe
-from shardwright.launch.failure import report_failure
+from shardwright.launch.failure import port_was_taken, report_failure
 from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
 from shardwright.watch.events import EVENT
@@ -112,3 +113,16 @@ def test_a_checkpoint_that_is_refused_ends_a_run_that_had_begun(
     assert (exit_code, status["status"], status["code"], status["cause"]) == (3, "failed", code, "why")
     assert status["help"] == "what now"
     assert capsys.readouterr().err == f"error[{code}]: why\n  what now\n"
+
+
+@pytest.mark.parametrize(
+    ("rank", "code", "port", "taken"),
+    [(0, "SW6302", None, True), (0, "SW6302", 29500, False), (1, "SW6302", None, False), (0, "SW6301", None, False)],
+)
+def test_a_port_that_somebody_took_meanwhile(
+    plan: Plan, tmp_path: Path, rank: int, code: str, port: int | None, taken: bool
+) -> None:
+    event = {"kind": "failed", "rank": rank, "host": "a", "stage": 0, "code": code, "cause": "c", "help": "h"}
+    (tmp_path / "launcher.log").write_text(EVENT + json.dumps(event))
+    chosen = dataclasses.replace(plan, launch=dataclasses.replace(plan.launch, master_port=port))
+    assert port_was_taken(chosen, tmp_path) is taken

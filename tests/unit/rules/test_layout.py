@@ -12,7 +12,7 @@ from shardwright.diagnostics.codes import CODES
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.lora import LoraSection
 from shardwright.ir.model_graph import ModelGraph
-from shardwright.ir.recipe import DataSection, Recipe
+from shardwright.ir.recipe import DataSection, Recipe, ValidationSection
 from shardwright.ir.words import PartialCheckpointing
 from shardwright.layout.experts import experts_of
 from shardwright.layout.problem import Problem
@@ -316,6 +316,17 @@ def test_packed_documents_are_kept_apart() -> None:
         found = check_layout(Problem(recipe=recipe, graph=graph, cluster=resolve_cluster(recipe.cluster)), GOOD)
         assert [d.code for d in found] == expected
         assert codes(recipe, GOOD) == {}
+
+
+def test_packing_of_validation_alone() -> None:
+    """The help names the section that packs."""
+    text = DataSection(kind="text", path="python-stdlib", tokenizer="byte", packing=True, shuffle=True)
+    graph = dataclasses.replace(graph_of(SMALL_LLAMA), packing="a packed document's logits differ by 1.0 from its own")
+    held_out = ValidationSection(every_steps=1, fraction=None, data=text)
+    recipe = dataclasses.replace(recipe_of(), data=dataclasses.replace(text, packing=False), validation=held_out)
+    (told,) = check_layout(Problem(recipe=recipe, graph=graph, cluster=resolve_cluster(recipe.cluster)), GOOD)
+    assert told.code == "SW3125" and told.key == ("validation", "packing")
+    assert "under validation:" in str(told.help)
 
 
 def test_packed_documents_under_a_rope_that_depends_on_the_length() -> None:

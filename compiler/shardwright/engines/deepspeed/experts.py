@@ -94,7 +94,7 @@ def parameter_groups(plan: Plan, module: nn.Module) -> list[dict[str, object]]:
         padding = nn.Module()
         module.add_module("padding", padding)
         dense += _padding(padding, "dense", dense)
-    if plan.strategy.expert == 1:
+    if plan.strategy.expert == 1 or not _trains_experts(plan):
         return decay_groups(dense, decay)
     name = _group_name(plan)
     module.add_module("expert_marker", _Marker(len(plan.experts)))
@@ -107,6 +107,13 @@ def parameter_groups(plan: Plan, module: nn.Module) -> list[dict[str, object]]:
         *decay_groups(dense, decay),
         *({**group, "moe": True, "name": name} for group in decay_groups(experts, decay)),
     ]
+
+
+def _trains_experts(plan: Plan) -> bool:
+    """Whether any stage has an expert that is not frozen. To an engine without one the model is dense: it wants
+    parameters of experts in its groups as soon as it finds a layer of them."""
+    names = (p.name for module in plan.tensor_parallel.modules for p in module.parameters)
+    return any(plan.holds_experts_apart(name) and not plan.model.is_frozen(name) for name in names)
 
 
 def _padding(holder: nn.Module, kind: str, named: list[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
