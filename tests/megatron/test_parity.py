@@ -30,7 +30,9 @@ def launched(cases: dict[str, Case], out: Path) -> dict[str, dict[str, float]]:
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ),
         "SHARDWRIGHT_CASES_OUT": str(out),
         "SHARDWRIGHT_CASES": json.dumps({name: dataclasses.asdict(case) for name, case in cases.items()}),
     }

@@ -34,7 +34,7 @@ from shardwright.diagnostics import Refusal, refusal
 from shardwright.hf.byte_tokenizer import write_byte_tokenizer
 from shardwright.hf.task import Task, task_named
 from shardwright.ir.own_code import OwnCode
-from shardwright.modules.lora import ADAPTER_WEIGHTS, is_adapter, saved_name, write_config
+from shardwright.modules.lora import ADAPTER_WEIGHTS, is_adapter, is_rewritten_by_peft, saved_name, write_config
 from shardwright.modules.model_config import load_config
 from shardwright.modules.precision import DTYPES
 from shardwright.plan.plan import Plan
@@ -51,7 +51,7 @@ def export_checkpoint(
     whole model. precision: of the weights, the training's where None. trust_code: the fingerprint of the checkpoint's
     own code. Returns whether adapters alone were written.
 
-    Raises Refusal: SW2014, SW6201, SW6251, SW6253, SW6401; leaves no half-written folder.
+    Raises Refusal: SW2014, SW6201, SW6251, SW6253, SW6258, SW6401; leaves no half-written folder.
     """
     plan = open_checkpoint(checkpoint, trust_code)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -67,6 +67,13 @@ def export_checkpoint(
         raise refusal(
             "SW6253",
             f"{str(checkpoint)!r} holds adapters of a model with random weights, which is in no other place",
+            "Add --merge: the whole model is written, adapters merged into it.",
+        )
+    if alone and plan.lora is not None and is_rewritten_by_peft(plan.lora, model):
+        raise refusal(
+            "SW6258",
+            f"peft would load these adapters into the routed experts of this {plan.model.model_type!r}, not into the"
+            " modules that were trained",
             "Add --merge: the whole model is written, adapters merged into it.",
         )
     try:

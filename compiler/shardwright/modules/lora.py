@@ -5,6 +5,7 @@ peft is imported here and nowhere else, and only where the plan asks for it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,21 @@ from shardwright.plan.plan import Plan, PlanLora
 
 _ADAPTER = "default"
 """peft's name for the only adapter, a part of its parameters' names."""
+_MODEL = "model_to_adapt"
+"""Where the model is inside of the module that peft is given."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
-def add_adapters(model: nn.Module, plan: Plan) -> None:
+def add_adapters(model: nn.Module, plan: Plan, transposed: frozenset[str]) -> None:
     """In place; only the adapters are trained afterwards. Drawn from the training's seed, the same on every rank.
 
-    Raises Refusal: SW6251, SW6252.
+    transposed: weights that are held the other way round than Hugging Face has them, by name. Raises Refusal: SW6251,
+    SW6252; SW6256 where the model's adapters are not the plan's.
     """
     if plan.lora is None:
         return
     if absent := missing_peft():
         raise Refusal(absent)
-    from peft import inject_adapter_in_model
-
     torch.manual_seed(plan.training.seed)
     paths = [
         name
@@ -39,7 +41,7 @@ def add_adapters(model: nn.Module, plan: Plan) -> None:
         if name.startswith(plan.model.cut.stack + ".") and name.rpartition(".")[2] in plan.lora.target_modules
     ]
     try:
-        inject_adapter_in_model(_config(plan.lora, target_modules=paths), model)
+        _inject(model, _config(plan.lora, target_modules=[f"{_MODEL}.{path}" for path in paths]))
     except ValueError as error:  # a module that only looks like a linear by its parameters
         raise refusal(
             "SW6252",
@@ -47,12 +49,83 @@ def add_adapters(model: nn.Module, plan: Plan) -> None:
             "Name linears alone in lora.target_modules, and compile again.",
             ("lora", "target_modules"),
         ) from None
+    found = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    check_adapters(found, planned_adapters(plan, transposed))
+
+
+def _inject(model: nn.Module, config: Any) -> None:
+    """Exactly the modules that `config` names, by their paths behind `_MODEL`.
+
+    peft rewrites the targets of mixtures of experts by the configuration's `model_type`: paths that end in gate_proj,
+    up_proj or down_proj become the routed experts' parameters, dense layers and shared experts lose theirs
+    (peft.utils.transformers_weight_conversion). It does so only for a model that has a `config`: the module around
+    this one has none.
+    """
+    from peft import inject_adapter_in_model
+
+    around = nn.Module()
+    around.add_module(_MODEL, model)
+    inject_adapter_in_model(config, around)
+
+
+def planned_adapters(plan: Plan, transposed: frozenset[str]) -> dict[str, tuple[int, ...]]:
+    """Parameter name -> shape of each adapter that the plan trains. transposed: as add_adapters takes it."""
+    if plan.lora is None:
+        return {}
+    found: dict[str, tuple[int, ...]] = {}
+    for p in (p for module in plan.tensor_parallel.modules for p in module.parameters):
+        module, _, leaf = p.name.rpartition(".")
+        inside = p.name.startswith(plan.model.cut.stack + ".") and module.rpartition(".")[2] in plan.lora.target_modules
+        if inside and leaf == "weight" and len(p.shape) == 2:
+            out, into = p.shape[::-1] if p.name in transposed else p.shape
+            a, b = adapter_names(module)
+            found |= {a: (plan.lora.rank, into), b: (out, plan.lora.rank)}
+    return found
+
+
+def check_adapters(found: dict[str, tuple[int, ...]], planned: dict[str, tuple[int, ...]]) -> None:
+    """found, planned: trained parameter -> shape. Raises Refusal: SW6256 with the first names that differ."""
+    differences = [
+        f"{name}: {_shape(found.get(name))}, planned {_shape(planned.get(name))}"
+        for name in dict.fromkeys((*planned, *found))
+        if found.get(name) != planned.get(name)
+    ]
+    if differences:
+        shown = "; ".join(differences[:3])
+        raise refusal(
+            "SW6256",
+            f"{len(differences)} of {len(planned)} planned adapter tensors differ in the model: {shown}",
+            "Nothing was trained. Name other modules in lora.target_modules, or install a peft version that"
+            " pyproject.toml names, and compile again.",
+            ("lora",),
+        )
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else "x".join(map(str, shape))
 
 
 def _config(lora: PlanLora, **more: Any) -> Any:
     from peft import LoraConfig
 
     return LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, **more)
+
+
+def is_rewritten_by_peft(lora: PlanLora, model: nn.Module) -> bool:
+    """Whether peft, given the adapter folder, would adapt other modules of this model than the run did (see _inject).
+    Versions without that module rewrite nothing."""
+    if missing_peft():
+        return False
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:
+        return False
+    config = _config(lora, target_modules=list(lora.target_modules))
+    try:
+        convert_peft_config_for_transformers(config, model=model, conversions=None)
+    except ValueError:  # a part of what it fuses
+        return True
+    return bool(config.target_parameters) or set(config.target_modules) != set(lora.target_modules)
 
 
 def write_config(lora: PlanLora, task: Task, base: str, folder: Path, *, fan_in_fan_out: bool) -> None:
@@ -74,8 +147,24 @@ def write_config(lora: PlanLora, task: Task, base: str, folder: Path, *, fan_in_
 
 
 def plain_name(name: str) -> str:
-    """Hugging Face's name of a parameter that peft moved into its wrapper; adapters keep theirs."""
-    return name.replace(".base_layer.", ".")
+    """Hugging Face's name of a parameter that peft moved into its wrapper; adapters keep theirs.
+
+    A wrapper around a wrapper keeps the inner one's name, so that no two parameters share one.
+    """
+    return name if is_adapter(name) else name.replace(".base_layer.", ".")
+
+
+def unique(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
+    """Plain name -> parameter. Raises Refusal: SW6257 where two parameters would be saved by one name."""
+    found: dict[str, nn.Parameter] = {}
+    for name, parameter in named:
+        if found.setdefault(plain_name(name), parameter) is not parameter:
+            raise refusal(
+                "SW6257",
+                f"two parameters of this rank have the name {plain_name(name)!r}: a checkpoint would hold one of them",
+                "Nothing was saved. This is a bug of ours: report the model type and the recipe.",
+            )
+    return found
 
 
 def adapter_names(module: str) -> tuple[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shardwright.modules.lora import plain_name
+from shardwright.modules.lora import plain_name, unique
 from shardwright.plan.plan import Plan
 
 
@@ -21,8 +21,8 @@ def is_padding(parameter: nn.Parameter) -> bool:
 def named_parameters(plan: Plan, module: nn.Module) -> dict[str, nn.Parameter]:
     """Of this rank, by one name each: of tied parameters the name that the plan lists, on every stage."""
     first = {alias: group[0] for group in plan.model.tied for alias in group}
-    named = ((plain_name(name), p) for name, p in module.named_parameters() if not is_padding(p))
-    return {first.get(name, name): parameter for name, parameter in named}
+    named = unique((name, p) for name, p in module.named_parameters() if not is_padding(p))
+    return {first.get(name, name): parameter for name, parameter in named.items()}
 
 
 def named_buffers(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwright.checkpoint.fits import check_fits
 from shardwright.diagnostics import Refusal
 from shardwright.engines.deepspeed.live import held_parameters
+from shardwright.ir.partition import ModuleSplit, ParameterSplit
 from shardwright.launch.preconditions import check_machine
-from shardwright.modules.lora import add_adapters, merged, plain_name
+from shardwright.modules.lora import add_adapters, check_adapters, is_rewritten_by_peft, merged, plain_name, unique
 from shardwright.modules.materialize import DrawnByLayer, Filler, empty_model
 from shardwright.modules.weights import conv1d_to_linear
 from shardwright.plan.plan import Plan, PlanLora
@@ -66,6 +68,18 @@ def test_a_merge(turned: bool) -> None:
     assert torch.allclose(x @ (whole if turned else whole.t()), wanted, atol=1e-5)
 
 
+def with_parameters(base: Plan, shapes: dict[str, tuple[int, ...]]) -> Plan:
+    """shapes: parameter name -> Hugging Face's shape, of a model that nothing cuts."""
+    module = ModuleSplit(
+        module="",
+        style="replicated",
+        parameters=tuple(
+            ParameterSplit(name=n, shape=s, dimension=None, blocks=(), sizes=()) for n, s in shapes.items()
+        ),
+    )
+    return dataclasses.replace(base, tensor_parallel=dataclasses.replace(base.tensor_parallel, modules=(module,)))
+
+
 STACKS = {"llama": "model.layers", "gpt2": "transformer.h"}
 
 
@@ -77,7 +91,12 @@ def drawn(model_type: str, lora: PlanLora | None) -> tuple[dict[str, torch.Tenso
     filler = Filler(model, weights, {}, turned, 0)
     base = plan(lora)
     cut = dataclasses.replace(base.model.cut, stack=STACKS[model_type])
-    add_adapters(model, dataclasses.replace(base, model=dataclasses.replace(base.model, cut=cut)))
+    shapes = {n: tuple(p.shape)[:: -1 if n in turned else 1] for n, p in model.named_parameters()}
+    add_adapters(
+        model,
+        with_parameters(dataclasses.replace(base, model=dataclasses.replace(base.model, cut=cut)), shapes),
+        turned,
+    )
     filler.fill([""])
     return {plain_name(name): p for name, p in model.named_parameters()}, model
 
@@ -100,3 +119,75 @@ def test_adapters_beside_parameters_that_are_filled_later(model_type: str, modul
     adapters = {name: p for name, p in found.items() if "lora_" in name}
     assert len(adapters) == sum("lora_" in name for name in peft)
     assert all(torch.equal(peft[f"base_model.model.{name}"], p) for name, p in adapters.items())
+
+
+MIXTURES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"first_k_dense_replace": 1},
+    "deepseek_v3": {"first_k_dense_replace": 1},
+    "glm4_moe": {"first_k_dense_replace": 1},
+    "dots1": {"first_k_dense_replace": 1},
+    "qwen3_moe": {"mlp_only_layers": [0]},
+    "qwen2_moe": {},
+    "ernie4_5_moe": {},
+    "hunyuan_v1_moe": {},
+    "qwen3_next": {},
+    "mixtral": {},
+}
+
+
+@pytest.mark.parametrize("model_type", MIXTURES)
+def test_mixtures_are_adapted_where_planned(model_type: str) -> None:
+    """By a loop written by hand: each linear of a decoder layer has W x + alpha / r B A x, and nothing else."""
+    model: Any = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**{**tiny_config(model_type), **MIXTURES[model_type]}), attn_implementation="eager"
+    )
+    model.eval()
+    ids = torch.arange(3, 19)[None]
+    linears = {n: m for n, m in model.model.layers.named_modules(prefix="model.layers") if type(m) is nn.Linear}
+    lora = dataclasses.replace(LORA, target_modules=tuple({n.rpartition(".")[2] for n in linears}))
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    planned = with_parameters(plan(lora), shapes)
+    add_adapters(model, planned, frozenset())
+    found = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert found.keys() == {f"{n}.lora_{x}.default.weight" for n in linears for x in "AB"}
+    assert len(unique(model.named_parameters())) == len(shapes) + len(found)
+    with torch.no_grad():
+        for p in found.values():
+            p.copy_(torch.randn_like(p) * 0.05)
+        adapted = model(input_ids=ids, use_cache=False).logits
+        for name, module in linears.items():
+            a, b = (found[f"{name}.lora_{x}.default.weight"] for x in "AB")
+            module.weight += lora.alpha / lora.rank * b @ a
+            b.zero_()
+        merged_logits = model(input_ids=ids, use_cache=False).logits
+    assert torch.allclose(adapted, merged_logits, atol=1e-4)
+
+
+def test_other_adapters_than_planned_are_refused() -> None:
+    planned = {"a.lora_A.default.weight": (4, 8), "b.lora_A.default.weight": (4, 8)}
+    check_adapters(planned, planned)
+    for found in ({**planned, "c.lora_A.default.weight": (4, 8)}, {"a.lora_A.default.weight": (4, 8)}, {}):
+        with pytest.raises(Refusal, match="planned") as refused:
+            check_adapters(found, planned)
+        assert codes(refused) == ["SW6256"]
+    with pytest.raises(Refusal, match="8x8, planned 4x8"):
+        check_adapters({**planned, "a.lora_A.default.weight": (8, 8)}, planned)
+
+
+def test_two_parameters_of_one_name_are_refused() -> None:
+    inner, outer = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+    with pytest.raises(Refusal) as refused:
+        unique([("a.base_layer.weight", inner), ("a.weight", outer)])
+    assert codes(refused) == ["SW6257"]
+    names = ("a.lora_A.default.weight", "a.base_layer.lora_A.default.weight")
+    assert unique(zip(names, (inner, outer), strict=True)).keys() == set(names)
+
+
+@pytest.mark.parametrize(("model_type", "rewrites"), [("deepseek_v3", True), ("qwen3_moe", True), ("llama", False)])
+def test_folders_that_peft_would_load_elsewhere(model_type: str, rewrites: bool) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_config(model_type)))
+    every = dataclasses.replace(LORA, target_modules=("q_proj", "gate_proj", "up_proj", "down_proj"))
+    assert is_rewritten_by_peft(every, model) == rewrites
+    assert is_rewritten_by_peft(dataclasses.replace(LORA, target_modules=("gate_proj",)), model) == rewrites
+    assert not is_rewritten_by_peft(dataclasses.replace(LORA, target_modules=("q_proj",)), model)

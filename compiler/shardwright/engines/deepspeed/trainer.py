@@ -39,7 +39,7 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer
     at = plan.ranks[dist.get_rank()]
     # Before the adapters, which have their values: it knows the parameters by Hugging Face's names.
     filler = Filler(model, weights, splits, transposed, at.tensor, lambda n, count: own_experts(plan, at, n, count))
-    add_adapters(model, plan)
+    add_adapters(model, plan, transposed)
     experts, context = expert_spreader(plan, model), _context_group(plan)
     balance = router_balance(plan, model, context)
     config = json.loads((folder / "ds_config.json").read_text(encoding="utf-8"))

@@ -28,7 +28,7 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Referen
     transposed = conv1d_to_linear(model)
     # Before the adapters, which have their values.
     Filler(model, weights, {}, transposed, 0).fill([""])
-    add_adapters(model, plan)
+    add_adapters(model, plan, transposed)
     recompute_as_planned(model, plan)
     return ReferenceTrainer(plan, model, transposed)
 
