@@ -51,6 +51,12 @@ LLAMA: dict[str, Case] = {
     "tied-tp2": case("llama-tied", tensor=2),
     "tied-cp2": case("llama-tied", context=2),
     "tied-pp2-dp2": case("llama-tied", pipeline=2, data=2),
+    "padding-one": case("llama-padding"),
+    "padding-pp2-tp2-sequence": case("llama-padding", pipeline=2, **cut()),
+    "padding-tp2-dp2": case("llama-padding", tensor=2, data=2),
+    "padding-cp2": case("llama-padding", context=2),
+    "tied-padding-pp2-tp2-sequence": case("llama-tied-padding", pipeline=2, **cut()),
+    "tied-padding-tp2": case("llama-tied-padding", tensor=2),
     "rope-tp2": case("llama-rope", tensor=2),
     "rope-pp2-cp2": case("llama-rope", pipeline=2, context=2),
     "all-llama": case("llama-deep", **VIRTUAL, context=2, **cut()),
@@ -103,6 +109,13 @@ SAMPLE: dict[str, Case] = {
     name: CASES[name]
     for name in (
         *("tp2", "dp2-zero0", "cp2-pp2", "bf16-dp2", "tied-pp2-dp2", "vpp2-pp2-tp2-sequence", "vpp2-pp2-dp2-partial"),
+        *(
+            "padding-one",
+            "padding-pp2-tp2-sequence",
+            "tied-padding-pp2-tp2-sequence",
+            "tied-padding-tp2",
+            "padding-cp2",
+        ),
         *("gpt2-pp2-tp2", "mixtral-ep2-tp2", "mixtral-ep2-cp2", "gpt-oss-tp2-ep2", "deepseek-ep2-pp2", "deepseek-all"),
     )
 }

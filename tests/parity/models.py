@@ -48,6 +48,8 @@ MODELS = {
     "gpt2-deep": {**GPT2, "n_layer": 8},
     "gpt2-plain-deep": {**GPT2, "n_layer": 8, "scale_attn_by_inverse_layer_idx": False},
     "llama-tied": {**LLAMA, "tie_word_embeddings": True},
+    "llama-padding": {**LLAMA, "pad_token_id": 200},  # behind the first half: the second tensor rank's
+    "llama-tied-padding": {**LLAMA, "tie_word_embeddings": True, "pad_token_id": 5},
     "llama-rope": {
         **LLAMA,
         "rope_parameters": {
