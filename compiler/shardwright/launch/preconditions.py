@@ -12,6 +12,7 @@ from pathlib import Path
 from shardwright.diagnostics import Diagnostic, Refusal, found
 from shardwright.engines.table import engine_of
 from shardwright.ir.recipe import FLASH
+from shardwright.launch.extension_locks import compiles_optimizer, stale_locks
 from shardwright.launchers.table import LAUNCHERS
 from shardwright.optional_packages import missing_compiler, missing_flash_attention, missing_peft
 from shardwright.plan.hosts import SAFE_UNQUOTED, read_hosts
@@ -96,6 +97,10 @@ def _obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[Diag
         message = f"launch.launcher is {launcher.name}: nothing here can start the other nodes"
         help = f"On each node: NODE_RANK=0...{plan.nodes - 1} MASTER_ADDR=<address of node 0> bash launch.sh"
         yield found("SW6005", None, message, help)
+    if launcher.name == "local" and compiles_optimizer(plan):
+        for path in stale_locks():
+            text = f"DeepSpeed would wait for ever for the build lock {str(path)!r}, which no process here holds"
+            yield found("SW5318", None, text, f"Where no other host builds in that folder: `rm {path}`.")
     yield from scheduler_obstacles(plan)
     yield from host_obstacles(plan, folder, hostfile)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.compile import compile_recipe
-from shardwright.launch.doctor.doctor import Examined, _memory
+from shardwright.launch.doctor.doctor import Examined, _builds, _memory
 from shardwright.launch.doctor.messages import (
     HostFacts,
     LinkRates,
@@ -21,6 +21,7 @@ from shardwright.launch.doctor.messages import (
     met_of,
 )
 from shardwright.launch.doctor.remote import ProbedHost
+from shardwright.launch.extension_locks import compiles_optimizer
 from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
 
@@ -57,3 +58,14 @@ def test_what_a_probe_says_comes_back() -> None:
     ):
         assert met_object(met) == wire and met_of(wire) == met
     assert message_of(HostFacts, {"kind": "facts", "devices": 1, "of_later": 2}) == HostFacts(devices=1)
+
+
+def test_what_deepspeed_compiles_can_be_compiled(plan: Plan, tmp_path: Path) -> None:
+    facts = HostFacts(no_tools=("nvcc",), stale_locks=("/c/cpu_adam/lock",))
+    examined = Examined(
+        plan=plan, folder=tmp_path, digest="", shared=True, answers=(ProbedHost(host="a", facts=facts),)
+    )
+    first, second = _builds(examined).problems
+    assert first.code == "SW5317" and "a: nvcc is missing" in first.message
+    assert second.code == "SW5318" and "rm /c/cpu_adam/lock" in str(second.help)
+    assert not compiles_optimizer(plan)

@@ -33,6 +33,8 @@ LAUNCH_CODES: dict[str, str] = {
     "SW5314": "the scheduler does not answer",
     "SW5315": "the scheduler would refuse the job",
     "SW5316": "the folder is not on a shared file system",
+    "SW5317": "a host lacks what DeepSpeed compiles its optimizer with",
+    "SW5318": "a build lock that was left behind",
     "SW5401": "the layout does not compute what one process computes",
     "SW5402": "the model has no tiny copy to verify",
     "SW5403": "the tiny copy does not train to its end",

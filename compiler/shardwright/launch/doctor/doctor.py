@@ -19,6 +19,7 @@ from shardwright.launch.doctor.meeting import Assumed, HostCheck, meet, red
 from shardwright.launch.doctor.messages import ProbeRequest
 from shardwright.launch.doctor.probe import digest
 from shardwright.launch.doctor.remote import LIMIT_SECONDS, Probe, ProbedHost
+from shardwright.launch.extension_locks import compiles_optimizer
 from shardwright.launch.preconditions import tested_versions
 from shardwright.layout.offload import has_room, offloaded_bytes
 from shardwright.plan.plan import Plan
@@ -75,7 +76,7 @@ def examine(
         silent = [probe.result for probe in probes if not probe.result.received]
         checks = [_reached(silent, len(probes), reach)]
         if answered:  # of hosts that say nothing nothing is well
-            checks.extend(check(x) for check in CHECKS)
+            checks.extend(check(x) for check in (*CHECKS, *([_builds] if compiles_optimizer(x.plan) else [])))
         if len(probes) == plan.nodes:
             able = [p for p in answered if not _missing_interfaces(plan, p.result)]
             checks.extend(meet(plan, able, assumed, whole=len(able) == len(probes), end=end))
@@ -103,6 +104,7 @@ def _request(plan: Plan, folder: Path, mark: str) -> ProbeRequest:
         inputs=tuple(path for path in inputs if path is not None),
         port=plan.launch.master_port,
         environment=_environment(plan),
+        builds=compiles_optimizer(plan),
     )
 
 
@@ -302,6 +304,28 @@ def _memory(x: Examined) -> HostCheck:
         if not has_room(probed.facts.memory_bytes, needed)
     )
     return HostCheck(name="host memory", told=f"room for {needed / GIB:.1f} GiB of offloaded states", problems=problems)
+
+
+def _builds(x: Examined) -> HostCheck:
+    problems = [
+        red(
+            "SW5317",
+            f"{probed.host}: {tool} is missing, and DeepSpeed compiles CPUAdam there for parallelism.offload",
+            "Install the CUDA toolkit of torch's version, ninja and g++ there, or compile with offload: none.",
+        )
+        for probed in x.answers
+        for tool in probed.facts.no_tools
+    ]
+    problems += [
+        red(
+            "SW5318",
+            f"{probed.host}: no process there holds the build lock {path!r}, and a run would wait for it for ever",
+            f"Where no other host builds in that folder: `rm {path}` on {probed.host}.",
+        )
+        for probed in x.answers
+        for path in probed.facts.stale_locks
+    ]
+    return HostCheck(name="builds", told="DeepSpeed can compile CPUAdam", problems=tuple(problems))
 
 
 CHECKS = (_engine, _versions, _folder, _inputs, _devices, _disk, _clocks, _interfaces, _memory)

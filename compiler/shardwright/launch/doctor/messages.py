@@ -16,7 +16,8 @@ M = TypeVar("M")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeRequest:
-    """inputs: paths or globs that every host needs. port: the master's; None where any free one does."""
+    """inputs: paths or globs that every host needs. port: the master's; None where any free one does. builds: whether
+    DeepSpeed compiles an optimizer on each host."""
 
     folder: str
     checkpoints: str
@@ -25,13 +26,15 @@ class ProbeRequest:
     inputs: tuple[str, ...]
     port: int | None
     environment: Mapping[str, str]
+    builds: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
     """time: of the host's clock, seconds. digest: of the compiled files, None where there is no plan. sees_mark:
     whether the folder is the one that doctor looks at. busy: a sentence for each GPU that somebody holds. absent: of
-    the inputs. free_port: None where something listens on the master's."""
+    the inputs. free_port: None where something listens on the master's. no_tools: what a build needs and is not there.
+    stale_locks: that builds left behind."""
 
     time: float = 0.0
     hostname: str = ""
@@ -48,6 +51,8 @@ class HostFacts:
     memory_bytes: int = 0
     absent: tuple[str, ...] = ()
     free_port: int | None = None
+    no_tools: tuple[str, ...] = ()
+    stale_locks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

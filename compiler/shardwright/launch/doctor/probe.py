@@ -23,6 +23,7 @@ from pathlib import Path
 from shardwright.engines.table import ENGINES
 from shardwright.ir.json_value import JsonObject
 from shardwright.launch.doctor import messages
+from shardwright.launch.extension_locks import stale_locks
 
 _ENGINES = (name for engine in ENGINES.values() for name in engine.packages)
 PACKAGES = tuple(dict.fromkeys(("torch", *_ENGINES, "transformers", "shardwright", "peft", "flash_attn")))
@@ -73,7 +74,29 @@ def _facts(request: messages.ProbeRequest) -> messages.HostFacts:
         memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         absent=tuple(path for path in request.inputs if not glob.glob(path)),
         free_port=_free_port(request.port),
+        no_tools=_missing_tools() if request.builds else (),
+        stale_locks=tuple(map(str, stale_locks())) if request.builds else (),
     )
+
+
+def _missing_tools() -> tuple[str, ...]:
+    """What DeepSpeed compiles CPUAdam with: each is started, as a broken one is no help."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = str(Path(home) / "bin" / "nvcc") if home else "nvcc" if shutil.which("nvcc") else "/usr/local/cuda/bin/nvcc"
+    beside = str(Path(sys.executable).parent / "ninja")
+    tools = {
+        "nvcc": (nvcc,),
+        "ninja": ("ninja", beside),
+        "a C++ compiler": tuple(filter(None, (os.environ.get("CXX"), "c++", "g++"))),
+    }
+    return tuple(name for name, programs in tools.items() if not any(map(_answers, programs)))
+
+
+def _answers(program: str) -> bool:
+    try:
+        return subprocess.run([program, "--version"], capture_output=True, timeout=10).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
 
 
 def _version(package: str) -> str | None:
