@@ -125,6 +125,7 @@ def tar_of(data: bytes) -> bytes:
         (tar_of(b""), "a tar archive"),
         (gzip.compress(tar_of(b"")), "a tar archive, compressed"),
     ],
+    ids=["zip", "parquet", "arrow", "numpy", "utf-16", "tar", "tar-gz"],  # compressed bytes hold the time
 )
 @pytest.mark.parametrize("kind", ["text", "jsonl"])
 def test_other_formats_are_named(tmp_path: Path, kind: str, content: bytes, told: str) -> None:
