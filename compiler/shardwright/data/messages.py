@@ -120,12 +120,20 @@ def _normal_call(call: JsonValue) -> JsonValue:
     function_ = call.get("function")
     if not isinstance(function_, dict):
         return call
-    arguments = function_.get("arguments")
-    if isinstance(arguments, str):
-        found = _parsed(arguments)
-        arguments = found if isinstance(found, dict) else arguments
-    named = {**function_, **({} if arguments is None else {"arguments": arguments})}
+    known = {key: value for key, value in function_.items() if value is not None}
+    parameters = known.pop("parameters", None)  # Llama's word for them
+    named = {**known, "arguments": _object(known.get("arguments", parameters))}
     return {**call, "type": call.get("type", "function"), "function": named}
+
+
+def _object(arguments: JsonValue) -> JsonValue:
+    """An object where they are one, or JSON text of one, or of such text; an empty one for none."""
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        return {}
+    found: JsonValue = arguments
+    while isinstance(found, str) and (inner := _parsed(found)) != found:
+        found = inner
+    return found if isinstance(found, dict) else arguments
 
 
 def _with_text_arguments(call: JsonValue) -> JsonValue:

@@ -126,6 +126,25 @@ def test_openais_older_form_of_a_call() -> None:
         labels(CHATML, talk_of(older))
 
 
+@pytest.mark.parametrize(
+    ("function", "wanted"),
+    [
+        ({"arguments": '"{\\"city\\": \\"Paris\\"}"'}, '{"city": "Paris"}'),
+        ({"parameters": {"city": "Paris"}}, '{"city": "Paris"}'),
+        ({"arguments": None, "parameters": '{"city": "Paris"}'}, '{"city": "Paris"}'),
+        ({"arguments": ""}, "{}"),
+        ({"arguments": None}, "{}"),
+        ({}, "{}"),
+        ({"arguments": "Paris, today"}, '"Paris, today"'),
+        ({"arguments": "21"}, '"21"'),
+    ],
+)
+def test_a_calls_arguments_are_an_object(function: Message, wanted: str) -> None:
+    """JSON text of JSON text; Llama's own word for them; none at all; what is no object stays as it is."""
+    answer = {"content": "", "tool_calls": [{"function": {"name": "weather", **function}}]}
+    assert labels(FIRST_CALL, talk_of(answer))[0] == f'{{"name": "weather", "arguments": {wanted}}}<|im_end|>'
+
+
 def test_a_conversation_may_hold_the_stand_in() -> None:
     # Written in another way than alone, so that the turn is looked for with a stand-in.
     template = CHATML.replace("{{ m.content }}", "{{ m.content }}{{ '' if loop.last else '!' }}")
