@@ -54,6 +54,15 @@ def outcome(tree: Path, tests: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=900)
 
 
+def test_what_the_edits_replace_is_there() -> None:
+    """A mutation whose text has moved would be found when `make prove` is run, weeks later."""
+    edits = [(mutation["undone"], *edit) for mutation in MUTATIONS for edit in mutation["edits"]]
+    gone = [(undone, name) for undone, name, there, _ in edits if there not in (ROOT / name).read_text("utf-8")]
+    assert gone == []
+    names = [mutation["undone"] for mutation in MUTATIONS]
+    assert len(names) == len(set(names))
+
+
 @pytest.mark.prove
 def test_on_the_tree_as_it_is_all_of_them_pass(copy: Path) -> None:
     done = outcome(copy, sorted({test for mutation in MUTATIONS for test in mutation["tests"]}))
