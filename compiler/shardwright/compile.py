@@ -12,7 +12,7 @@ from typing import TypeVar
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.cost.goodput import goodput
 from shardwright.cost.replaced import check_measured, measured_errors
-from shardwright.data.tokenizers import missing_packages_warning
+from shardwright.data.tokenizer_packages import missing_packages_warning
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.engines.engine import Engine
 from shardwright.engines.table import ENGINES, engines_for, lowering_of, package_errors, under

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +11,8 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from shardwright.diagnostics import Diagnostic, KeyPath, Refusal, found, refusal
+from shardwright.data.tokenizer_packages import INSTALL, missing_packages
+from shardwright.diagnostics import Refusal, refusal
 
 Ids = npt.NDArray[np.integer]
 
@@ -151,51 +150,13 @@ def load_tokenizer(name: str, folder: Path) -> Tokenizer:
         raise _unusable(folder / name, error) from None
 
 
-def missing_packages(folder: Path) -> tuple[str, ...]:
-    """What the tokenizer in `folder` needs and is not installed: a tokenizer.model has to be converted."""
-    if (folder / "tokenizer.json").is_file():
-        return ()
-    needed: set[str] = set()
-    for path in folder.glob("*.model"):
-        try:
-            with path.open("rb") as file:
-                # SentencePiece's is a protocol buffer whose first field is a message; tiktoken's is text.
-                needed |= {"sentencepiece", "protobuf"} if file.read(1) == b"\n" else {"tiktoken"}
-        except OSError:
-            continue
-    return tuple(sorted(name for name in needed if not _is_installed(name)))
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec({"protobuf": "google.protobuf"}.get(package, package)) is not None
-    except (ImportError, ValueError):
-        return False
-
-
-def missing_packages_warning(folder: Path, key: KeyPath) -> Iterator[Diagnostic]:
-    """One where `prepare` could not read the tokenizer on this machine."""
-    if missing := missing_packages(folder):
-        yield found(
-            "SW1454",
-            key,
-            f"the tokenizer in {str(folder)!r} has no tokenizer.json: `prepare` and `run` need the package "
-            f"{' and '.join(missing)} to read it, which this machine does not have",
-            f"{_INSTALL} where they run.",
-            severity="warning",
-        )
-
-
-_INSTALL = "pip install 'shardwright[data]'"
-
-
 def _unusable(folder: Path, error: Exception) -> Refusal:
     if missing := missing_packages(folder):
         return refusal(
             "SW6121",
             f"the tokenizer in {str(folder)!r} has no tokenizer.json, and needs the package {' and '.join(missing)}, "
             "which is not installed",
-            f"{_INSTALL}, or save it once with a tokenizer.json (`save_pretrained` of transformers' AutoTokenizer).",
+            f"{INSTALL}, or save it once with a tokenizer.json (`save_pretrained` of transformers' AutoTokenizer).",
         )
     lines = str(error).strip().splitlines() or [type(error).__name__]
     why = "it is Python code of its own, which is not run" if "trust_remote_code" in str(error) else lines[0][:300]

@@ -8,12 +8,13 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, cast
 
 from shardwright.ir.json_value import JsonObject
 from shardwright.safe_read import parse_json, read_regular
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -80,6 +81,8 @@ def read_headers(folder: Path) -> WeightHeaders:
 def same_values(headers: WeightHeaders, first: str, second: str) -> bool:
     """Whether two tensors hold the same numbers, as torch.equal has it: NaN differs from itself. Reads block by block
     up to the first difference."""
+    import numpy as np  # here: `check` reads headers alone, and fast
+
     a, b = headers.tensors[first], headers.tensors[second]
     if a.shape != b.shape or not {a.dtype, b.dtype} <= set(FLOATS):
         return False
@@ -89,6 +92,8 @@ def same_values(headers: WeightHeaders, first: str, second: str) -> bool:
 
 def _values(file: Any, tensor: StoredTensor) -> Iterator[np.ndarray[Any, np.dtype[Any]]]:
     """float64 blocks of as many elements, whatever the type. bf16 is the upper half of an fp32 number."""
+    import numpy as np
+
     width = {"F64": 8, "F32": 4}.get(tensor.dtype, 2)
     kinds = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
     file.seek(tensor.start)

@@ -6,7 +6,7 @@ from shardwright.diagnostics import Diagnostic, found
 from shardwright.layout.rule import Candidate
 from shardwright.plan.build import updates_at_rate_zero
 
-SHARE = 0.05
+SHARE = 0.2
 """Of all updates: of longer runs `explain` tells that the last one is at the rate 0."""
 
 

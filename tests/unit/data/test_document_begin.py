@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardwright.data.summary import summarize
-from shardwright.data.tokenizers import load_tokenizer, missing_packages, missing_packages_warning
+from shardwright.data.tokenizer_packages import missing_packages, missing_packages_warning
+from shardwright.data.tokenizers import load_tokenizer
 from tests.unit.data.plans import opened, part, plan, refused
 
 WORDS = {"</s>": 0, "<unk>": 1, "<s>": 2, "the": 3, "cat": 4, "sat": 5, "<g>": 6}
@@ -103,7 +104,7 @@ def test_a_tokenizer_model_names_the_package_that_it_needs(
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "tokenizer.model").write_bytes(content)
     (tmp_path / "a.txt").write_text("the cat sat")
-    monkeypatch.setattr("shardwright.data.tokenizers._is_installed", lambda name: name == "protobuf")
+    monkeypatch.setattr("shardwright.data.tokenizer_packages._is_installed", lambda name: name == "protobuf")
     assert missing_packages(tmp_path / "tokenizer") == (package,)
     (told,) = missing_packages_warning(tmp_path / "tokenizer", ("data", "tokenizer"))
     assert told.code == "SW1454" and told.severity == "warning" and package in told.message

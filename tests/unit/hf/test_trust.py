@@ -9,14 +9,14 @@ from pathlib import Path
 import shardwright
 
 LOADERS = ("from_pretrained", "from_config")
-DATA_ALONE = "GenerationConfig"
-"""Its loader takes no trust_remote_code: it reads JSON and imports nothing."""
+DATA_ALONE = ("GenerationConfig", "AutoHfQuantizer")
+"""Their loaders take no trust_remote_code: they read JSON and choose among transformers' own classes."""
 
 
 def _calls(path: Path) -> Iterator[ast.Call]:
     for node in ast.walk(ast.parse(path.read_text())):
         called = node.func if isinstance(node, ast.Call) else None
-        if isinstance(called, ast.Attribute) and called.attr in LOADERS and ast.unparse(called.value) != DATA_ALONE:
+        if isinstance(called, ast.Attribute) and called.attr in LOADERS and ast.unparse(called.value) not in DATA_ALONE:
             yield node
 
 

@@ -1,4 +1,4 @@
-"""A schedule that leaves updates of a short run untrained is said at compile."""
+"""A schedule that leaves a fifth of a run and more untrained is said at compile."""
 
 from __future__ import annotations
 
@@ -39,6 +39,6 @@ def test_the_count_is_that_of_the_formula(name: str, warmup: int, min_lr: float 
     recipe = dataclasses.replace(recipe, training=training)
     problem = Problem(recipe=recipe, graph=graph_of(SMALL_LLAMA), cluster=resolve_cluster(recipe.cluster))
     said = [d for d in check_layout(problem, GOOD) if d.code == "SW3220"]
-    assert [d.severity for d in said] == ["warning"] * (0 in rates), said
+    assert [d.severity for d in said] == ["warning"] * (0 in rates and steps <= 5), said
     if steps == 1 and said:
         assert said[0].message.startswith("nothing is trained")

@@ -66,7 +66,7 @@ def test_more_where_fewer_move_layers() -> None:
     asked = recipe_of(
         None,
         cluster={"nodes": 64, "gpu": "gb200-nvl-186gb"},
-        training={"sequence_length": 4096, "global_batch_size": 1024},
+        training={"sequence_length": 6144, "global_batch_size": 1024},
         parallelism={"tensor": 2, "pipeline": 32, "expert": 4, "micro_batch_size": 1, "schedule": "1f1b"},
     )
     whole = problem_of(asked, graph)

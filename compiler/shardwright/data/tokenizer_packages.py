@@ -1,0 +1,46 @@
+"""Which packages a tokenizer's files need to be read: known without numpy or transformers, for `check`."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardwright.diagnostics import Diagnostic, KeyPath, found
+
+INSTALL = "pip install 'shardwright[data]'"
+
+
+def missing_packages(folder: Path) -> tuple[str, ...]:
+    """What the tokenizer in `folder` needs and is not installed: a tokenizer.model has to be converted."""
+    if (folder / "tokenizer.json").is_file():
+        return ()
+    needed: set[str] = set()
+    for path in folder.glob("*.model"):
+        try:
+            with path.open("rb") as file:
+                # SentencePiece's is a protocol buffer whose first field is a message; tiktoken's is text.
+                needed |= {"sentencepiece", "protobuf"} if file.read(1) == b"\n" else {"tiktoken"}
+        except OSError:
+            continue
+    return tuple(sorted(name for name in needed if not _is_installed(name)))
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec({"protobuf": "google.protobuf"}.get(package, package)) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def missing_packages_warning(folder: Path, key: KeyPath) -> Iterator[Diagnostic]:
+    """One where `prepare` could not read the tokenizer on this machine."""
+    if missing := missing_packages(folder):
+        yield found(
+            "SW1454",
+            key,
+            f"the tokenizer in {str(folder)!r} has no tokenizer.json: `prepare` and `run` need the package "
+            f"{' and '.join(missing)} to read it, which this machine does not have",
+            f"{INSTALL} where they run.",
+            severity="warning",
+        )
