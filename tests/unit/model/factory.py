@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.diagnostics import Source
 from shardwright.ir.cluster import Cluster
@@ -79,7 +77,9 @@ LLAMA_405B: dict[str, JsonValue] = {
 
 
 def write_weights(folder: Path, config: Mapping[str, JsonValue]) -> None:
-    """config.json and model.safetensors of this configuration, drawn."""
+    """Write config.json and model.safetensors of this configuration, drawn."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # here: other tests import this module without torch
+
     document = {key: value for key, value in config.items() if key != "model_type"}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(str(config["model_type"]), **document))
     model.save_pretrained(folder)
