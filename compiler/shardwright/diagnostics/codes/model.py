@@ -28,7 +28,6 @@ MODEL_CODES: dict[str, str] = {
     "SW2025": "the weights are quantised",
     "SW2026": "the weights hold tensors with different values that the configuration ties",
     "SW2027": "the weight files contradict each other",
-    "SW2028": "a configuration key that transformers does not read",
     "SW2080": "the model's processor needs a package that is not installed",
     "SW2051": "Megatron-Core has no such model",
     "SW2052": "the model computes something else under Megatron-Core",
