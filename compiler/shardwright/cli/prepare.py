@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from shardwright.cli.arguments import add_json
-from shardwright.cli.console import shell_word, use_color
+from shardwright.cli.arguments import add_json, positive
+from shardwright.cli.console import print_diagnostics, shell_word, use_color
+from shardwright.cli.tables import table_lines
 from shardwright.diagnostics.render import visible
 from shardwright.strict_json import strict_json
 
@@ -21,15 +26,23 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", type=Path, help="a compiled folder")
+    parser.add_argument("folder", metavar="DIR", type=Path, help="a compiled folder; with --check also a recipe")
+    parser.add_argument(
+        "--check",
+        type=positive,
+        metavar="N",
+        help="read the first N records of each source, show what becomes of them, and write nothing",
+    )
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.check is not None:
+        return _run_check(args.folder, args.check, as_json=args.json)
     from shardwright.data.dataset import resolve
     from shardwright.data.picture_rate import picture_rate
     from shardwright.data.prepare import prepare
-    from shardwright.data.summary import samples, summarize
+    from shardwright.data.summary import samples, summarize, summarize_validation
     from shardwright.plan.islands import island_folders
     from shardwright.plan.serialize import load_plan
 
@@ -40,111 +53,245 @@ def run(args: argparse.Namespace) -> int:
             prepare(load_plan(island), island, limit_bytes=None)
     prepare(plan, folder, limit_bytes=None)
     plan, data = resolve(plan, folder, check_all=True)
-    parts, shown = summarize(plan, folder), samples(plan, folder, data)
-    rate = picture_rate(plan, folder) if plan.model.sees else None
-    told = Prepared(plan=plan, folder=folder, data=data, parts=parts, shown=shown, rate=rate)
-    print(as_json(told) if args.json else summary(told))
+    report = DataReport(
+        plan=plan,
+        folder=folder,
+        checked=None,
+        data=data,
+        parts=summarize(plan, folder),
+        validation=summarize_validation(plan, folder),
+        samples=samples(plan, folder, data),
+        rate=picture_rate(plan, folder) if plan.model.sees else None,
+    )
+    print(report_json(report) if args.json else report_text(report))
     return 0
 
 
+def _run_check(subject: Path, most_records: int, *, as_json: bool) -> int:
+    """Reports on the first records of each source. Raises Refusal (SW6153): more of them are bad than the recipe lets
+    go, once the report is printed."""
+    from shardwright.data.prepare import prepared_sample
+    from shardwright.data.summary import record_samples, summarize, summarize_validation
+    from shardwright.plan.serialize import load_plan
+
+    with tempfile.TemporaryDirectory(prefix="shardwright-check-") as temporary:
+        folder = Path(temporary) if subject.is_file() else subject
+        if subject.is_file():
+            _compile_into(folder, subject)
+        plan = load_plan(folder)
+        with prepared_sample(plan, folder, most_records) as (tolerant, copy):
+            report = DataReport(
+                plan=plan,
+                folder=subject,
+                checked=most_records,
+                data=None,
+                parts=summarize(tolerant, copy),
+                validation=summarize_validation(tolerant, copy),
+                samples=record_samples(tolerant, copy),
+                rate=None,
+            )
+            print(report_json(report) if as_json else report_text(report), flush=True)
+            _check_shares(plan, tolerant, copy)
+    return 0
+
+
+def _compile_into(folder: Path, recipe_file: Path) -> None:
+    from shardwright.compile import compile_recipe
+    from shardwright.lower.folder import write_folder
+    from shardwright.recipe.load import load_recipe
+
+    recipe = load_recipe(recipe_file)
+    compiled = compile_recipe(recipe)
+    print_diagnostics(compiled.warnings, recipe.source)
+    write_folder(folder, compiled.files)
+
+
+def _check_shares(plan: Plan, tolerant: Plan, copy: Path) -> None:
+    """Raises Refusal (SW6153). plan: with the recipe's shares; tolerant, copy: as they were prepared."""
+    from shardwright.data.pictures import read_counts
+    from shardwright.data.prepare import prepared_folder
+    from shardwright.data.read_report import read_report
+    from shardwright.data.sources import prepared_parts
+
+    for part, prepared in zip(prepared_parts(plan), prepared_parts(tolerant), strict=True):
+        here = prepared_folder(prepared, copy)
+        counts = read_counts(here)
+        read_report(here).check(part.skip_damaged, counts.damaged, counts.told)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """What the run will read. parts: of each source; shown: a few samples; rate: of a model that sees."""
+class DataReport:
+    """Holds what the run will read. checked: records of each source that were read, where not all are; then data is
+    None, because they make no training. parts, validation: counts of each source; rate: of a vision-language model."""
 
     plan: Plan
     folder: Path
-    data: Dataset
+    checked: int | None
+    data: Dataset | None
     parts: tuple[PartSummary, ...]
-    shown: list[list[TextSpan]]
+    validation: tuple[PartSummary, ...]
+    samples: list[list[TextSpan]]
     rate: PictureRate | None
 
 
-def as_json(told: Prepared) -> str:
-    t, data, parts = told.plan.training, told.data, told.parts
-    return strict_json(
-        {
-            "directory": str(told.folder),
+def report_json(report: DataReport) -> str:
+    t, data, parts = report.plan.training, report.data, report.parts
+    counts: dict[str, Any] = {"checked": report.checked}
+    if data is not None:
+        counts |= {
             "steps": t.steps,
             "epochs": t.epochs,
             "steps_per_epoch": data.order.steps_per_epoch,
-            "documents": sum(p.documents for p in parts),
-            "tokens": sum(p.tokens for p in parts) or len(data.train) * t.sequence_length,
-            "trained_tokens": sum(p.trained_tokens for p in parts) or len(data.train) * (t.sequence_length - 1),
             "rows": len(data.train),
             "validation_rows": 0 if data.validation is None else len(data.validation),
+        }
+    return strict_json(
+        {
+            "directory": str(report.folder),
+            **counts,
+            "documents": sum(p.documents for p in parts),
+            "tokens": sum(p.tokens for p in parts),
+            "trained_tokens": sum(p.trained_tokens for p in parts),
             "parts": [asdict(p) for p in parts],
-            "pictures": None if told.rate is None else asdict(told.rate),
-            "samples": [[asdict(piece) for piece in pieces] for pieces in told.shown],
+            "validation_parts": [asdict(p) for p in report.validation],
+            "pictures": None if report.rate is None else asdict(report.rate),
+            "samples": [[asdict(piece) for piece in pieces] for pieces in report.samples],
         }
     )
 
 
-def summary(told: Prepared) -> str:
-    """What the run will read, in a few lines, and three samples of it."""
-    from shardwright.data.summary import marked
-
-    t, data = told.plan.training, told.data
-    rows = [("data", _part(p, t.sequence_length)) for p in told.parts]
-    rows.append(("sequences", f"{len(data.train):,} of {t.sequence_length} tokens to train on"))
-    if data.validation is not None:
-        rows.append(("", f"{len(data.validation):,} held out for validation"))
-    if told.rate is not None:
-        rows.append(("pictures", _rate(told.rate)))
-    epochs = t.steps / data.order.steps_per_epoch
-    rows.append(("training", f"{t.steps:,} steps of {t.global_batch_size} sequences, {epochs:.3g} epochs"))
-    rows.append(("next", f"shardwright run {shell_word(str(told.folder))}"))
-    begin, end = ("\x1b[32m", "\x1b[0m") if use_color(sys.stdout) else ("[[", "]]")
-    lines = [f"{name:<11}{visible(text)}" for name, text in rows]
-    for number, pieces in enumerate(told.shown, 1):
-        cleaned = [type(p)(text=_printable(p.text), trained=p.trained) for p in pieces]
-        lines += ["", f"sample {number}, {'green' if begin != '[[' else 'in [[ ]]'}: what is trained on"]
-        lines.append(marked(cleaned, begin, end))
+def report_text(report: DataReport) -> str:
+    """Writes a table of the sources, what there is to say of each, and the samples."""
+    named = [(_name(p), p) for p in report.parts] + [(f"validation: {_name(p)}", p) for p in report.validation]
+    lines = [f"the first {report.checked:,} records of each source", ""] if report.checked else []
+    lines += _table(named)
+    for name, part in named:
+        if notes := list(_notes(part, report.plan.training.sequence_length)):
+            lines += ["", name, *(line for note in notes for line in _wrapped(note, "  "))]
+    if report.data is not None:
+        lines += ["", *(line for name, text in _training(report) for line in _wrapped(f"{name:<11}{text}", "", 11))]
+    for number, pieces in enumerate(report.samples, 1):
+        shown = "in green" if use_color(sys.stdout) else "in [[ ]]"
+        lines += ["", f"sample {number} of {len(report.samples)}, labels {shown}:", _marked(pieces)]
+    if report.data is not None:
+        lines += ["", f"next: shardwright run {shell_word(str(report.folder))}"]
     return "\n".join(lines)
 
 
-def _rate(r: PictureRate) -> str:
-    per_core, wanted = (f"{x:,.0f}" if x >= 10 else f"{x:.2g}" for x in (r.per_core, r.wanted))
-    need = f"{r.cores:,} {'core' if r.cores == 1 else 'cores'} in all, for {r.ranks:,} of the first stage's ranks"
-    return f"a core of this machine decodes and prepares {per_core} a second; the planned steps take {wanted}: {need}"
+def _name(part: PartSummary) -> str:
+    return visible(part.kind if part.path is None else f"{part.kind} {part.path}")
 
 
-def _part(p: PartSummary, length: int) -> str:
-    name = p.kind if p.path is None else f"{p.kind} {p.path}"
-    if not p.documents:
-        return f"{name}: read as it lies"
-    text = f"{name}: {p.documents:,} documents, {p.tokens:,} tokens, {p.trained_tokens:,} of them trained on"
-    text += f"; padding {p.padding_alone:.1%} with one document a sequence, {p.padding:.1%} as they are put together"
-    if p.cut:
-        text += f"; {p.cut:,} are cut at {length} tokens"
-    if p.left_out:
-        text += f"; {p.left_out:,} without a label in {length} tokens are left out"
-    if p.pictures:
-        text += f"; {p.pictures:,} pictures"
-    for count, why in (
-        (p.too_long, f"longer than {length} tokens"),
-        (p.crowded, "with more pictures than images.per_row"),
-        (p.damaged, "with a damaged picture"),
+def _table(named: Sequence[tuple[str, PartSummary]]) -> list[str]:
+    header = ("source", "sequences", "tokens", "trained on", "no end", "left out")
+    rows = [
+        (
+            name,
+            f"{p.sequences:,}",
+            f"{p.tokens:,}",
+            "-" if p.pictures and p.kind != "chat" else f"{p.trained_tokens / max(1, p.tokens):.1%}",
+            f"{p.without_end:,}" if p.kind == "chat" else "-",
+            f"{sum(count for count, _, _ in _left_out(p)):,}" if p.records else "-",
+        )
+        for name, p in named
+    ]
+    legend = "trained on: share of the tokens that are labels; left out: records"
+    if any(p.kind == "chat" for _, p in named):
+        legend += "; no end: conversations whose last turn the chat template does not close"
+    return [*table_lines(header, rows, text=(0,)), *_wrapped(legend)]
+
+
+def _left_out(p: PartSummary) -> Iterator[tuple[int, str, Sequence[str]]]:
+    """Yields (records, why they are left out, messages of the first ones)."""
+    from shardwright.diagnostics.codes import CODES
+
+    for code, count in sorted(p.unusable.items()):
+        yield count, f"{CODES[code]} ({code})", p.examples.get(code, ())
+    for count, why, code in (
+        (p.damaged, "a damaged image (SW6134)", "SW6134"),
+        (p.crowded, "more images than data.images.per_row", ""),
+        (p.too_long, "longer than training.sequence_length, which would cut an image", ""),
+        (p.left_out, "no label within training.sequence_length", ""),
+        (p.empty, "empty", ""),
     ):
         if count:
-            text += f"; {count:,} {why} are left out"
-    if p.without_reasoning:
-        text += f"; the chat template leaves out the reasoning of {p.without_reasoning:,}"
-    if p.without_end:
-        text += f"; the chat template closes the last answer of {p.without_end:,} with nothing"
+            yield count, why, p.examples.get(code, ())
+
+
+def _notes(p: PartSummary, length: int) -> Iterator[str]:
+    """Yields what there is to say of a source beside its row of the table, a sentence each."""
+    if not p.documents:
+        return
+    what = "conversations" if p.kind == "chat" else "documents"
+    text = f"{p.documents:,} {what}"
+    if p.pictures:
+        text += f" with {p.pictures:,} images"
+    yield f"{text}; {p.padding:.1%} padding, {p.padding_alone:.1%} with one of them per sequence"
     if p.begin is not None:
-        text += f"; each begins with {p.begin}" if p.begin else "; nothing is put in front of them (data.add_bos_token)"
-    if p.replaced:
-        text += f"; half a surrogate pair became U+FFFD in {p.replaced:,}"
-    if p.unusable:
-        from shardwright.diagnostics.codes import CODES
+        yield f"each document begins with {visible(p.begin) if p.begin else 'no token of its own (data.add_bos_token)'}"
+    for count, why in (
+        (p.cut, f"are cut at {length:,} tokens"),
+        (p.without_reasoning, "have reasoning that the chat template does not write"),
+        (p.replaced, "had half of a surrogate pair, which is U+FFFD now"),
+    ):
+        if count:
+            yield f"{count:,} {why}"
+    if reasons := list(_left_out(p)):
+        yield f"left out, of {p.records:,} records:"
+        for count, why, first in reasons:
+            yield f"  {count:,}: {why}"
+            yield from (f"     {visible(message)}" for message in first)
 
-        reasons = ", ".join(f"{count:,} {CODES[code]} ({code})" for code, count in sorted(p.unusable.items()))
-        text += f"; left out of {p.records:,} records: {reasons}; the first: {'; '.join(p.examples)}"
-    if p.empty:
-        text += f"; {p.empty:,} empty ones skipped"
-    return text
+
+def _training(report: DataReport) -> Iterator[tuple[str, str]]:
+    t, data = report.plan.training, report.data
+    assert data is not None
+    epochs = t.steps / data.order.steps_per_epoch
+    yield "training", f"{t.steps:,} steps of {t.global_batch_size:,} sequences, {epochs:.3g} epochs"
+    yield "sequences", f"{len(data.train):,} of {t.sequence_length:,} tokens to train on"
+    if data.validation is not None:
+        yield "validation", f"{len(data.validation):,} sequences held out"
+    if (r := report.rate) is not None:
+        per_core, wanted = (f"{x:,.0f}" if x >= 10 else f"{x:.2g}" for x in (r.per_core, r.wanted))
+        cores = f"{r.cores:,} {'core' if r.cores == 1 else 'cores'} in all"
+        yield (
+            "images",
+            f"a core of this machine decodes and prepares {per_core} a second, the planned steps take {wanted}: "
+            f"{cores}, for {r.ranks:,} ranks of the first pipeline stage",
+        )
 
 
-def _printable(text: str) -> str:
-    """Line ends stay; what would move a terminal's cursor or change its colours does not."""
-    return "".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in text)
+def _wrapped(text: str, indent: str = "", hanging: int = 2) -> list[str]:
+    """Breaks a line at the terminal's width; a pipe gets it whole. hanging: columns that further lines are moved by."""
+    if not sys.stdout.isatty():
+        return [indent + text]
+    own = indent + " " * (len(text) - len(text.lstrip()))
+    width = max(40, shutil.get_terminal_size().columns)
+    return textwrap.wrap(
+        text.lstrip(),
+        width,
+        initial_indent=own,
+        subsequent_indent=own + " " * hanging,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+
+
+def _marked(pieces: Sequence[TextSpan]) -> str:
+    """Joins a sample, with its labels marked. Line ends stay; what would move the cursor or change colours does not."""
+    from shardwright.data.summary import TextSpan, marked
+
+    clean = [TextSpan(text="".join(map(_printable, piece.text)), trained=piece.trained) for piece in pieces]
+    if not use_color(sys.stdout):
+        return marked(clean, "[[", "]]")
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(soft_wrap=True, highlight=False)
+    with console.capture() as captured:  # underlined, for white space is a label, too
+        console.print(Text.assemble(*((piece.text, "underline green" * piece.trained) for piece in clean)), end="")
+    return captured.get()
+
+
+def _printable(character: str) -> str:
+    return character if character in "\n\t" or character.isprintable() else "\ufffd"

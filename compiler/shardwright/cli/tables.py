@@ -35,7 +35,9 @@ def _drawn(header: Sequence[str], rows: Rows, text: Sequence[int], bold: Sequenc
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(soft_wrap=False)
+    from shardwright.cli.console import use_color
+
+    console = Console(soft_wrap=False, color_system="auto" if use_color(sys.stdout) else None)
     widths = _widths(header, rows, text, console.width - indent - COLUMN_EDGES * len(header))
     if widths is None:
         return []

@@ -51,13 +51,13 @@ def open_dataset(plan: Plan, folder: Path, *, check_all: bool = False) -> Datase
     """
     t = plan.training
     limit = None if check_all else SAMPLED_TOKENS
-    parts = [_open(plan, part, folder, limit) for part in parts_of(plan.data)]
+    parts = [open_rows(plan, part, folder, limit) for part in parts_of(plan.data)]
     held_out: list[Rows] = []
     if plan.validation is not None and plan.validation.fraction is not None:
         split = [_split(rows, plan.validation.fraction, t.seed, n) for n, rows in enumerate(parts)]
         parts, held_out = [s[0] for s in split], [s[1] for s in split]
     elif plan.validation is not None and plan.validation.data is not None:
-        held_out = [_open(plan, part, folder, limit) for part in parts_of(plan.validation.data)]
+        held_out = [open_rows(plan, part, folder, limit) for part in parts_of(plan.validation.data)]
     counts = [len(rows) for rows in parts]
     if sum(counts) < plan.rows_a_step or not all(counts):
         raise _too_little(plan, counts)
@@ -128,7 +128,8 @@ def _joined(parts: list[Rows]) -> Rows:
     return parts[0] if len(parts) == 1 else JoinedRows(tuple(parts))
 
 
-def _open(plan: Plan, part: DataSection, folder: Path, limit: int | None) -> Rows:
+def open_rows(plan: Plan, part: DataSection, folder: Path, limit: int | None) -> Rows:
+    """Opens the sequences of one prepared source. limit: token ids of an array that are looked at; None is all."""
     length, vocabulary = plan.training.sequence_length, plan.model.vocabulary_size
     if part.kind == "synthetic":
         # Learnable and the same everywhere: arithmetic sequences modulo the vocabulary.

@@ -1,4 +1,4 @@
-"""Tokenizes what a plan trains on, once, into run/data of the compiled folder. No GPU and no process group.
+"""Tokenizes what a plan trains on, once, into run/data of the compiled folder. It takes no GPU and no process group.
 
 run/data/KEY/ holds one source (store.py); KEY is of its files and of how they are read, so that another corpus or
 tokenizer is another folder. run/data/current.json says which KEY each source has: the ranks read that, not the corpus.
@@ -15,7 +15,9 @@ import shlex
 import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +25,7 @@ import numpy as np
 from shardwright.atomic import write_atomically
 from shardwright.data import chat
 from shardwright.data.pairs import PairReader, PairSight, is_of_pairs
-from shardwright.data.pictures import PictureWriter
+from shardwright.data.pictures import Counts, PictureWriter
 from shardwright.data.progress import ReadingProgress
 from shardwright.data.read_report import ReadReport
 from shardwright.data.records import records, text_pieces, texts
@@ -51,10 +53,11 @@ def data_folder(folder: Path) -> Path:
     return folder / "run" / "data"
 
 
-def prepare(plan: Plan, folder: Path, *, limit_bytes: int | None) -> None:
-    """Whatever is not there yet. limit_bytes: SW6106 where more than that is to be read; None: however much it is.
+def prepare(plan: Plan, folder: Path, *, limit_bytes: int | None, most_records: int | None = None) -> None:
+    """Tokenizes the sources that are not tokenized yet.
 
-    Several processes may call it at once, on several hosts: one works, the others wait for it.
+    limit_bytes: SW6106 where more than that is to be read; None: however much it is. most_records: of each source; None
+    is all. Several processes may call it at once, on several hosts: one works, the others wait for it.
     """
     at = data_folder(folder)
     if any(part.path == DRAWN for part in prepared_parts(plan)):
@@ -85,12 +88,36 @@ def prepare(plan: Plan, folder: Path, *, limit_bytes: int | None) -> None:
         with _alone(at):
             for source in sources:
                 if source.files and _found(at, source) is None:
-                    _build(plan, folder, at, source)
+                    _build(plan, folder, at, source, most_records)
             _remember(at, sources)
             for source in sources:
                 if source.part.kind == "chat":
                     here = at / str(_remembered(at, source.settings))
                     store_table(here, open_documents(here), plan.training.sequence_length, packed=source.part.packing)
+
+
+@contextlib.contextmanager
+def prepared_sample(plan: Plan, folder: Path, most_records: int) -> Iterator[tuple[Plan, Path]]:
+    """Prepares the first records of each source in a temporary copy of the compiled folder.
+
+    Yields the plan and the copy, which goes with the context. Every record that cannot be used is left out and counted:
+    the plan's sources have another `skip_damaged` than the recipe's.
+    """
+
+    def tolerant(data: DataSection) -> DataSection:
+        return replace(data, skip_damaged=1.0, mixture=tuple(map(tolerant, data.mixture)))
+
+    held_out = plan.validation
+    if held_out is not None and held_out.data is not None:
+        held_out = replace(held_out, data=tolerant(held_out.data))
+    plan = replace(plan, data=tolerant(plan.data), validation=held_out)
+    with tempfile.TemporaryDirectory(prefix="shardwright-check-") as temporary:
+        copy = Path(temporary)
+        for path in folder.iterdir():
+            if path.name != "run":
+                (copy / path.name).symlink_to(path.absolute())
+        prepare(plan, copy, limit_bytes=None, most_records=most_records)
+        yield plan, copy
 
 
 def prepared_folder(part: DataSection, folder: Path) -> Path:
@@ -162,21 +189,30 @@ def _alone(at: Path) -> Iterator[None]:
         yield
 
 
-def _build(plan: Plan, folder: Path, at: Path, source: DataSource) -> None:
-    """Under a name of its own, then published by one rename. Locks do not hold across hosts on every file system: a
-    second writer there finds the folder taken, with the same content."""
+def _build(plan: Plan, folder: Path, at: Path, source: DataSource, most_records: int | None) -> None:
+    """Writes a source under a name of its own, then publishes it by one rename. Locks do not hold across hosts on every
+    file system: a second writer there finds the folder taken, with the same content."""
     tokenizer = load_tokenizer(str(source.part.tokenizer), folder)
     partial = at / f".partial-{source.key}-{socket.gethostname()}-{os.getpid()}"
     writer, pictures = None, None
     try:
         writer = Writer(partial, tokenizer.dtype, masked=source.part.kind == "chat")
         pictures = None if source.part.images is None else PictureWriter(partial)
-        with contextlib.closing(ReadingProgress(f"tokenizing {source.part.path}", source.size_bytes)) as shown:
-            report = ReadReport(share=source.part.skip_damaged)
+        progress = ReadingProgress(f"tokenizing {source.part.path}", source.size_bytes, shown=most_records is None)
+        with contextlib.closing(progress) as shown:
+            report = ReadReport(share=source.part.skip_damaged, most=most_records)
             for _ in _reading(source, folder, tokenizer, writer, pictures, shown, report):
                 _check_ids(plan, tokenizer, writer)
-            report.check(0 if pictures is None else pictures.counts.damaged)
+            counts = Counts(told=[]) if pictures is None else pictures.counts
+            report.check(report.share, counts.damaged, counts.told)
             report.write(partial)
+        if not writer.documents and (report.left_out or counts.damaged):
+            raise refusal(
+                "SW6116",
+                f"{source.part.path!r} holds nothing to train on: none of {report.records:,} records can be used: "
+                f"{report.examples(counts.told)}",
+                "Correct the records, or data.path.",
+            )
         if not writer.documents:
             raise refusal(
                 "SW6116",
@@ -272,11 +308,19 @@ Piece = tuple[str, int, bool]
 
 
 def _pieces(part: DataSection, files: tuple[str, ...], report: ReadReport) -> Iterator[Piece]:
-    """Of text files, each of which is one document, however large; or the records of the other kinds."""
+    """Yields text files in pieces, each file one document, however large; of the other kinds their records.
+
+    Where not all records are read, a text file ends behind its first piece.
+    """
     for name in files:
         if part.kind == "text":
+            if report.is_full:
+                return
+            report.records += 1
             for text, size in text_pieces(name):
                 yield text, size, False
+                if report.most is not None:
+                    break
             yield "", 0, True
         else:
             for text, size in texts(name, part.kind, part.field, report):

@@ -1,4 +1,4 @@
-"""How far a long reading is: a bar on a terminal, plain lines in a log."""
+"""Shows how far a long reading is: a bar on a terminal, plain lines in a log."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import time
 from tqdm import tqdm
 
 PLAIN_SECONDS = 2.0
-"""From one plain line to the next; what takes less than that says nothing."""
+"""Stands between one plain line and the next; what takes less than that says nothing."""
 
 
 class ReadingProgress:
-    """total: bytes of the sources."""
+    """Says on stderr how many bytes of the sources are read. total: all of them; shown: False says nothing."""
 
-    def __init__(self, what: str, total: int) -> None:
-        self.what, self.total, self.done = what, max(1, total), 0
-        self._bar = (
-            tqdm(total=total, desc=what, unit="B", unit_scale=True, dynamic_ncols=True) if sys.stderr.isatty() else None
-        )
+    def __init__(self, what: str, total: int, *, shown: bool = True) -> None:
+        self.what, self.total, self.done, self.shown = what, max(1, total), 0, shown
+        has_bar = shown and sys.stderr.isatty()
+        self._bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, dynamic_ncols=True) if has_bar else None
         self._began = self._last = time.monotonic()
 
     def add(self, size_bytes: int) -> None:
@@ -27,7 +26,7 @@ class ReadingProgress:
             self._bar.update(size_bytes)
             return
         now = time.monotonic()
-        if now - self._last >= PLAIN_SECONDS:
+        if self.shown and now - self._last >= PLAIN_SECONDS:
             self._last = now
             rate = self.done / (now - self._began)
             left = max(0.0, (self.total - self.done) / rate)

@@ -1,8 +1,9 @@
-"""What reading a source left out or changed: counted, with the first records, and kept beside the tokens."""
+"""Counts what reading a source left out or changed, with the first records; the counts are kept beside the tokens."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,25 +15,32 @@ MOST_EXAMPLES = 3
 _OF_ONE_RECORD = frozenset(
     ["SW6107", "SW6109", "SW6110", "SW6111", "SW6112", "SW6113", "SW6124", "SW6130", "SW6131", "SW6136", "SW6138"]
 )
-"""Codes that speak of a single record: the next one may be good."""
+"""Holds the codes that speak of a single record: the next one may be good."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ReadReport:
-    """Counts of one source. share: of the records that may be left out; 0: the first bad record is refused.
+    """Counts the records of one source.
 
-    records: read; left_out: code of the diagnostic -> records; examples: the first diagnostics' messages; replaced:
-    records in which half of a surrogate pair became U+FFFD. Of conversations: without_reasoning: those whose reasoning
-    the template does not write; without_end: those whose last turn ends without a token that says so.
+    share: of the records that may be left out; 0: the first bad record is refused. most: records that are read; None:
+    all. records: read so far; left_out: code of the diagnostic -> records; first: code -> messages of the first ones;
+    replaced: records in which half of a surrogate pair became U+FFFD. Of conversations: without_reasoning: those whose
+    reasoning the template does not write; without_end: those whose last turn ends without a token that says so.
     """
 
     share: float = 0.0
+    most: int | None = None
     records: int = 0
     left_out: dict[str, int] = field(default_factory=dict)
-    examples: list[str] = field(default_factory=list)
+    first: dict[str, list[str]] = field(default_factory=dict)
     replaced: int = 0
     without_reasoning: int = 0
     without_end: int = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Says whether as many records were read as may be."""
+        return self.records == self.most
 
     def leave_out(self, problem: Refusal) -> None:
         """Counts a record that has no use. Raises `problem` where none may be left out, or it speaks of all of them."""
@@ -40,26 +48,36 @@ class ReadReport:
         if not self.share or first.code not in _OF_ONE_RECORD:
             raise problem
         self.left_out[first.code] = self.left_out.get(first.code, 0) + 1
-        if len(self.examples) < MOST_EXAMPLES:
-            self.examples.append(first.message)
+        messages = self.first.setdefault(first.code, [])
+        if len(messages) < MOST_EXAMPLES:
+            messages.append(first.message)
 
-    def check(self, damaged: int = 0) -> None:
-        """damaged: records left out for a picture. Raises Refusal (SW6153): more were left out than `share` allows."""
+    def check(self, share: float, damaged: int = 0, told: Sequence[str] = ()) -> None:
+        """Raises Refusal (SW6153) where more records were left out than `share` of those that were read.
+
+        damaged: records left out for an image; told: messages of the first of these.
+        """
         count = sum(self.left_out.values()) + damaged
-        if count > self.share * self.records:
+        if count > share * self.records:
+            read = f"{'the first ' if self.is_full else ''}{self.records:,} records"
             raise refusal(
                 "SW6153",
-                f"{count:,} of {self.records:,} records cannot be used, more than `skip_damaged: {self.share:g}` "
-                f"allows: {'; '.join(self.examples)}",
+                f"{count:,} of {read} cannot be used, more than `skip_damaged: {share:g}` allows: "
+                f"{self.examples(told)}",
                 "Correct or delete them, or raise skip_damaged.",
             )
+
+    def examples(self, told: Sequence[str] = ()) -> str:
+        """Returns the first messages of what was left out, in one line. told: of records left out for an image."""
+        messages = [message for found in self.first.values() for message in found]
+        return "; ".join([*messages, *told][:MOST_EXAMPLES])
 
     def write(self, folder: Path) -> None:
         (folder / REPORT_FILE).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 
 def read_report(folder: Path) -> ReadReport:
-    """folder: of prepared data. Empty for what an earlier version made."""
+    """Returns the counts in a folder of prepared data; empty ones for what an earlier version made."""
     try:
         document: Any = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
         return ReadReport(**document)

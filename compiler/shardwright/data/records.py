@@ -80,6 +80,8 @@ def json_records(name: str, report: ReadReport) -> Iterator[Record]:
     with SourceFile(name) as file:
         found = _array(name, file) if file.peek(512).lstrip()[:1] == b"[" else _lines(name, file, report)
         for value, where, size in found:
+            if report.is_full:
+                return
             report.records += 1
             if isinstance(value, Refusal):
                 report.leave_out(value)
@@ -237,13 +239,16 @@ def _parquet(name: str, column: str | None, report: ReadReport) -> Iterator[Reco
             raise missing_field(name, column, names)
         share = Path(name).stat().st_size / max(1, file.metadata.num_rows)
         row = 0
-        for batch in file.iter_batches(batch_size=1024, columns=wanted):
-            for record in batch.to_pylist():
+        for batch in file.iter_batches(batch_size=min(1024, report.most or 1024), columns=wanted):
+            for record in batch.to_pylist(maps_as_pydicts="strict"):
+                if report.is_full:
+                    return
                 row += 1
                 report.records += 1
                 record = {key: without_nulls(value) for key, value in record.items()}
                 yield record, f"{name}, row {row}", int(share)
-    except (OSError, ValueError, pyarrow.ArrowException) as error:  # ValueError: text in it that is not UTF-8
+    # ValueError: text in it that is not UTF-8; KeyError: a map with the same key twice.
+    except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
         raise refusal(
             "SW6117",
             f"{name!r} cannot be read as parquet: {str(error).splitlines()[0][:300]}",

@@ -1,15 +1,16 @@
-"""What `prepare` tells of the data: counts, the padding that packing saves, and sequences as the model sees them."""
+"""Summarizes prepared data: counts of each source, and samples as the model reads them, with their labels marked."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
-from shardwright.data.dataset import Dataset
+from shardwright.data.dataset import Dataset, open_rows
 from shardwright.data.megatron import open_megatron
 from shardwright.data.pairs import is_of_pairs
 from shardwright.data.pictures import Counts, open_pictures, read_counts
@@ -20,24 +21,31 @@ from shardwright.data.sources import parts_of
 from shardwright.data.store import Documents, open_documents, read_manifest
 from shardwright.data.tokenizers import Ids, begin_of_document, load_tokenizer
 from shardwright.data.whole import whole_rows
-from shardwright.ir.recipe import DOCUMENT_KINDS, DataSection
+from shardwright.ir.recipe import DOCUMENT_KINDS, TOKENIZED_KINDS, DataSection
 from shardwright.plan.plan import Plan
 
 SAMPLES = 3
-SAMPLE_TOKENS = 160
+EDGE_TOKENS = 60
+"""Limits what is shown of a stretch of labels, or of other tokens, in a sample: so many tokens at either end."""
+MOST_STRETCHES = 7
+"""Limits the stretches of a sample: three answers and what stands around them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartSummary:
-    """documents, tokens: 0 where the kind knows none. trained_tokens: labels among them. left_out: conversations
-    without a label in their first S tokens; cut: those longer than S. empty: files and records without text.
+    """Counts what one source gives. Of a source without documents (tokens, synthetic), sequences and tokens alone.
 
-    Of conversations with pictures: pictures: those of all; too_long: left out because they are longer than S; crowded:
-    because they hold more than images.per_row; damaged: because a picture of theirs cannot be used.
+    sequences: of the whole source, held-out ones among them. tokens: in documents, as far as they are used;
+    trained_tokens: labels among them. left_out: conversations without a label in their first S tokens; cut: those
+    longer than S. empty: files and records without text.
 
-    records: read; unusable: code of a diagnostic -> records left out for it; examples: messages of the first ones.
-    replaced: records in which half of a surrogate pair became U+FFFD. without_reasoning: conversations whose reasoning
-    the template does not write; without_end: those whose last answer it does not close.
+    Of conversations with images: pictures: images in all of them; too_long: conversations left out because they are
+    longer than S; crowded: because they hold more than images.per_row; damaged: because one of their images is.
+
+    records: read; unusable: code of a diagnostic -> records left out for it; examples: code -> messages of the first
+    ones, damaged images among them (SW6134). replaced: records in which half of a surrogate pair became U+FFFD.
+    without_reasoning: conversations whose reasoning the template does not write; without_end: those whose last answer
+    it does not close.
 
     begin: what each document of text begins with; None for conversations and captions.
 
@@ -46,6 +54,7 @@ class PartSummary:
 
     kind: str
     path: str | None
+    sequences: int = 0
     documents: int = 0
     tokens: int = 0
     trained_tokens: int = 0
@@ -60,7 +69,7 @@ class PartSummary:
     damaged: int = 0
     records: int = 0
     unusable: dict[str, int] = field(default_factory=dict)
-    examples: tuple[str, ...] = ()
+    examples: dict[str, list[str]] = field(default_factory=dict)
     replaced: int = 0
     without_reasoning: int = 0
     without_end: int = 0
@@ -69,20 +78,31 @@ class PartSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSpan:
-    """A stretch of a sample: its text, and whether the model learns to write it."""
+    """Holds a stretch of a sample: its text, and whether the model learns to write it."""
 
     text: str
     trained: bool
 
 
 def summarize(plan: Plan, folder: Path) -> tuple[PartSummary, ...]:
+    """Counts the sources of the training data. folder: the compiled one, prepared."""
     return tuple(_part(plan, part, folder) for part in parts_of(plan.data))
+
+
+def summarize_validation(plan: Plan, folder: Path) -> tuple[PartSummary, ...]:
+    """Counts the sources of validation data of its own; () where there are none."""
+    held_out = None if plan.validation is None else plan.validation.data
+    return () if held_out is None else tuple(_part(plan, part, folder) for part in parts_of(held_out))
 
 
 def _part(plan: Plan, part: DataSection, folder: Path) -> PartSummary:
     length = plan.training.sequence_length
+    sequences = len(open_rows(plan, part, folder, 1))
     if part.kind not in DOCUMENT_KINDS:
-        return PartSummary(kind=part.kind, path=part.path)
+        tokens = sequences * length
+        return PartSummary(
+            kind=part.kind, path=part.path, sequences=sequences, tokens=tokens, trained_tokens=tokens - sequences
+        )
     here = None if part.kind == "megatron" else prepared_folder(part, folder)
     documents = open_megatron(str(part.path)) if here is None else open_documents(here)
     manifest = None if here is None else read_manifest(here)
@@ -90,26 +110,28 @@ def _part(plan: Plan, part: DataSection, folder: Path) -> PartSummary:
     pictures = None if here is None else open_pictures(here)
     counts = Counts(told=[]) if here is None or pictures is None else read_counts(here)
     lengths = documents.lengths
+    trained = _trained(documents, part)
     if part.kind == "chat" and here is not None:
         rows = whole_rows(here, documents, length, packed=part.packing)
         too_long = 0 if pictures is None else int((lengths > length).sum())
         left_out, lengths = len(lengths) - len(rows.members) - too_long, lengths[rows.members]
         cut = int((lengths > length).sum())
         lengths = np.minimum(lengths, length)
+        trained = _labels(documents, np.asarray(rows.members), lengths)
         padding = 1 - int(lengths.sum()) / max(1, len(rows) * length)
     if is_of_pairs(part):
         cut, lengths = int((lengths > length).sum()), np.minimum(lengths, length)
         padding = 1 - int(lengths.sum()) / max(1, len(lengths) * length)
     report = ReadReport() if here is None else read_report(here)
-    begin = begin_text(part, folder)
     tokens = int(lengths.sum())
     alone = int((-(-lengths // length)).sum()) * length
     return PartSummary(
         kind=part.kind,
         path=part.path,
+        sequences=sequences,
         documents=len(documents.ends),
-        tokens=len(documents.tokens),
-        trained_tokens=_trained(documents, part),
+        tokens=tokens,
+        trained_tokens=trained,
         left_out=left_out,
         cut=cut,
         empty=0 if manifest is None else manifest.empty,
@@ -121,16 +143,16 @@ def _part(plan: Plan, part: DataSection, folder: Path) -> PartSummary:
         damaged=counts.damaged,
         records=report.records,
         unusable=report.left_out,
-        examples=tuple(report.examples),
+        examples=report.first | ({"SW6134": counts.told} if counts.damaged else {}),
         replaced=report.replaced,
         without_reasoning=report.without_reasoning,
         without_end=report.without_end,
-        begin=begin,
+        begin=begin_text(part, folder),
     )
 
 
 def begin_text(part: DataSection, folder: Path) -> str | None:
-    """The text of the ids in front of each document; None where another rule counts."""
+    """Returns the text of the ids in front of each document; None where another rule counts."""
     if part.kind not in ("text", "jsonl", "parquet") or is_of_pairs(part):
         return None
     tokenizer = load_tokenizer(str(part.tokenizer), folder)
@@ -139,32 +161,61 @@ def begin_text(part: DataSection, folder: Path) -> str | None:
 
 
 def _trained(documents: Documents, part: DataSection) -> int:
-    """What nothing stands before cannot be predicted, and of a caption nothing is."""
+    """Counts the labels of text: a first token cannot be predicted, and of a caption nothing is."""
     if is_of_pairs(part):
         return 0
-    firsts = np.concatenate([[0], documents.ends[:-1]])
-    if documents.trained is not None:
-        return int(documents.trained.sum()) - int(documents.trained[firsts].sum())
-    return len(documents.tokens) - (len(firsts) if part.packing else 1)
+    return len(documents.tokens) - (len(documents.ends) if part.packing else 1)
+
+
+def _labels(documents: Documents, members: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> int:
+    """Counts the labels in the first tokens of some documents; the first one is none. lengths: of `members`, cut."""
+    assert documents.trained is not None, "a conversation's tokens are marked"
+    first = documents.ends[members] - documents.lengths[members]
+    spans = zip((first + 1).tolist(), (first + lengths).tolist(), strict=True)
+    return sum(int(np.count_nonzero(documents.trained[a:b])) for a, b in spans)
 
 
 def samples(plan: Plan, folder: Path, data: Dataset) -> list[list[TextSpan]]:
-    """Of the first sequences of the training: the beginning, or what stands around the first label."""
-    names = [part.tokenizer for part in parts_of(plan.data) if part.tokenizer]
-    tokenizer = load_tokenizer(names[0], folder) if names else None
-
-    def text(ids: Ids) -> str:
-        return " ".join(map(str, ids.tolist())) + " " if tokenizer is None else tokenizer.decode(ids)
-
+    """Reads the first sequences of the training, around their labels; of a packed one its first document."""
+    text = _decoder(plan, folder)
     rows = np.concatenate([data.order.indices(step) for step in range(1, SAMPLES + 1)])[:SAMPLES]
-    return [_pieces(data.train.read(rows[n : n + 1]), text) for n in range(len(rows))]
+    return [_row_spans(data.train.read(rows[n : n + 1]), text) for n in range(len(rows))]
 
 
-def _pieces(block: TokenBlock, text: Callable[[Ids], str]) -> list[TextSpan]:
-    """Of the first document of a row."""
+def record_samples(plan: Plan, folder: Path) -> list[list[TextSpan]]:
+    """Reads the first documents of the training's sources in turn, around their labels, whether a sequence is full or
+    not; of a source without documents its first sequences."""
+    text, length = _decoder(plan, folder), plan.training.sequence_length
+
+    def of_part(part: DataSection) -> Iterator[list[TextSpan]]:
+        if part.kind not in TOKENIZED_KINDS:
+            rows = open_rows(plan, part, folder, 1)
+            yield from (_row_spans(rows.read(np.asarray([n])), text) for n in range(min(SAMPLES, len(rows))))
+            return
+        documents = open_documents(prepared_folder(part, folder))
+        for first, last in itertools.pairwise([0, *documents.ends[:SAMPLES].tolist()]):
+            last = min(last, first + length)
+            trained = np.ones(last - first, dtype=np.bool_)
+            trained[:] = not is_of_pairs(part) if documents.trained is None else documents.trained[first:last]
+            yield _spans(documents.tokens[first:last], trained, text)
+
+    turns = itertools.zip_longest(*(of_part(part) for part in parts_of(plan.data)))
+    return [found for turn in turns for found in turn if found is not None][:SAMPLES]
+
+
+def _decoder(plan: Plan, folder: Path) -> Callable[[Ids], str]:
+    """Returns what makes text of ids; the numbers themselves where the data has no tokenizer."""
+    names = [part.tokenizer for part in parts_of(plan.data) if part.tokenizer]
+    if names:
+        return load_tokenizer(names[0], folder).decode
+    return lambda ids: " ".join(map(str, ids.tolist())) + " "
+
+
+def _row_spans(block: TokenBlock, text: Callable[[Ids], str]) -> list[TextSpan]:
+    """Reads the first document of a row, without the padding behind it."""
     ids = block.tokens[0]
-    trained = np.ones(len(ids), dtype=np.bool_) if block.trained is None else block.trained[0].copy()
-    trained[0] = False
+    # A caption is no label: pairs have images, and no marks.
+    trained = np.full(len(ids), not block.pictures) if block.trained is None else block.trained[0].copy()
     stop = len(ids)
     if block.starts is not None:
         begins = np.flatnonzero(block.starts[0])
@@ -172,15 +223,30 @@ def _pieces(block: TokenBlock, text: Callable[[Ids], str]) -> list[TextSpan]:
         stop = int(begins[0]) if len(begins) else stop
     if block.trained is not None:
         stop = int(np.flatnonzero(trained[:stop] | (ids[:stop] != PADDING_ID))[-1]) + 1
-    # To the end of the first answer and beyond, not a page of what stands in front of it.
-    labels = np.flatnonzero(trained[:stop])
-    start = max(0, int(labels[0]) - SAMPLE_TOKENS // 2) if len(labels) and labels[0] > SAMPLE_TOKENS // 2 else 0
-    stop = min(stop, start + SAMPLE_TOKENS)
-    borders = [start, *(start + np.flatnonzero(np.diff(trained[start:stop])) + 1).tolist(), stop]
-    found = [TextSpan(text=text(ids[a:b]), trained=bool(trained[a])) for a, b in itertools.pairwise(borders) if b > a]
-    return [TextSpan(text="... ", trained=False), *found] if start else found
+    return _spans(ids[:stop], trained[:stop], text)
+
+
+def _spans(ids: Ids, trained: npt.NDArray[np.bool_], text: Callable[[Ids], str]) -> list[TextSpan]:
+    """Cuts a document around its labels: each stretch is shown by its begin and its end, which for an answer is how the
+    turn ends; of what stands in front of the first answer the end alone, of what stands behind the last the begin."""
+    trained[0] = False
+    borders = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(ids)]
+    stretches = list(itertools.pairwise(borders))
+    found: list[TextSpan] = []
+    for number, (first, last) in enumerate(stretches[:MOST_STRETCHES]):
+        is_label, is_last = bool(trained[first]), number == len(stretches) - 1
+        if last - first <= 2 * EDGE_TOKENS:
+            shown = text(ids[first:last])
+        elif not is_label and not number:
+            shown = f"... {text(ids[last - 2 * EDGE_TOKENS : last])}"
+        elif not is_label and is_last:
+            shown = f"{text(ids[first : first + 2 * EDGE_TOKENS])} ..."
+        else:
+            shown = f"{text(ids[first : first + EDGE_TOKENS])} ... {text(ids[last - EDGE_TOKENS : last])}"
+        found.append(TextSpan(text=shown, trained=is_label))
+    return [*found, TextSpan(text=" ...", trained=False)] if len(stretches) > MOST_STRETCHES else found
 
 
 def marked(pieces: Sequence[TextSpan], begin: str, end: str) -> str:
-    """One text, with what is trained between the two marks."""
+    """Joins a sample to one text, with what is trained between the two marks."""
     return "".join(f"{begin}{p.text}{end}" if p.trained else p.text for p in pieces)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from shardwright.data.chat import conversation, encode
-from shardwright.data.summary import marked, samples, summarize
+from shardwright.data.summary import marked, record_samples, samples, summarize
 from shardwright.data.tokenizers import ByteTokenizer, HubTokenizer
 from shardwright.diagnostics import Refusal
 from tests.unit.data.plans import opened, part, plan, refused
@@ -224,6 +224,17 @@ def test_the_sample_shows_the_first_answer(tmp_path: Path) -> None:
     for pieces in samples(p, tmp_path, data):
         text = marked(pieces, "[[", "]]")
         assert text.startswith("... sss") and text.endswith("assistant\n[[Four.<|im_end|>]]\n") and "\0" not in text
+
+
+def test_the_sample_of_a_long_answer_shows_how_it_ends(tmp_path: Path) -> None:
+    talk = [TALK[1], {"role": "assistant", "content": f"Begin{'a' * 500}end."}, TALK[1], *[TALK[2], TALK[1]] * 4]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk}))
+    p = plan(part("chat", tmp_path / "a.jsonl", template=CHATML, packing=False), length=1200, batch=1)
+    opened(p, tmp_path)
+    (pieces,) = record_samples(p, tmp_path)
+    text = marked(pieces, "[[", "]]")
+    assert "assistant\n[[Beginaaa" in text and "aaa ... aaa" in text and "aaaend.<|im_end|>]]\n" in text
+    assert text.count("[[") == 3 and text.endswith("<|im_start|>assistant\n ...")
 
 
 def test_an_answer_that_the_template_does_not_close_is_counted(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from shardwright.modules.batches import Batches, sight_of
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
 from shardwright.recipe.load import load_recipe
+from tests.cli.command import tree
 from tests.parity.sight import TEXT, SightCase, recipe, write_pictures
 
 ROWS, STEPS = 32, 8
@@ -75,11 +76,25 @@ def test_cores_follow_from_the_planned_steps(prepared: Path, monkeypatch: pytest
 
 def test_prepare_prints_it(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prepare", str(prepared)]) == 0
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("pictures "))
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = (line for line in lines if line.startswith("images "))
     assert "a core of this machine decodes and prepares" in line and "1 core in all" in line
+    assert any(line.startswith("  32 conversations with 24 images; ") for line in lines)
+    (row,) = (line for line in lines if line.startswith("chat ") and line.endswith(" 0"))
+    assert "%" in row and "[[noise" in "\n".join(lines)
     assert main(["prepare", str(prepared), "--json"]) == 0
     said: dict[str, Any] = json.loads(capsys.readouterr().out)["pictures"]
     assert said["cores"] == 1 and said["per_core"] > said["wanted"] > 0
+
+
+def test_check_counts_damaged_images(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (prepared.parent / "1.jpg").write_bytes(b"no image")
+    before = tree(prepared.parent)
+    assert main(["prepare", str(prepared), "--check", "6"]) == 1
+    captured = capsys.readouterr()
+    assert "1: a damaged image (SW6134)" in captured.out and "SW6153" in captured.err
+    assert "data.jsonl:2: " in captured.out and captured.out.count("[[noise") == 3
+    assert tree(prepared.parent) == before
 
 
 @pytest.mark.alone
