@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from shardwright.hf.known_keys import known_keys
 from shardwright.model import config_keys
 from shardwright.model.config import COMMON_KEYS, refused_value
 from tests.zoo.configs import tiny_config
@@ -79,8 +80,9 @@ def builds(model_type: str, values: dict[str, Any]) -> bool:
 def table() -> dict[str, Any]:
     found = {name: _entry(name) for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}
     common = dict.fromkeys(COMMON_KEYS, config_keys.ANY_VALUE)
-    first = next(iter(found.values()))["keys"]
-    common |= {k: v for k, v in first.items() if all(entry["keys"].get(k) == v for entry in found.values())}
+    told = [entry for entry in found.values() if entry["keys"]]
+    first = told[0]["keys"]
+    common |= {k: v for k, v in first.items() if all(entry["keys"].get(k) == v for entry in told)}
     for entry in found.values():
         by_kind: dict[str, list[str]] = {}
         for key, kind in sorted(entry["keys"].items()):
@@ -95,9 +97,10 @@ def _entry(model_type: str) -> dict[str, Any]:
     with contextlib.suppress(Exception):
         default = config_class()
         values = default.to_dict()
-        names = {*values, *config_class.attribute_map} - set(COMMON_KEYS)
+        own = {*values, *config_class.attribute_map} - set(COMMON_KEYS)
+        read = known_keys(config_class) - own - set(COMMON_KEYS)
         sizes = dict(_sizes(default))
-        keys = {name: kinds(default, name) for name in sorted(names)}
+        keys = {name: kinds(default, name) for name in sorted(own)} | dict.fromkeys(sorted(read), config_keys.ANY_VALUE)
         entry = {"keys": keys, "aliases": dict(sorted(config_class.attribute_map.items())), "sizes": sizes}
         entry["tied"] = bool(getattr(default, config_keys.TIED, False))
         return {key: value for key, value in {**entry, "heads": heads(model_type)}.items() if value}

@@ -32,6 +32,7 @@ from shardwright.lower.folder import check_checkpoint_folder
 from shardwright.lower.inputs import copied_inputs, model_companions
 from shardwright.lower.lower import lower, sealed
 from shardwright.model.build import build_model_graph, compare_weights
+from shardwright.model.config_keys import config_warnings
 from shardwright.model.own_code import locate_own_code
 from shardwright.model.popular.hub import processor_here
 from shardwright.model.popular.snapshot import locate_weights, tokenizer_folder
@@ -63,7 +64,8 @@ class Compiled:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
     """What the recipe names, read. weights: None where they are random. own_code: its folder and what is in it.
-    cluster: of one node where the recipe says `nodes: auto`. warnings: of the weights against the model."""
+    cluster: of one node where the recipe says `nodes: auto`. warnings: of the weights against the model, and of a
+    configuration's keys that nothing reads."""
 
     weights: LocatedWeights | None
     own_code: tuple[Path, OwnCode] | None
@@ -153,7 +155,10 @@ def read_inputs(recipe: Recipe) -> Inputs:
     warnings = None if weights is None else _unless_refused(errors, lambda: compare_weights(section, graph))
     if errors:
         raise Refusal(*errors, *_layout_errors(Problem(recipe=recipe, graph=graph, cluster=cluster), errors))
-    return Inputs(weights=weights, own_code=own_code, graph=graph, cluster=cluster, warnings=warnings or ())
+    unread = () if section.config is None else config_warnings(section.config)
+    return Inputs(
+        weights=weights, own_code=own_code, graph=graph, cluster=cluster, warnings=(*unread, *(warnings or ()))
+    )
 
 
 def _unless_refused(errors: list[Diagnostic], stage: Callable[[], T]) -> T | None:

@@ -37,7 +37,8 @@ def check_model(recipe: Recipe) -> tuple[Diagnostic, ...]:
             wrong.append(untrusted(recipe.model.source or "", config.get("model_type")))
         wrong += config_errors(config, ("model", "config") if inline else ("model", "source"), inline)
     wrong += _weights(recipe.model, config)
-    vocabulary = None if config is None or wrong else vocabulary_size(config)
+    is_wrong = any(diagnostic.severity == "error" for diagnostic in wrong)
+    vocabulary = None if config is None or is_wrong else vocabulary_size(config)
     for key, part in recipe.tokenized():
         if part.tokenizer is not None:
             own = part.tokenizer == recipe.model.source

@@ -15,10 +15,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from shardwright.diagnostics import KeyPath, Refusal, refusal
 from shardwright.hf.floats import tagged, untagged
+from shardwright.hf.known_keys import known_keys
 from shardwright.hf.task import Task, task_named, task_of_type, trained_types
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.ir.words import TaskName
-from shardwright.model.config_keys import size_problem
+from shardwright.model.config_keys import METADATA_KEYS, size_problem
 from shardwright.model.own_code import FINGERPRINT
 from shardwright.model.popular.shipped import published_keys
 from shardwright.model.refusals import (
@@ -32,9 +33,11 @@ from shardwright.model.refusals import (
 from shardwright.model.support import support
 
 # Read by transformers from any configuration although no class lists them.
-COMMON_KEYS = {"model_type", "torch_dtype", "rope_theta", "rope_scaling", "transformers_version", "_name_or_path"}
+COMMON_KEYS = {"model_type", "torch_dtype", "rope_theta", "rope_scaling", *METADATA_KEYS}
 # Say who wrote the configuration and where it lay, not what the model is.
 _VOLATILE_KEYS = ("transformers_version", "_name_or_path", "_attn_implementation", "_attn_implementation_autoset")
+# Choose code, not a model: recipe keys choose attention, and an inline configuration runs no code of its own.
+_CODE_KEYS = ("attn_implementation", "experts_implementation", "auto_map")
 # Says how the published files are stored; what is trained and exported is not quantised.
 _STORAGE_KEYS = ("quantization_config", "compression_config")
 
@@ -69,13 +72,15 @@ def resolve_config(
         probe = config_class()
     except Exception as error:  # some types have no defaults that agree with each other
         raise contradiction(error, key) from None
-    known = {*probe.to_dict(), *config_class.attribute_map, *COMMON_KEYS, *published_keys(model_type)}
+    own = {*probe.to_dict(), *config_class.attribute_map}
+    known = {*own, *known_keys(config_class), *COMMON_KEYS, *published_keys(model_type)}
     config = untagged(config)
-    problem, takes = functools.partial(_value_problem, probe), config_class.__name__
-    if wrong := tuple(wrong_keys(config, known, problem, key, inline=inline, takes=takes)):
+    problem, takes = functools.partial(_value_problem, probe, own), config_class.__name__
+    found = wrong_keys(config, known, problem, key, inline=inline, takes=takes)
+    if wrong := [diagnostic for diagnostic in found if diagnostic.severity == "error"]:
         raise Refusal(*wrong)
     renamed = {"torch_dtype": "dtype"}  # the old name still works, with a warning of transformers' own
-    left_out = {*_VOLATILE_KEYS, *_STORAGE_KEYS, "model_type"}
+    left_out = {*_VOLATILE_KEYS, *_STORAGE_KEYS, *(_CODE_KEYS if inline else ()), "model_type"}
     values = {renamed.get(name, name): value for name, value in config.items() if name not in left_out}
     try:
         resolved = config_class(**values)
@@ -113,10 +118,11 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
         return config
 
 
-def _value_problem(probe: PretrainedConfig, name: str, value: JsonValue) -> str:
-    """Why `value` cannot be `name`, or ""."""
+def _value_problem(probe: PretrainedConfig, own: set[str], name: str, value: JsonValue) -> str:
+    """Why `value` cannot be `name`, or "". own: the names that are attributes: the class converts the others itself."""
     canonical = {v: k for k, v in probe.attribute_map.items()}.get(name, name)
-    return refused_value(probe, name, value) or size_problem(canonical, name, value)
+    wrong = refused_value(probe, name, value) if name in own else ""
+    return wrong or size_problem(canonical, name, value)
 
 
 def refused_value(probe: PretrainedConfig, name: str, value: JsonValue) -> str:

@@ -37,6 +37,36 @@ _SIZES = (
 MOST_LAYERS = 2048
 ANY_VALUE = "any"
 """In place of kinds: the key takes what it is given."""
+METADATA_KEYS = frozenset(
+    [
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_commit_hash",
+        "_name_or_path",
+        "architectures",
+        "attn_implementation",
+        "auto_map",
+        "compression_config",
+        "custom_pipelines",
+        "dtype",
+        "experts_implementation",
+        "gradient_checkpointing",
+        "model_name",
+        "name_or_path",
+        "pretraining_tp",
+        "quantization",
+        "quantization_config",
+        "task_specific_params",
+        "tokenizer_class",
+        "torch_dtype",
+        "transformers.js_config",
+        "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_cache",
+    ]
+)
+"""Keys of published files that say who wrote them, how the weights are stored, or how a program runs them."""
 TIED = "tie_word_embeddings"
 SIZES = ("vocab_size", "hidden_size", "num_attention_heads")
 _WORDS: dict[str, str] = {"b": "true or false", "i": "an integer", "f": "a number", "s": "text", "l": "a list"}
@@ -105,6 +135,12 @@ def config_errors(config: JsonObject, key: KeyPath, inline: bool) -> tuple[Diagn
     return () if known is None else tuple(_values(config, known, key, inline, model_type))
 
 
+def config_warnings(config: JsonObject) -> tuple[Diagnostic, ...]:
+    """What is doubtful in a configuration that stands in the recipe, and that transformers takes."""
+    found = config_errors(config, ("model", "config"), inline=True)
+    return tuple(diagnostic for diagnostic in found if diagnostic.severity == "warning")
+
+
 def brings_code(config: JsonObject) -> bool:
     """Whether the model runs on Python code of its own: transformers does not have its type."""
     if "auto_map" not in config or not is_of_installed():
@@ -153,8 +189,10 @@ def _values(config: JsonObject, known: TypeKeys, key: KeyPath, inline: bool, mod
         return _kind_problem(value, kinds) or size_problem(common.get(name, name), name, value)
 
     takes = f"configuration of a {model_type}"
-    wrong = list(wrong_keys(config, known.keys, problem, key, inline=inline, takes=takes))
-    yield from wrong or _heads(config, known, key)
+    wrong = list(wrong_keys(config, known.keys.keys(), problem, key, inline=inline, takes=takes))
+    yield from wrong
+    if all(diagnostic.severity == "warning" for diagnostic in wrong):
+        yield from _heads(config, known, key)
 
 
 def _kinds(name: str, config: JsonObject, known: TypeKeys) -> str:

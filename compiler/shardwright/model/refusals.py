@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 
 from shardwright.diagnostics import Diagnostic, KeyPath, found
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.model.support import nearest_types
 
 POPULAR = ("llama", "qwen2", "gpt2")
+_WRITTEN_BY_PROGRAMS = frozenset({"architectures", "transformers_version", "torch_dtype", "auto_map"})
+"""One of these tells that a configuration is a published config.json, not typed by hand."""
+_MISSPELT = 0.87
+"""Similarity (difflib) from which an unknown name is taken for a misspelt key: one letter in eight."""
 
 
 def unknown_type(model_type: object, known: Iterable[str], key: KeyPath | None) -> Diagnostic:
@@ -59,7 +63,7 @@ def encoder_decoder(model_type: str, key: KeyPath | None, *, decoder_alone: bool
 
 def wrong_keys(
     config: JsonObject,
-    known: Collection[str],
+    known: Set[str],
     problem: Callable[[str, JsonValue], str],
     key: KeyPath,
     *,
@@ -67,15 +71,26 @@ def wrong_keys(
     takes: str,
 ) -> Iterator[Diagnostic]:
     """SW2005 unknown, SW2006 a value that is refused. problem: of a name and its value, "" where there is none.
+    A published config.json gets one warning for its keys that nothing reads.
     inline: the configuration stands in the recipe at `key`. takes: transformers' class, in words."""
+    is_published = not _WRITTEN_BY_PROGRAMS.isdisjoint(config)
+    unread: list[str] = []
     for name, value in config.items():
         where = (*key, name) if inline else key
         if name not in known:
-            # A config.json in the wild often carries keys that transformers ignores; a recipe's own keys are checked.
-            if inline:
-                message = f"unknown key {name!r} for model_type {config['model_type']!r}"
-                help = f"model.config takes the keys of transformers' {takes}."
-                yield found("SW2005", where, message, help, difflib.get_close_matches(name, sorted(known), n=3))
+            if not inline:  # config.json files of folders carry keys that transformers ignores
+                continue
+            # A name that is nearly that of a key which the file leaves out is misspelt, whoever wrote it.
+            if is_published and not difflib.get_close_matches(name, known - config.keys(), n=1, cutoff=_MISSPELT):
+                unread.append(name)
+                continue
+            message = f"unknown key {name!r} for model_type {config['model_type']!r}"
+            help = f"model.config takes the keys of transformers' {takes}."
+            yield found("SW2005", where, message, help, difflib.get_close_matches(name, sorted(known), n=3))
         elif wrong := problem(name, value):
             help = f"See transformers' {takes} for what this key takes."
             yield found("SW2006", where, f"{name}: {value!r} {wrong}", help)
+    if unread:
+        message = f"transformers reads no {', '.join(map(repr, unread))} of a {config['model_type']!r} configuration"
+        help = "The model is built without. Delete these keys, or say what they mean in keys that transformers reads."
+        yield found("SW2005", key, message, help, severity="warning")

@@ -89,6 +89,80 @@ def test_a_planted_mistake_is_found(
     assert {d.code for d in refusal.value.diagnostics} <= {code, "SW2006", "SW2007"}
 
 
+PUBLISHED: dict[str, dict[str, Any]] = {
+    entry["name"]: entry["config"]
+    for entry in map(json.loads, Path(__file__).with_name("published_configs.jsonl").read_text("utf-8").splitlines())
+}
+UNREAD: dict[str, set[str]] = {
+    "mimo-v2-flash": {"hybrid_layer_pattern", "swa_rope_theta", "topk_method"},
+    "smollm2": {"is_llama_config", "rope_interleaved"},
+    "qwen2.5-mrope": {"use_mrope"},
+}
+"""Keys that nothing in transformers reads, of some of them."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_configuration_pasted_into_a_recipe_is_what_it_is_in_a_folder(name: str) -> None:
+    """Both by the table and by the class. What neither reads is one warning that names it."""
+    config = PUBLISHED[name]
+    assert {"architectures", "transformers_version"} & config.keys() and len(PUBLISHED) >= 40
+    told = config_errors(config, KEY, inline=True)
+    assert [(d.code, d.severity) for d in told] in ([], [("SW2005", "warning")]), told
+    unread = {key for key in config if told and repr(key) in told[0].message}
+    assert UNREAD.get(name, set()) <= unread and (not told) == (not unread)
+    pasted = resolve_config(config, KEY, inline=True).to_dict()
+    in_folder = {key: value for key, value in config.items() if key != "auto_map"}  # own_code.py settles that key
+    assert pasted == resolve_config(in_folder, KEY, inline=False).to_dict()
+
+    # Deleted, none of these changes anything else: nothing in transformers reads them.
+    rest = {key: value for key, value in config.items() if key not in unread}
+    without = resolve_config(rest, KEY, inline=True).to_dict()
+    assert without == {key: value for key, value in pasted.items() if key not in unread}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "nearest"),
+    [
+        ("nemotron-h", {"hybrid_overide_pattern": "M-"}, "hybrid_override_pattern"),
+        ("llama-3.1", {"num_key_values_heads": 8}, "num_key_value_heads"),
+        ("minimax-m2", {"rotary_dims": 64}, "rotary_dim"),
+    ],
+)
+def test_a_misspelt_key_of_a_published_configuration_is_refused(
+    name: str, change: dict[str, Any], nearest: str
+) -> None:
+    config = {key: value for key, value in PUBLISHED[name].items() if key != nearest} | change
+    errors = [d for d in config_errors(config, KEY, inline=True) if d.severity == "error"]
+    assert [d.code for d in errors] == ["SW2005"] and nearest in errors[0].valid
+    with pytest.raises(Refusal):
+        resolve_config(config, KEY, inline=True)
+    # Without the marks of a program a configuration was typed by hand: each unknown key is an error.
+    typed = {key: value for key, value in PUBLISHED["smollm2"].items() if key in {*LLAMA, "is_llama_config"}}
+    assert codes(typed) == ["SW2005"]
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "attribute", "value"),
+    [
+        ("nemotron-h", "hybrid_override_pattern", "layers_block_type.1", "mlp"),
+        ("minimax-m2", "rotary_dim", "rope_parameters.partial_rotary_factor", 0.5),
+        ("deepseek-v4", "compress_ratios", "layer_types.2", "compressed_sparse_attention"),
+        ("deepseek-v4", "num_hash_layers", "mlp_layer_types.1", "hash_moe"),
+        ("mimo-v2-flash", "sliding_window_size", "sliding_window", 129),
+        ("pythia", "rotary_pct", "rope_parameters.partial_rotary_factor", 0.25),
+        ("bloom", "n_embed", "hidden_size", 1024),
+        ("lfm2", "block_ff_dim", "intermediate_size", 6656),
+        ("gemma-3-1b", "rope_local_base_freq", "rope_parameters.sliding_attention.rope_theta", 10000),
+    ],
+)
+def test_keys_of_older_files_are_converted(name: str, key: str, attribute: str, value: Any) -> None:
+    config = {**PUBLISHED[name]}
+    found: Any = resolve_config(config, KEY, inline=True).to_dict()
+    for part in attribute.split("."):
+        found = found[int(part)] if isinstance(found, list) else found[part]
+    assert key in config and found == value
+
+
 def test_nothing_is_refused_that_the_classes_take() -> None:
     """Odd values for odd keys of forty types: what is an error here, transformers refuses too."""
     rng = random.Random(5)
