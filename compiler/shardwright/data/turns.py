@@ -140,7 +140,8 @@ class _Turns:
             return None
         try:
             before = self.render(self.messages[:number], prompt=True)
-            after = self.render(self.messages[: number + 1], prompt=False)
+            is_last = number == len(self.messages) - 1
+            after = self.text if is_last else self.render(self.messages[: number + 1], prompt=False)
         except TemplateError:  # a part of the conversation that the template does not take alone
             return None
         if not shape.prompts:

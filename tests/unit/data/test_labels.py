@@ -11,7 +11,7 @@ import pytest
 from shardwright.data.chat import conversation, encode
 from shardwright.data.labels import LostLabels
 from shardwright.data.tokenizers import ByteTokenizer
-from shardwright.data.turns import STAND_IN
+from shardwright.data.turns import STAND_IN, find_turns, template_shape
 from shardwright.diagnostics import Refusal
 
 CHATML = (
@@ -155,3 +155,21 @@ def test_a_conversation_may_hold_the_stand_in() -> None:
         {"role": "assistant", "content": STAND_IN},
     ]
     assert labels(template, messages) == [f"It is {STAND_IN}.!<|im_end|>", f"{STAND_IN}<|im_end|>"]
+
+
+@pytest.mark.parametrize("turns", [1, 6])
+def test_a_turn_takes_two_renderings(turns: int) -> None:
+    """Of what a chat template writes as one text that only grows: rendering is most of the time."""
+    messages: list[Any] = [{"role": role, "content": "words"} for _ in range(turns) for role in ("user", "assistant")]
+    count = 0
+
+    def render(given: list[Any], *, prompt: bool) -> str:
+        nonlocal count
+        count += 1
+        text = "".join(f"<{m['role']}>{m['content']}</>" for m in given)
+        return text + "<assistant>" * prompt
+
+    shape = template_shape(render)
+    count = 0
+    _, spans = find_turns(render, messages, shape)
+    assert len(spans) == turns and count == 2 * turns
