@@ -8,7 +8,8 @@ makes nothing, or Python's print, of the others.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import cast
 
 from shardwright.data.turns import STAND_IN, Message, Renders, TemplateError
@@ -17,16 +18,26 @@ from shardwright.ir.json_value import JsonObject, JsonValue
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
 
 
+_KIMI_CALL = f"<|tool_call_begin|>{STAND_IN}<|tool_call_argument_begin|>"
+"""What Kimi K2's template writes of a call with this id: the name is nowhere else, the id is functions.NAME:INDEX."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageForm:
-    """What a template takes. parts: content as a list of parts, never a string. text_arguments: a call's arguments as
-    JSON text, never an object."""
+    """Says what a template takes. parts: content as a list of parts, never a string. text_arguments: a call's arguments
+    as JSON text, never an object. kimi_ids: calls named by ids in Kimi K2's form."""
 
     parts: bool = False
     text_arguments: bool = False
+    kimi_ids: bool = False
+
+    def of_conversation(self, messages: list[Message]) -> list[Message]:
+        """Returns the messages in the template's form. messages: as `normal_message` makes them."""
+        messages = [self.of(message) for message in messages]
+        return _with_kimi_ids(messages) if self.kimi_ids else messages
 
     def of(self, message: Message) -> Message:
-        """message: as `normal_message` makes it."""
+        """Returns one message in the template's form, but for the ids of calls, which count through a conversation."""
         content, calls = message.get("content"), message.get("tool_calls")
         if self.parts and isinstance(content, str):
             message = {**message, "content": [{"type": "text", "text": content}]}
@@ -36,14 +47,14 @@ class MessageForm:
 
 
 def message_form(render: Renders) -> MessageForm:
-    """By what the template writes of a text and of a call's arguments."""
+    """Finds the form by what the template writes of a text, and of a call's arguments and id."""
 
-    def shows(form: MessageForm, messages: list[Message], printed: str = "") -> bool:
+    def shows(form: MessageForm, messages: list[Message], printed: str = "", what: str = STAND_IN) -> bool:
         try:
             text = render([form.of(message) for message in messages], prompt=False)
         except TemplateError:
             return False
-        return STAND_IN in text and not (printed and printed in text)
+        return what in text and not (printed and printed in text)
 
     asked: Message = {"role": "user", "content": STAND_IN}
     parts = not shows(MessageForm(), [asked]) and shows(MessageForm(parts=True), [asked])
@@ -54,7 +65,9 @@ def message_form(render: Renders) -> MessageForm:
     as_text = not shows(MessageForm(parts=parts), talk, by_python) and shows(
         MessageForm(parts=parts, text_arguments=True), talk, by_python
     )
-    return MessageForm(parts=parts, text_arguments=as_text)
+    form = MessageForm(parts=parts, text_arguments=as_text)
+    named: Message = {**talk[1], "tool_calls": [{**call, "id": STAND_IN}]}
+    return replace(form, kimi_ids=shows(form, [talk[0], named], what=_KIMI_CALL))
 
 
 def normal_message(message: Message) -> Message:
@@ -143,6 +156,43 @@ def _with_text_arguments(call: JsonValue) -> JsonValue:
     arguments = function.get("arguments")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {**function, "arguments": text}}
+
+
+def _with_kimi_ids(messages: list[Message]) -> list[Message]:
+    """Gives each call the id functions.NAME:INDEX, with the index counting the conversation's calls from 0, and results
+    the id of their call, found by the id that both have had, or by their order where a result has none.
+
+    Messages whose calls all have such ids stay as they are; so do those with a call that is none.
+    """
+    every = [cast(JsonObject, call) for m in messages for call in cast("list[JsonValue]", m.get("tool_calls") or [])]
+    if not all(isinstance(call, dict) and isinstance(call.get("function"), dict) for call in every):
+        return messages
+    names = [str(cast(JsonObject, call["function"]).get("name")) for call in every]
+    ids = zip(names, every, strict=True)
+    if all(re.fullmatch(rf"functions\.{re.escape(name)}:\d+", str(call.get("id"))) for name, call in ids):
+        return messages
+    new_ids = iter([f"functions.{name}:{index}" for index, name in enumerate(names)])
+    out: list[Message] = []
+    unanswered: list[tuple[str | None, str]] = []  # (id that a call has had, its new one)
+    for message in messages:
+        if calls := cast("list[JsonObject]", message.get("tool_calls") or []):
+            named: list[JsonValue] = [{**call, "id": next(new_ids)} for call in calls]
+            unanswered = [
+                (_id_of(a.get("id")), str(cast(JsonObject, b)["id"])) for a, b in zip(calls, named, strict=True)
+            ]
+            message = {**message, "tool_calls": named}
+        elif message["role"] == "tool":
+            own = _id_of(message.get("tool_call_id"))
+            call = next((call for call in unanswered if own in (None, call[0])), None)
+            if call is not None:
+                unanswered.remove(call)
+                message = {**message, "tool_call_id": call[1]}
+        out.append(message)
+    return out
+
+
+def _id_of(value: JsonValue) -> str | None:
+    return None if value is None else str(value)
 
 
 def _parsed(text: str) -> JsonValue:

@@ -106,7 +106,7 @@ def _rendered(
         shape = template_shape(lambda given, *, prompt: run([form.of(m) for m in given], prompt=prompt, tools=None)[0])
         _KNOWN[key] = form, shape
     form, shape = _KNOWN[key]
-    messages = [form.of(message) for message in messages]
+    messages = form.of_conversation(messages)
     if not turns:
         return *run(messages, prompt=False), False
     if MARKED.search(template):

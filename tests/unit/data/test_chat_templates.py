@@ -46,7 +46,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, HubTokenizer]:
 
 
 def of_family(family: Family, messages: list[Message]) -> list[Message]:
-    """Kimi K2 knows a call by its id alone: there its name stands in it."""
+    """Kimi K2 knows a call by its id alone: there its name stands in it, and results are those of the id."""
     messages = json.loads(json.dumps(messages))
     for message in messages if family.name == "kimi_k2" else ():
         for number, call in enumerate(message.get("tool_calls", ())):
@@ -225,6 +225,42 @@ def test_what_is_trained_is_the_assistants(name: str, made: dict[str, HubTokeniz
                 continue
             assert all(word in text for word in (said, "golf", "hotel", "india", "juliett", "delta")), text
             assert "alpha" not in text and "kilo" not in text, text
+
+
+@pytest.mark.parametrize("ids", ["OpenAI's", "the same in each turn", "none", "of the calls alone", "Kimi's"])
+def test_kimis_ids_hold_the_names_of_calls(ids: str, made: dict[str, HubTokenizer]) -> None:
+    """Kimi K2's template writes a call's id and no name: functions.NAME:INDEX, counted through the conversation."""
+    family = FAMILIES["kimi_k2"]
+    messages: list[Message] = [user("alpha")]
+    wanted = [*messages]
+    for turn in range(2):
+        made_calls = calls(("golf", {"hotel": "a"}), ("india", {"hotel": "b"}))
+        results = [{"role": "tool", "content": f"result {n} of {turn}"} for n in (2, 1)]  # not in their order
+        if ids in ("none", "of the calls alone"):
+            results.reverse()
+        kimi = [f"functions.golf:{2 * turn}", f"functions.india:{2 * turn + 1}"]
+        order = (0, 1) if ids in ("none", "of the calls alone") else (1, 0)
+        wanted.append(says("", tool_calls=[{**call, "id": new} for call, new in zip(made_calls, kimi, strict=True)]))
+        wanted += [{**found, "tool_call_id": kimi[n]} for found, n in zip(results, order, strict=True)]
+        own = {"OpenAI's": [f"call_{turn}x", f"call_{turn}y"], "the same in each turn": ["a", "b"], "Kimi's": kimi}
+        for n, call in enumerate(made_calls):
+            call["id"] = own[ids][n] if ids in own else f"c{n}"
+            if ids == "none":
+                del call["id"]
+        messages.append(says("", tool_calls=made_calls))
+        messages += [
+            {**found, "tool_call_id": made_calls[n]["id"]} if ids in own else found
+            for found, n in zip(results, order, strict=True)
+        ]
+    tokenizer = named(made["byte-level"], family)
+    found, expected = (
+        labels(family, messages, tokenizer, family.plain),
+        labels(family, wanted, tokenizer, family.marked),
+    )
+    assert found[0] == expected[0] and found[1].tolist() == expected[1].tolist()
+    text = tokenizer.decode(np.asarray(found[0]))
+    assert "<|tool_call_begin|>functions.india:3<|tool_call_argument_begin|>" in text
+    assert "## Return of functions.india:1\nresult 2 of 0" in text and "result 1 of 1<|im_end|>" in text
 
 
 @pytest.mark.parametrize("name", FAMILIES)
