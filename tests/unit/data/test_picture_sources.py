@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, PngImagePlugin
+from transformers.image_utils import load_image
 
 from shardwright.data.pictures import Damaged, PictureWriter, decode, locate_picture, open_pictures, take_pictures
 
@@ -80,3 +83,52 @@ def test_a_file_name_that_is_not_utf8(tmp_path: Path) -> None:
     writer.finish()
     table = open_pictures(tmp_path)
     assert table is not None and decode(table.of(0)[0], 10**6).size == (4, 4)
+
+
+NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (24, 40, 3), dtype=np.uint8))
+XMP = """<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">
+<rdf:Description xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="6"/></rdf:RDF></x:xmpmeta>"""
+
+
+def of_every_mode() -> Iterator[tuple[str, Image.Image, dict[str, Any]]]:
+    """(file name, image, options of its save), by Pillow's modes, kinds of transparency and orientations."""
+    yield from ((f"{mode}.png", NOISE.convert(mode), {}) for mode in ("RGB", "L", "1"))
+    palette = NOISE.convert("P", palette=Image.Palette.ADAPTIVE)
+    for name in ("P.png", "P.gif"):
+        yield name, palette, {}
+        yield f"one-clear-{name}", palette, {"transparency": 3}
+    yield "all-clear-P.png", palette, {"transparency": bytes(range(256))}
+    yield "clear-L.png", NOISE.convert("L"), {"transparency": 100}
+    yield "clear-RGB.png", NOISE, {"transparency": NOISE.getpixel((3, 3))}
+    clear = NOISE.convert("RGBA")
+    clear.putalpha(Image.linear_gradient("L").resize(NOISE.size))
+    yield from ((name, clear, {}) for name in ("RGBA.png", "RGBA.webp"))
+    yield "LA.png", clear.convert("LA"), {}
+    yield from ((name, NOISE.convert("CMYK"), {}) for name in ("CMYK.jpg", "CMYK.tiff"))
+    yield "LAB.tiff", NOISE.convert("LAB"), {}
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        for kind in ("jpg", "png", "webp", "tiff"):
+            yield f"orientation-{orientation}.{kind}", NOISE, {"exif": exif}
+        yield f"orientation-{orientation}-CMYK.jpg", NOISE.convert("CMYK"), {"exif": exif}
+        yield f"orientation-{orientation}-P.png", palette, {"exif": exif}
+    note = PngImagePlugin.PngInfo()
+    note.add_itxt("XML:com.adobe.xmp", XMP)
+    yield "xmp.png", NOISE, {"pnginfo": note}
+    yield from ((name, NOISE, {"xmp": XMP.encode()}) for name in ("xmp.jpg", "xmp.webp"))
+
+
+EVERY_MODE = {name: (image, options) for name, image, options in of_every_mode()}
+
+
+@pytest.mark.parametrize("name", EVERY_MODE)
+@pytest.mark.filterwarnings("ignore:Palette images with Transparency")  # Pillow's, of transformers' own conversion
+def test_an_image_is_what_transformers_loads(tmp_path: Path, name: str) -> None:
+    image, options = EVERY_MODE[name]
+    image.save(tmp_path / name, **options)
+    expected = load_image(str(tmp_path / name))
+    for source in (name, {"bytes": (tmp_path / name).read_bytes()}):
+        found = locate_picture(source, tmp_path)  # type: ignore[arg-type]
+        assert (found.width, found.height) == expected.size
+        assert np.array_equal(np.asarray(decode(found, 2**20)), np.asarray(expected))

@@ -179,6 +179,30 @@ def test_nulls_of_a_parquet_column(tmp_path: Path) -> None:
     assert summarize(p, tmp_path)[0].unusable == {"SW6110": 1}
 
 
+def test_a_map_in_parquet_is_an_object(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    arguments = pa.map_(pa.string(), pa.string())
+    call = pa.struct([("function", pa.struct([("name", pa.string()), ("arguments", arguments)]))])
+    message = pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.list_(call))])
+
+    def write(*items: tuple[str, str]) -> None:
+        talk = [
+            {"role": "user", "content": "Rain?"},
+            {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": list(items)}}]},
+        ]
+        column = pa.array([talk], type=pa.list_(message))
+        pq.write_table(pa.table({"messages": column}), tmp_path / "a.parquet")
+
+    write(("city", "Paris"), ("days", "3"))
+    ((record, _, _),) = records(str(tmp_path / "a.parquet"), ReadReport())
+    assert record["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"city": "Paris", "days": "3"}  # type: ignore
+    write(("city", "Paris"), ("city", "Rome"))
+    with pytest.raises(Refusal, match=r"SW6117.*duplicate"):
+        list(records(str(tmp_path / "a.parquet"), ReadReport()))
+
+
 def test_conversations_of_no_use_are_left_out_by_share(tmp_path: Path) -> None:
     talk = {"messages": [{"role": "user", "content": "Two?"}, {"role": "assistant", "content": "Four."}]}
     bad = [{"messages": []}, {"messages": None}, {"talk": 1}, {"messages": [{"role": "nobody", "content": "x"}]}]
