@@ -1,4 +1,4 @@
-"""Conversations: read from a record, rendered by a chat template, and the tokens marked that are trained."""
+"""Reads conversations from records, renders them by a chat template, and marks the tokens that are labels."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Conversation:
 
 
 def conversation(record: Record, key: str) -> Conversation:
-    """Errors: SW6110, SW6111."""
+    """Reads the messages under `key` of a record. Errors: SW6110, SW6111."""
     document, where, _ = record
     if key not in document:
         raise missing_field(where, key, document, "messages")
@@ -66,7 +66,9 @@ def encode(
     expand: Expand | None = None,
     report: ReadReport | None = None,
 ) -> tuple[Ids, npt.NDArray[np.bool_]]:
-    """(ids, trained). expand: of a model that sees, writes pictures out in the text. report: counts the conversation.
+    """Returns (ids, which of them are labels).
+
+    expand: of a vision-language model, writes images out in the text. report: counts the conversation.
 
     Errors: SW6112, SW6113, and SW6124 where something that the assistant said is no label.
     """
@@ -124,7 +126,7 @@ def encode(
 
 
 def template_of(tokenizer: Tokenizer, given: str | None) -> str:
-    """Errors: SW6112."""
+    """Returns the recipe's template, or the tokenizer's own. Errors: SW6112."""
     template = given or tokenizer.template
     if not isinstance(template, str):
         raise refusal(

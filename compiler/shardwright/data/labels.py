@@ -1,4 +1,4 @@
-"""Whether what the assistant said is in the text that a chat template made, as labels: nothing is lost in silence."""
+"""Checks that what the assistant said is in the text that a chat template made, as labels."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 Said = tuple[str, str, tuple[str, ...]]
-"""(the reason that it is counted under where it is lost, in words, how it may be written)."""
+"""Holds what a model has to learn: (the reason that it is counted under where it is lost, in words, how it may be
+written)."""
 
 
 class LostLabels(Exception):
-    """args: what of the conversation is no label, in words; the reason that it is counted under."""
+    """Says that a part of the conversation is no label. args: which, in words; the reason that it is counted under."""
 
 
 def check_labels(messages: list[Message], text: str, spans: Sequence[Span]) -> bool:
-    """Whether all reasoning is there, too. Raises LostLabels where an answer or a call is not, or is Python's print."""
+    """Says whether all reasoning is a label, too.
+
+    Raises LostLabels where an answer or a call is no label, or is written as Python prints it.
+    """
     for number, message in enumerate(messages, 1):
         content = message.get("content")
         if content and isinstance(content, list | dict) and str(content) in text:
@@ -41,7 +45,7 @@ def check_labels(messages: list[Message], text: str, spans: Sequence[Span]) -> b
 
 
 def _find_message(number: int, message: Message, trained: str, at: int) -> int:
-    """Where the message ends in `trained`, which has it at `at` or later. Raises LostLabels.
+    """Returns where the message ends in `trained`, which has it at `at` or later. Raises LostLabels.
 
     The text stands beside the calls, and each call's name by itself: a text that speaks of the weather is no call of
     `weather`. Long ones have the first choice.
@@ -62,12 +66,12 @@ def _find_message(number: int, message: Message, trained: str, at: int) -> int:
 
 
 def _by_length(said: Said) -> tuple[int, bool]:
-    """The longest first; of equal ones the text last."""
+    """Sorts the longest first, and of equal ones the text last."""
     return -max(map(len, said[2]), default=0), said[0] == "text"
 
 
 def _find(trained: str, forms: tuple[str, ...], at: int, others: list[Span]) -> Span:
-    """(place, size) of the first form that stands beside the others; (-1, 0) for none."""
+    """Returns (place, size) of the first form that stands beside the others; (-1, 0) for none."""
     for form in forms:
         place = trained.find(form, at)
         while place >= 0 and any(place < last and first < place + len(form) for first, last in others):
@@ -78,7 +82,7 @@ def _find(trained: str, forms: tuple[str, ...], at: int, others: list[Span]) -> 
 
 
 def _said(message: Message) -> Iterator[Said]:
-    """Each thing that the model has to learn of a message."""
+    """Yields each thing that the model has to learn of a message."""
     for content in _texts(message.get("content")):
         # Reasoning in front of the answer may be left out, and the white space around both.
         answer = content.rsplit("</think>", 1)[-1]
@@ -95,7 +99,7 @@ def _said(message: Message) -> Iterator[Said]:
 
 
 def _calls(message: Message) -> Iterator[tuple[JsonValue, JsonObject]]:
-    """(a call, its function); of something that is no call, an empty one."""
+    """Yields (a call, its function); of something that is no call, an empty one."""
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
         function = call.get("function") if isinstance(call, dict) else None

@@ -1,4 +1,4 @@
-"""The messages of a record in one form, and in the form that a chat template takes.
+"""Brings the messages of a record into one form, and that into the form that a chat template takes.
 
 Records write the same thing in several ways: text as a string or as a list of parts, no text as null, a call's
 arguments as an object or as JSON text, a call with or without `function` around it. A template knows one of them, and
@@ -71,8 +71,8 @@ def message_form(render: Renders) -> MessageForm:
 
 
 def normal_message(message: Message) -> Message:
-    """Text as a string where it is text alone, "" for none; each call as {"function": {"name", "arguments"}} with
-    arguments as an object where they are one. Keys without a value are left out."""
+    """Returns text as a string where it is text alone, "" for none; each call as {"function": {"name", "arguments"}}
+    with arguments as an object where they are one. Keys without a value are left out."""
     message = {key: value for key, value in message.items() if value is not None}
     message["content"] = _text(message.get("content", ""))
     called = message.pop("function_call", None)  # OpenAI's older form, of one call
@@ -89,7 +89,7 @@ def normal_message(message: Message) -> Message:
 
 
 def normal_tools(tools: JsonValue) -> JsonValue:
-    """A list of objects; JSON text, as many data sets have it, is read. None for no tools."""
+    """Returns a list of objects, also where they are JSON text, as in many data sets. None for no tools."""
     if isinstance(tools, str):
         tools = _parsed(tools)
     if isinstance(tools, list):
@@ -98,7 +98,7 @@ def normal_tools(tools: JsonValue) -> JsonValue:
 
 
 def without_nulls(value: JsonValue) -> JsonValue:
-    """Arrow makes one struct of all objects in a column: a null there is a key that the record does not have."""
+    """Leaves out keys whose value is null: Arrow makes one struct of all objects in a column, with each one's keys."""
     if isinstance(value, dict):
         return {key: without_nulls(below) for key, below in value.items() if below is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -112,7 +112,7 @@ def _text(content: JsonValue) -> JsonValue:
 
 
 def _part_text(part: JsonValue) -> str | None:
-    """None for an image, or whatever is no text."""
+    """Returns the text of a part; None for an image, or whatever is no text."""
     if isinstance(part, str):
         return part
     known = isinstance(part, dict) and part.get("type") in _TEXT_PARTS and not {"image", "image_url"} & set(part)
@@ -140,7 +140,7 @@ def _normal_call(call: JsonValue) -> JsonValue:
 
 
 def _object(arguments: JsonValue) -> JsonValue:
-    """An object where they are one, or JSON text of one, or of such text; an empty one for none."""
+    """Returns an object where they are one, or JSON text of one, or of such text; an empty one for none."""
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         return {}
     found: JsonValue = arguments
@@ -196,7 +196,7 @@ def _id_of(value: JsonValue) -> str | None:
 
 
 def _parsed(text: str) -> JsonValue:
-    """The text itself where it is no JSON."""
+    """Returns what the JSON text says; the text itself where it is no JSON."""
     try:
         return cast(JsonValue, json.loads(text))
     except (ValueError, RecursionError):

@@ -85,7 +85,7 @@ class PairSight:
 
 
 class PairReader:
-    """Of one source. writer, pictures: of the same folder. Errors: SW6110, SW6134, SW6135, SW6138."""
+    """Reads one source. writer, pictures: of the same folder. Errors: SW6110, SW6134, SW6135, SW6138."""
 
     def __init__(
         self, part: DataSection, sight: PairSight, writer: Writer, pictures: PictureWriter, report: ReadReport
@@ -117,7 +117,7 @@ class PairReader:
         self._check_damage()
 
     def _pair(self, record: JsonObject, where: str, folder: Path) -> tuple[str, Picture] | None:
-        """None where the picture is damaged."""
+        """Returns (caption, image); None where the image is damaged."""
         caption, source = text_of(record, where, self.part.field), record.get(PICTURE)
         if source is None:
             raise refusal(

@@ -41,7 +41,7 @@ _ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
 
 
 class Damaged(Exception):
-    """A picture that cannot be used: one line, which and why."""
+    """Says in one line which image cannot be used, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ def take_pictures(given: object, messages: list[Message], where: str) -> tuple[l
 
 
 def _parts(content: JsonValue, *, text_alone: bool) -> list[JsonObject] | None:
-    """None where the message stays as it is."""
+    """Splits content into parts; None where the message stays as it is."""
     if isinstance(content, list):
         return [part if isinstance(part, dict) else {"type": type(part).__name__} for part in content]
     if not isinstance(content, str) or text_alone or PLACEHOLDER not in content:
@@ -127,10 +127,11 @@ def _unmatched(where: str, why: str) -> Exception:
 
 
 def locate_picture(source: JsonValue, folder: Path) -> Picture:
-    """By its header. source: a path relative to `folder`, or an object with `path` or `bytes`. Raises Damaged.
+    """Looks at an image's header. source: a path relative to `folder`, or an object with `path` or `bytes`.
 
-    Errors: SW6135, a path that leads out of `folder`: a stranger's data would choose which files are read. A link in
-    the folder is followed."""
+    Raises Damaged. Errors: SW6135, a path that leads out of `folder`: a stranger's data would choose which files are
+    read. A link in the folder is followed.
+    """
     if isinstance(source, dict):
         data = source.get("bytes")
         if isinstance(data, bytes) and data:
@@ -157,7 +158,7 @@ def locate_picture(source: JsonValue, folder: Path) -> Picture:
 
 
 def _data_of_uri(uri: str) -> bytes:
-    """Of `data:image/png;base64,...`. Raises Damaged."""
+    """Returns the bytes of `data:image/png;base64,...`. Raises Damaged."""
     head, _, text = uri.partition(",")
     try:
         if not head.lower().endswith(";base64"):
@@ -244,7 +245,7 @@ def decode(picture: Picture, most_pixels: int) -> Any:
 
 
 def _rgb(image: Any) -> Any:
-    """With 8 bits a channel. Pillow's own conversion of 16 bits cuts off what is above 255: nearly all is white."""
+    """Converts an image to 8 bits a channel. Pillow's own conversion of 16 bits cuts off what is above 255."""
     from PIL import Image
 
     if image.mode.startswith("I"):

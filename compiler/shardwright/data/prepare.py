@@ -121,7 +121,7 @@ def prepared_sample(plan: Plan, folder: Path, most_records: int) -> Iterator[tup
 
 
 def prepared_folder(part: DataSection, folder: Path) -> Path:
-    """Where the tokens of `part` lie. Raises Refusal (SW6120) where they were never made here."""
+    """Returns where the tokens of `part` lie. Raises Refusal (SW6120) where they were never made here."""
     at = data_folder(folder)
     name = _remembered(at, locate(part, folder, look=False).settings)
     if name is None:
@@ -138,7 +138,7 @@ def _found(at: Path, source: DataSource) -> TokenManifest | None:
 
 
 def _remembered(at: Path, settings: str) -> str | None:
-    """The KEY that was current for these settings, where it is whole."""
+    """Returns the KEY that was current for these settings, where it is whole."""
     try:
         name = str(json.loads((at / CURRENT).read_text(encoding="utf-8"))[settings])
     except (OSError, ValueError, KeyError, TypeError):
@@ -177,7 +177,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _alone(at: Path) -> Iterator[None]:
-    """One writer at a time; what a killed one left is cleared away."""
+    """Lets one writer work at a time, and clears away what a killed one left."""
     with (at / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -238,7 +238,7 @@ def _build(plan: Plan, folder: Path, at: Path, source: DataSource, most_records:
 
 
 def _check_ids(plan: Plan, tokenizer: Tokenizer, writer: Writer) -> None:
-    """At once, not after hours."""
+    """Refuses ids outside of the vocabulary at once, not after hours (SW6105)."""
     if writer.largest_id >= plan.model.vocabulary_size:
         raise refusal(
             "SW6105",

@@ -1,4 +1,4 @@
-"""Source files, read piece by piece: no file is ever in memory as a whole, and every mistake is told with its line."""
+"""Reads source files piece by piece: no file is ever in memory as a whole, and every mistake is told with its line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Record = tuple[JsonObject, str, int]
 
 
 def text_pieces(name: str) -> Iterator[tuple[str, int]]:
-    """(text, bytes of the file) of a UTF-8 file, in order. Raises Refusal (SW6107)."""
+    """Yields (text, bytes of the file) of a UTF-8 file, in order. Raises Refusal (SW6107)."""
     offset, rest = 0, b""
     with SourceFile(name) as file:
         while chunk := file.read(PIECE_BYTES):
@@ -43,7 +43,7 @@ def text_pieces(name: str) -> Iterator[tuple[str, int]]:
 
 
 def _before_last_character(data: bytes) -> int:
-    """Where the last character begins if it may go on behind `data`, else the end."""
+    """Returns where the last character begins if it may go on behind `data`, else the end."""
     cut = len(data)
     while cut and len(data) - cut < 3 and data[cut - 1] & 0xC0 == 0x80:
         cut -= 1
@@ -63,7 +63,7 @@ def _decode(data: bytes, name: str, offset: int, where: str = "") -> str:
 
 
 def records(name: str, report: ReadReport) -> Iterator[Record]:
-    """The records of a parquet file, of JSON Lines, or of one JSON array, whatever its name. Raises Refusal."""
+    """Yields the records of a parquet file, of JSON Lines, or of one JSON array, whatever its name. Raises Refusal."""
     return _parquet(name, None, report) if _is_parquet(name) else json_records(name, report)
 
 
@@ -76,7 +76,7 @@ def _is_parquet(name: str) -> bool:
 
 
 def json_records(name: str, report: ReadReport) -> Iterator[Record]:
-    """One JSON object a line, empty lines skipped, or the objects of an array. Errors: SW6107 to SW6109."""
+    """Yields one JSON object a line, empty lines skipped, or the objects of an array. Errors: SW6107 to SW6109."""
     with SourceFile(name) as file:
         found = _array(name, file) if file.peek(512).lstrip()[:1] == b"[" else _lines(name, file, report)
         for value, where, size in found:
@@ -101,7 +101,7 @@ def json_records(name: str, report: ReadReport) -> Iterator[Record]:
 
 
 def _lines(name: str, file: SourceFile, report: ReadReport) -> Iterator[tuple[JsonValue | Refusal, str, int]]:
-    """A Refusal in place of the record for a line that cannot be read."""
+    """Yields the value of each line; a Refusal in its place for a line that cannot be read."""
     offset = number = 0
     while line := file.readline(LONGEST_LINE_BYTES + 1):
         number += 1
@@ -121,7 +121,7 @@ def _lines(name: str, file: SourceFile, report: ReadReport) -> Iterator[tuple[Js
 
 
 def _array(name: str, file: SourceFile) -> Iterator[tuple[JsonValue, str, int]]:
-    """The entries of a JSON array, each parsed when it is there as a whole. `where` has the line that it begins in."""
+    """Yields the entries of a JSON array, each once it is there as a whole. `where` has the line that it begins in."""
     decode, parse = codecs.getincrementaldecoder("utf-8")().decode, json.JSONDecoder().raw_decode
     text, at, line, read = "", 0, 1, 0
     ended = False
@@ -142,7 +142,7 @@ def _array(name: str, file: SourceFile) -> Iterator[tuple[JsonValue, str, int]]:
         read += len(chunk)
 
     def next_character() -> str:
-        """The next one that is no white space, which stays; "" at the end of the file."""
+        """Returns the next one that is no white space, and leaves it there; "" at the end of the file."""
         nonlocal at, line
         while True:
             begin = at
@@ -207,7 +207,7 @@ def _too_long(where: str, what: str) -> Refusal:
 
 
 def _without_surrogates(value: Any) -> Any:
-    """U+FFFD for each half of a surrogate pair: JSON may hold one, UTF-8 cannot. `value` itself where it has none."""
+    """Writes U+FFFD for each half of a surrogate pair, which UTF-8 cannot hold. Returns `value` itself without any."""
     if isinstance(value, str):
         return value if value.isascii() or not _SURROGATE.search(value) else _SURROGATE.sub("\ufffd", value)
     if isinstance(value, dict):
@@ -221,7 +221,7 @@ def _without_surrogates(value: Any) -> Any:
 
 
 def _parquet(name: str, column: str | None, report: ReadReport) -> Iterator[Record]:
-    """Row groups in batches. Errors: SW6117 no parquet file, SW6118 pyarrow is missing."""
+    """Yields records, read from row groups in batches. Errors: SW6117 no parquet file, SW6118 pyarrow is missing."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -257,7 +257,7 @@ def _parquet(name: str, column: str | None, report: ReadReport) -> Iterator[Reco
 
 
 def texts(name: str, kind: str, key: str, report: ReadReport) -> Iterator[tuple[str, int]]:
-    """(text, bytes) of each record's `key`. Errors: those above, SW6110."""
+    """Yields (text, bytes) of each record's `key`. Errors: those above, SW6110."""
     for record, where, size in _parquet(name, key, report) if kind == "parquet" else json_records(name, report):
         try:
             text = text_of(record, where, key)
@@ -268,7 +268,7 @@ def texts(name: str, kind: str, key: str, report: ReadReport) -> Iterator[tuple[
 
 
 def text_of(record: JsonObject, where: str, key: str) -> str:
-    """Errors: SW6110."""
+    """Returns the text under `key`. Errors: SW6110."""
     if key not in record:
         raise missing_field(where, key, record)
     value = record[key]

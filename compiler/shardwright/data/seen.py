@@ -1,4 +1,4 @@
-"""Conversations with pictures -> prepared data: read, looked at by their headers, written out and counted."""
+"""Reads conversations with images: looks at the headers, writes the images' tokens out, counts what is left out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardwright.ir.recipe import DataSection
 
 
 class SeenReader:
-    """Of one source. writer, pictures: of the same folder. Errors: SW6130 to SW6134, and those of conversations."""
+    """Reads one source. writer, pictures: of the same folder. Errors: SW6130 to SW6134, and those of conversations."""
 
     def __init__(
         self,

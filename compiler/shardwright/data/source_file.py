@@ -1,4 +1,4 @@
-"""A data file as bytes, decompressed by what it holds, whatever its name is. Formats that are no records are named."""
+"""Opens a data file as bytes, decompressed by what it holds, whatever its name is. Other formats are named."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, cast
 from shardwright.diagnostics import Refusal, refusal
 
 BOM = b"\xef\xbb\xbf"
-"""Of UTF-8. Windows programs write it; it is no part of the text."""
+"""Begins UTF-8 files that Windows programs write; it is no part of the text."""
 
 _GZIP, _BZIP2, _XZ, _ZSTD = b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd"
 _OTHER_FORMATS = (
@@ -29,7 +29,7 @@ _OTHER_FORMATS = (
 
 
 class SourceFile:
-    """One file, read from its beginning, without a byte order mark. Use as a context.
+    """Reads one file from its beginning, without a byte order mark. Use it as a context.
 
     Errors: SW6101 not readable, SW6118 a package is missing, SW6150 another format, SW6151 damaged compression.
     """
@@ -62,11 +62,11 @@ class SourceFile:
         return cast(bytes, self._guarded(self._file.readline, size))
 
     def peek(self, size: int) -> bytes:
-        """At least one byte, where there is one; `size` at most."""
+        """Returns at least one byte, where there is one; `size` at most."""
         return cast(bytes, self._guarded(self._file.peek, size))[:size]
 
     def taken(self) -> int:
-        """Bytes of the file on disk that were read since the last call: of a compressed file, in steps."""
+        """Returns the bytes of the file on disk that were read since the last call: of a compressed file, in steps."""
         last, self._taken = self._taken, self._raw.tell()
         return self._taken - last
 
@@ -95,7 +95,7 @@ class SourceFile:
 
 
 class _ZstdFrames(io.RawIOBase):
-    """Frames one behind the other. zstandard's own reader takes a file that is cut off for one that ends."""
+    """Reads frames one behind the other. zstandard's own reader takes a file that is cut off for one that ends."""
 
     def __init__(self, raw: BinaryIO, new_frame: Any) -> None:
         self._raw, self._new_frame = raw, new_frame

@@ -52,7 +52,7 @@ def _limit(kind: int, most: int) -> None:
 
 
 def _answer(jinja: Callable[..., Any], line: bytes) -> dict[str, Any]:
-    """{"text", "spans", "open"}, {"hidden"}: the number of a message, or {"error"}."""
+    """Returns {"text", "spans", "open"}, {"hidden"}: the number of a message, or {"error"}."""
     try:
         text, spans, is_open = _rendered(jinja, **json.loads(line))
     except HiddenTurn as hidden:
@@ -63,7 +63,7 @@ def _answer(jinja: Callable[..., Any], line: bytes) -> dict[str, Any]:
 
 
 _KNOWN: dict[tuple[object, ...], tuple[MessageForm, TemplateShape]] = {}
-"""Of each template: what it takes, and what it writes around an answer."""
+"""Remembers of each template what it takes, and what it writes around an answer."""
 _MOST_KNOWN = 64
 
 
@@ -77,8 +77,10 @@ def _rendered(
     turns: bool = False,
     asks: bool = False,
 ) -> tuple[str, list[Span], bool]:
-    """(the text, where the assistant speaks, whether its last turn has no end). turns: with these places. asks: up to
-    where the assistant is to speak, of messages in the template's own form."""
+    """Returns (the text, where the assistant speaks, whether its last turn has no end).
+
+    turns: with these places. asks: up to where the assistant is to speak, of messages in the template's own form.
+    """
 
     def run(given: list[Message], *, prompt: bool, marks: bool = False, tools: Any = tools) -> tuple[str, list[Span]]:
         try:

@@ -16,11 +16,11 @@ from shardwright.ir.json_value import JsonValue
 
 
 class Overrun(Exception):
-    """The template took more than it may, and its process ended."""
+    """Says that the template took more than it may, and its process ended."""
 
 
 class Renderer:
-    """One process for any number of conversations; a new one after an overrun."""
+    """Keeps one process for any number of conversations, and starts a new one after an overrun."""
 
     def __init__(self, seconds: int = SECONDS) -> None:
         self.seconds = seconds
@@ -30,10 +30,9 @@ class Renderer:
     def render(
         self, template: str, messages: list[Message], tools: JsonValue, special: dict[str, str], *, turns: bool
     ) -> tuple[str, list[Span], bool]:
-        """The text, and with `turns` where in it the assistant speaks, and whether its last turn has no end. special:
-        tokens that a template may name.
+        """Returns the text, and with `turns` where in it the assistant speaks, and whether its last turn has no end.
 
-        Raises TemplateError, HiddenTurn, Overrun.
+        special: tokens that a template may name. Raises TemplateError, HiddenTurn, Overrun.
         """
         answer = self._ask(
             {"template": template, "messages": messages, "tools": tools, "special": special, "turns": turns}
@@ -46,7 +45,7 @@ class Renderer:
         return str(answer["text"]), spans, bool(answer["open"])
 
     def prompt(self, template: str, messages: list[Message], special: dict[str, str]) -> str:
-        """The text up to where the assistant is to speak. Raises TemplateError, Overrun."""
+        """Returns the text up to where the assistant is to speak. Raises TemplateError, Overrun."""
         answer = self._ask(
             {"template": template, "messages": messages, "tools": None, "special": special, "asks": True}
         )

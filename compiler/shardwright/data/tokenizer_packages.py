@@ -1,4 +1,4 @@
-"""Which packages a tokenizer's files need to be read: known without numpy or transformers, for `check`."""
+"""Says which packages a tokenizer's files need to be read, without numpy or transformers, for `check`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ INSTALL = "pip install 'shardwright[data]'"
 
 
 def missing_packages(folder: Path) -> tuple[str, ...]:
-    """What the tokenizer in `folder` needs and is not installed: a tokenizer.model has to be converted."""
+    """Returns what the tokenizer in `folder` needs and is not installed: a tokenizer.model has to be converted."""
     if (folder / "tokenizer.json").is_file():
         return ()
     needed: set[str] = set()
@@ -34,7 +34,7 @@ def _is_installed(package: str) -> bool:
 
 
 def missing_packages_warning(folder: Path, key: KeyPath) -> Iterator[Diagnostic]:
-    """One where `prepare` could not read the tokenizer on this machine."""
+    """Returns a warning where `prepare` could not read the tokenizer on this machine."""
     if missing := missing_packages(folder):
         yield found(
             "SW1454",

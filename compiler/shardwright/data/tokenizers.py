@@ -30,8 +30,8 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def without_surrogates(text: str) -> str:
-    """U+FFFD for each half of a surrogate pair: JSON may hold one alone (an emoji that was cut in two), UTF-8 cannot.
-    The text keeps its length."""
+    """Writes U+FFFD for each half of a surrogate pair: JSON may hold one alone (of a cut emoji), UTF-8 cannot. The text
+    keeps its length."""
     return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
 
 
@@ -77,7 +77,7 @@ class HubTokenizer:
 
     @functools.cached_property
     def begin(self) -> list[int]:
-        """What the post-processor puts in front of a text: <bos>, GLM's [gMASK]<sop>, or nothing."""
+        """Returns what the post-processor puts in front of a text: <bos>, GLM's [gMASK]<sop>, or nothing."""
         bare = self._encoding("a")["input_ids"]
         ids = [int(i) for i in self._encoding("a", add_special_tokens=True)["input_ids"]]
         places = (n for n in range(len(ids) - len(bare) + 1) if ids[n : n + len(bare)] == list(bare))
@@ -125,7 +125,7 @@ smallest that holds every id; template: Jinja2, None for none."""
 
 
 def begin_of_document(tokenizer: Tokenizer, add_bos_token: bool | str) -> list[int]:
-    """The ids in front of each document. add_bos_token: of the recipe. Raises Refusal (SW6152)."""
+    """Returns the ids in front of each document. add_bos_token: of the recipe. Raises Refusal (SW6152)."""
     if add_bos_token == "auto" or (add_bos_token and tokenizer.begin):
         return tokenizer.begin
     if not add_bos_token:

@@ -1,4 +1,4 @@
-"""What a chat template makes of a conversation, and the characters of it that the model has to learn to write.
+"""Finds the characters of a rendered conversation that the model has to learn to write.
 
 A template with {% generation %} marks says so itself. Without them a turn is found by what the template does: it begins
 where the prompt for an answer (add_generation_prompt) ends, and it ends with what stands between the answer and the
@@ -29,15 +29,15 @@ _ROLE_TOKEN = re.compile(r"\s*<[^<>\s]+>")
 
 
 class TemplateError(Exception):
-    """The template's own words, or what its code raises."""
+    """Holds the template's own words, or what its code raises."""
 
 
 class HiddenTurn(Exception):
-    """An answer that cannot be found in the text. args: its number among the messages, from 0."""
+    """Says that an answer cannot be found in the text. args: its number among the messages, from 0."""
 
 
 class Renders(Protocol):
-    """Raises TemplateError."""
+    """Renders messages by a template. Raises TemplateError."""
 
     def __call__(self, messages: list[Message], *, prompt: bool) -> str: ...
 
@@ -54,7 +54,7 @@ class TemplateShape:
 
 
 def template_shape(render: Renders) -> TemplateShape:
-    """From one question and its answer."""
+    """Finds the shape by one question and its answer."""
     asked: list[Message] = [{"role": "user", "content": STAND_IN}]
     answered: list[Message] = [*asked, {"role": "assistant", "content": _ANSWER}]
     try:
@@ -75,7 +75,7 @@ def template_shape(render: Renders) -> TemplateShape:
 
 
 def find_turns(render: Renders, messages: list[Message], shape: TemplateShape) -> tuple[str, list[Span]]:
-    """The text, and where in it the assistant speaks: its turn's end belongs to it, white space behind does not.
+    """Returns the text, and where in it the assistant speaks: a turn's end belongs to it, white space behind does not.
 
     Raises TemplateError, HiddenTurn.
     """
@@ -94,7 +94,7 @@ class _Turns:
         self._others: dict[tuple[int, int], str] = {}
 
     def _with_stand_in(self, number: int) -> Iterator[tuple[Message, str]]:
-        """(the message with the stand-in, the text of the conversation with it), for each place where it shows."""
+        """Yields (the message with the stand-in, the conversation's text with it), for each place where it shows."""
         for place, other in enumerate(_with_stand_in(self.messages[number], self.mark)):
             key = number, place
             if key not in self._others:  # the next turn asks again, and none after it
@@ -105,7 +105,7 @@ class _Turns:
                 yield other, self._others[key]
 
     def of(self, number: int) -> list[Span]:
-        """One span, or none where the template leaves out the turn."""
+        """Returns the turn's spans; none where the template leaves it out."""
         extends = self._extends(number)
         if extends is not None:
             return [extends]
@@ -118,7 +118,7 @@ class _Turns:
         return self._without_results(number, first, last) if last > first else []
 
     def _without_results(self, number: int, first: int, last: int) -> list[Span]:
-        """The turn without what follows it in the conversation and stands inside of it: results of calls."""
+        """Returns the turn without what follows it in the conversation and stands inside of it: results of calls."""
         messages, behind = self.messages, number + 1
         while behind < len(messages) and messages[behind]["role"] not in ("assistant", "user"):
             behind += 1
@@ -134,7 +134,7 @@ class _Turns:
         return [span for span in ((first, min(begins, last)), (len(self.text) - same, last)) if span[1] > span[0]]
 
     def _extends(self, number: int) -> Span | None:
-        """None unless the conversation begins with the prompt for this turn, and goes on with the turn and its end."""
+        """Returns the turn where the text begins with the prompt for it, and goes on with it and its end; or None."""
         shape = self.shape
         if not (number and shape.end):
             return None
@@ -152,7 +152,7 @@ class _Turns:
         return (len(before), len(after)) if after.endswith(shape.end) and len(after) > len(before) else None
 
     def _begin(self, number: int, begins: int) -> int:
-        """Where the prompt for this turn ends. begins: where the turn's own text does, at the latest."""
+        """Returns where the prompt for this turn ends. begins: where the turn's own text does, at the latest."""
         header = self.shape.header
         start = 0
         for other, text in self._with_stand_in(number - 1) if number else ():
@@ -175,7 +175,7 @@ class _Turns:
         return begins
 
     def _first_own(self, number: int) -> int | None:
-        """The first character that is another one where the message is."""
+        """Returns the first character that is another one where the message is."""
         for _, text in self._with_stand_in(number):
             place = text.find(self.mark)
             return place if self.text.startswith(text[:place]) else _equal_characters(self.text, text)
@@ -202,14 +202,14 @@ class _Turns:
         return None
 
     def _closing(self, messages: list[Message]) -> str | None:
-        """What stands between the last message's text and the prompt for the next answer."""
+        """Returns what stands between the last message's text and the prompt for the next answer."""
         tail, header = self._behind(messages, prompt=True), self.shape.header
         if tail is None or not self.shape.prompts:
             return tail
         return tail[: -len(header)] if tail.endswith(header) else self._behind(messages, prompt=False)
 
     def _with_role_token(self, number: int, last: int) -> int:
-        """The turn has no end of its own: the token of the next role is what ends it, unless that is its own again."""
+        """Returns the turn's end with the token of the next role, which ends a turn that has no end of its own."""
         begins = None if self.messages[number]["role"] == "assistant" else self._first_own(number)
         found = _ROLE_TOKEN.match(self.text, last, begins) if begins is not None else None
         return last if found is None else found.end()
@@ -218,7 +218,7 @@ class _Turns:
         return _behind(self._try(messages, prompt=prompt), self.mark)
 
     def _try(self, messages: list[Message], *, prompt: bool) -> str:
-        """ "" where the template does not take them."""
+        """Renders the messages; "" where the template does not take them."""
         try:
             return self.render(messages, prompt=prompt)
         except TemplateError:
@@ -226,7 +226,7 @@ class _Turns:
 
 
 def _with_stand_in(message: Message, mark: str) -> Iterator[Message]:
-    """The message with another text; with other arguments, and with other names, of all its calls."""
+    """Yields the message with another text; with other arguments, and with other names, of all its calls."""
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, str):
         yield {**message, "content": mark}
@@ -255,7 +255,7 @@ def _behind(text: str, mark: str = STAND_IN) -> str | None:
 
 
 def _common(one: str, other: str) -> int:
-    """Characters that both begin with, whole units of them."""
+    """Counts the characters that both begin with, whole units of them."""
     size = 0
     for a, b in zip(_UNIT.finditer(one), _UNIT.finditer(other), strict=False):
         if a[0] != b[0]:
