@@ -121,6 +121,16 @@ MODELS = {
     "gemma2": {**LLAMA, "model_type": "gemma2", "head_dim": 16, "final_logit_softcapping": 0.5},
     "granite": {**LLAMA, "model_type": "granite", "logits_scaling": 4.0},
     "cohere": {**LLAMA, "model_type": "cohere", "logit_scale": 0.25},
+    "opt": {**OPT, "dropout": 0.0, "attention_dropout": 0.0},
+    "bloom": {
+        "model_type": "bloom",
+        "hidden_size": 64,
+        "n_layer": 4,
+        "n_head": 4,
+        "vocab_size": 257,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    },
     # Its base model drops out by itself, in no module.
     "opt-dropout": OPT,
     "gpt2-dropout": {**GPT2, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},

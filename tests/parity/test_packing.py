@@ -80,6 +80,15 @@ WIDE: dict[str, Case] = {
     "qwen3-moe-e2-s2-pp2-full": Case(model="qwen3_moe", context=2, expert=2, pipeline=2, checkpointing="full"),
 }
 """Documents that lie across context ranks, and rows that meet at experts of other ranks."""
+OWN_MASKS: dict[str, Case] = {
+    "gpt-oss-pp2-tp2": Case(model="gpt_oss", pipeline=2, tensor=2, checkpointing="full"),
+    "gpt-oss-dp2-zero2-chunked": Case(model="gpt_oss", data=2, zero_stage=2, loss="chunked"),
+    "gpt-oss-s2-pp2": Case(model="gpt_oss", context=2, pipeline=2),
+    "opt-tp2": Case(model="opt", tensor=2),
+    "opt-pp2-dualpipev": Case(model="opt", pipeline=2, schedule="dualpipev", accumulation=4),
+    "bloom-pp2-dp2": Case(model="bloom", pipeline=2, data=2),
+}
+"""Types whose code hands its masks no positions, or a mask of ones; gpt_oss has windows in every second layer."""
 
 
 @pytest.mark.launch
@@ -93,6 +102,8 @@ WIDE: dict[str, Case] = {
         pytest.param(SINGLE, False, marks=pytest.mark.prove),
         pytest.param(SINGLE, True, marks=pytest.mark.prove),
         *(pytest.param(case, False, marks=pytest.mark.prove) for case in WIDE.values()),
+        (OWN_MASKS["gpt-oss-pp2-tp2"], False),
+        *(pytest.param(case, False, marks=pytest.mark.prove) for case in list(OWN_MASKS.values())[1:]),
     ],
     ids=[
         "llama-pp2-dp2-full",
@@ -102,6 +113,7 @@ WIDE: dict[str, Case] = {
         "gpt2-tp2-zero0",
         "gpt2-tp2-flash",
         *WIDE,
+        *OWN_MASKS,
     ],
 )
 def test_packed_documents_do_not_see_each_other(

@@ -30,8 +30,9 @@ SAMPLE: dict[str, frozenset[str]] = {
     "gemma2": ALL - {"sdpa"},  # soft caps on the scores: the type has no sdpa
     "deepseek_v3": ALL,
     "stablelm": ALL - {FLASH},  # its layers do not hand on where documents end
-    "opt": frozenset({FLASH}),  # its positions are counted from the mask
-    "bloom": frozenset(),  # ALiBi
+    "opt": ALL,  # its code hands its mask no positions
+    "gpt_oss": frozenset({"eager"}),  # nor its two masks; attention sinks
+    "bloom": frozenset({"eager"}),  # ALiBi, and a mask of ones
     "mamba": frozenset(),
 }
 

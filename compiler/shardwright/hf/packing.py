@@ -1,10 +1,12 @@
-"""Do documents that share a row stay apart? Positions that start again at each one must be all that it takes."""
+"""Whether documents that share a sequence stay apart, given positions that start again at each one (also for the masks:
+document_masks.py)."""
 
 from __future__ import annotations
 
 import torch
 from transformers import PreTrainedModel
 
+from shardwright.hf.document_masks import documents_apart
 from shardwright.hf.flash import position_keywords
 from shardwright.hf.probe import in_pieces
 from shardwright.ir.apart import tensor_apart
@@ -29,9 +31,9 @@ def why_not_packed(model: PreTrainedModel, cut: Cut, input_ids: torch.Tensor) ->
     run, those of one piece.
     """
     place = positions()
-    whole = model(
-        input_ids=input_ids, use_cache=False, **position_keywords(model.config._attn_implementation, place)
-    ).logits
+    with documents_apart(model, place):
+        keywords = position_keywords(model.config._attn_implementation, place)
+        whole = model(input_ids=input_ids, use_cache=False, **keywords).logits
     if not whole.isfinite().all():
         return "a tiny copy's logits are not finite"
     scale = TOLERANCE * max(1.0, float(whole.abs().max()))

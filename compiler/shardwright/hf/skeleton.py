@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from shardwright.hf.arguments import Arguments, fresh, leaves, replaced
+from shardwright.hf.document_masks import documents_apart
 from shardwright.hf.flash import position_keywords
 from shardwright.ir.cut import Cut
 
@@ -155,7 +156,8 @@ class Skeleton:
 
     def _run(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None, beside: Batch) -> Any:
         given = self.keywords(self._attention, input_ids, position_ids)
-        return self.model(input_ids=input_ids, use_cache=False, **given, **beside)
+        with documents_apart(self.model, None if position_ids is None else given["position_ids"]):
+            return self.model(input_ids=input_ids, use_cache=False, **given, **beside)
 
     @property
     def _hidden_path(self) -> str:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.hf.balance import ROW_LENGTHS
+from shardwright.hf.document_masks import documents_apart
 from shardwright.hf.objective import IGNORED
 from shardwright.hf.tail import Tail
 from shardwright.layout.loss_chunk import chunk_length
@@ -105,9 +106,10 @@ def micro_batch_loss(
     inputs |= CONTEXT.keywords(attention, ids, None if positions is None else positions.to(device))
     inputs |= on_device(batch.beside, device, dtype) or {}
     labels = batch.labels.to(device)
-    if isinstance(loss, ChunkedLoss):
-        return model(labels=labels, **inputs)  # type: ignore[no-any-return]
-    if blank is None:
-        return loss(model(**inputs).logits, labels)
+    with documents_apart(model, None if positions is None else inputs["position_ids"]):
+        if isinstance(loss, ChunkedLoss):
+            return model(labels=labels, **inputs)  # type: ignore[no-any-return]
+        if blank is None:
+            return loss(model(**inputs).logits, labels)
     with blank.shown(on_device(batch.blank, device, dtype)) as picture:
         return loss(model(**inputs, **picture).logits, labels)

@@ -25,8 +25,8 @@ def selective_attention(x: Candidate) -> Diagnostic | None:
 
 
 def packed_documents(x: Candidate) -> Diagnostic | None:
-    """Packing keeps documents apart by their positions; whether a model's masks follow them is proved by running a tiny
-    copy of it (hf/packing.py)."""
+    """Packing keeps documents apart by their positions, which every mask is given; whether that is enough is proved by
+    running a tiny copy of the model (hf/packing.py). State space models and recurrences read on across documents."""
     packed = [key for key, part in x.recipe.data_parts() if part.kind in DOCUMENT_KINDS and part.packing]
     if not packed or not x.graph.packing:
         return None
