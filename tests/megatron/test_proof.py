@@ -26,6 +26,8 @@ LLAMA: dict[str, Any] = SMALL_RECIPE["model"]["config"]
 ROPE = {"rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {**ROPE, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 2.0}  # not those of Llama 3.1
 YARN = {**ROPE, "rope_type": "yarn"}
+HALF = 8  # of a head's features
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [2.0] * HALF, "short_factor": [1.0] * HALF}
 SHARED = {
     **LLAMA,
     "num_key_value_heads": 4,
@@ -63,6 +65,21 @@ NUMBERS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         "",
         {**LLAMA, "rope_parameters": {**ROPE, "rope_type": "dynamic"}},
         {"unsupported": "rope_type dynamic"},
+    ),
+    "a longrope": (
+        "",
+        {**LLAMA, "model_type": "phi3", "pad_token_id": 0, "rope_parameters": LONGROPE},
+        {"unsupported": "rope_type longrope"},
+    ),
+    "one expert a token": (
+        "",
+        {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 1},
+        {"unsupported": "num_experts_per_tok 1"},
+    ),
+    "one expert a token, its weight as the router gives it": (
+        "",
+        {**LLAMA, **EXPERTS, "model_type": "qwen3_moe", "num_experts_per_tok": 1, "norm_topk_prob": False},
+        {},
     ),
     "yarn": ("", {**LLAMA, "rope_parameters": YARN}, {}),
     "yarn of a part of a head": (

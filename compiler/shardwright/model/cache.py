@@ -27,7 +27,7 @@ GRAPH_VERSION = 1
 """Raised where a graph changes its meaning and no source file of ours does (the form of the files, say)."""
 
 # What a graph's content depends on: the tracing, and the fields that it fills.
-_PACKAGE = Path(__file__).parent.parent
+PACKAGE = Path(__file__).parent.parent
 _TRACING = ("model", "hf", "ir")
 # All that a damaged, foreign or vanished file can raise; ValueError is UTF-8's too.
 UNREADABLE = (OSError, EOFError, ValueError, zlib.error)
@@ -50,7 +50,7 @@ def cache_folder() -> Path | None:
 def cache_key(config_text: str, attention: str, inline: bool) -> str:
     """sha256 (hex) of all that the graph depends on, the code that traces it included."""
     versions = {name: installed_version(name) for name in ("torch", "transformers")}
-    parts = [GRAPH_VERSION, shardwright.__version__, versions, source_hash(_PACKAGE), config_text, attention, inline]
+    parts = [GRAPH_VERSION, shardwright.__version__, versions, source_hash(PACKAGE), config_text, attention, inline]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

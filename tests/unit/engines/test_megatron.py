@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from shardwright.compile import compile_recipe, estimate_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.engines import table
-from shardwright.engines.megatron import proof
+from shardwright.engines.megatron import families, proof, settings
 from shardwright.engines.megatron.keys import REFUSED, RUNS, check_keys
 from shardwright.engines.megatron.pieces import Heads, fused, grouped, same, stacked
 from shardwright.engines.megatron.rules import RULES
@@ -223,11 +224,33 @@ def test_what_the_proof_says(
     if code is None:
         plans = [compile_recipe(recipe).plan for _ in range(2)]
         assert len(asked) == 1 and plans[0].zero == {"stage": 1, "distributed_optimizer": True}
+        # The tiny copy is made by hf/shrink.py: other code there is another proof.
+        monkeypatch.setattr(proof, "source_hash", lambda package: "of other code")
+        compile_recipe(recipe)
+        assert len(asked) == 2
         return
     with pytest.raises(Refusal) as caught:
         compile_recipe(recipe)
     (diagnostic,) = caught.value.diagnostics
     assert diagnostic.code == code and next(iter(told.values())) in diagnostic.message
+
+
+def test_one_expert_a_token_is_refused_in_words() -> None:
+    """Where its weight is scaled to 1 Megatron-Core raises a ValueError about an option of its own."""
+    sizes = {"num_experts": 4, "num_experts_per_tok": 1}
+    with pytest.raises(families.Unsupported, match=r"num_experts_per_tok 1: .*norm_topk_prob: false"):
+        settings.qwen3_moe(AutoConfig.for_model("qwen3_moe", **sizes, norm_topk_prob=True))
+    made = settings.qwen3_moe(AutoConfig.for_model("qwen3_moe", **sizes, norm_topk_prob=False))
+    assert made["moe_router_pre_softmax"] and made["moe_router_topk"] == 1
+    with pytest.raises(families.Unsupported, match=r"2 experts a token or more\)$"):
+        settings.mixtral(AutoConfig.for_model("mixtral", num_experts_per_tok=1))
+
+
+def test_what_a_failed_proof_says_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    for last, said in (("[rank0]: ValueError: it is 3.", "it is 3."), ("RuntimeError: no", "no"), ("killed", "killed")):
+        done = subprocess.CompletedProcess([], 1, "", f"Traceback\n{last}\n")
+        monkeypatch.setattr(subprocess, "run", lambda *args, done=done, **options: done)
+        assert proof._asked({}) == {"failed": said}
 
 
 def test_dropout_is_refused(write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

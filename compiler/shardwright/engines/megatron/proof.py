@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import uuid
@@ -16,7 +17,7 @@ from typing import Any
 
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.ir.json_value import JsonObject
-from shardwright.model.cache import cache_folder, is_off
+from shardwright.model.cache import PACKAGE, cache_folder, is_off, source_hash
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import plan_to_json
 
@@ -48,7 +49,8 @@ def _asked(question: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return answer
     lines = done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"]
-    return {"failed": lines[-1][:300]}
+    # torch puts the rank before each line, Python the kind of exception.
+    return {"failed": re.sub(r"^(\[rank\d+\]: )?([\w.]+Error: )?", "", lines[-1])[:300] or lines[-1][:300]}
 
 
 def _refusal(plan: Plan, told: dict[str, Any]) -> Refusal:
@@ -77,6 +79,7 @@ def _remembered(plan: Plan, config: JsonObject) -> Path | None:
     cuts = asdict(plan.tensor_parallel)
     here = Path(__file__).parent
     code = [path.read_text(encoding="utf-8") for path in sorted(here.glob("*.py"))]
-    parts = [config, layout, cuts, plan.nodes, plan.gpus_per_node, plan.training.precision, dict(plan.versions), code]
+    own = [source_hash(PACKAGE), code]  # the tiny copy is made, and run, by other folders' code (hf/shrink.py)
+    parts = [config, layout, cuts, plan.nodes, plan.gpus_per_node, plan.training.precision, dict(plan.versions), own]
     text = json.dumps(parts, sort_keys=True, default=str)
     return folder / "megatron" / hashlib.sha256(text.encode()).hexdigest()

@@ -149,8 +149,16 @@ def _experts(config: Any, count: int, features: int) -> Settings:
 
 
 def _softmax(config: Any) -> Settings:
-    """Softmax over all experts and over those chosen, scaled to one, are the same numbers."""
-    return {"moe_router_pre_softmax": not getattr(config, "norm_topk_prob", True)}
+    """Softmax over all experts and over those chosen, scaled to one, are the same numbers. Of one expert the number is
+    1, which Megatron-Core refuses (TransformerConfig.__post_init__: no gradient reaches the router)."""
+    is_scaled = getattr(config, "norm_topk_prob", True)
+    if is_scaled and config.num_experts_per_tok == 1:
+        kept = ", or norm_topk_prob: false" if hasattr(config, "norm_topk_prob") else ""
+        raise Unsupported(
+            "num_experts_per_tok 1: the weight of the chosen expert is scaled to 1, so no gradient reaches the router, "
+            f"which Megatron-Core refuses (it takes 2 experts a token or more{kept})"
+        )
+    return {"moe_router_pre_softmax": not is_scaled}
 
 
 def mixtral(config: Any) -> Settings:
