@@ -202,6 +202,6 @@ def test_prepare_and_what_run_leaves_to_it(tmp_path: Path) -> None:
     refused = shardwright("run", tmp_path / "out")
     assert refused.returncode == 1 and "SW6106" in refused.stderr and "shardwright prepare" in refused.stderr
     done = must(shardwright("prepare", tmp_path / "out"))
-    assert "83,886,080 tokens" in done.stdout and "sample 3" in done.stdout and "[[" in done.stdout
+    assert " 83,886,080 " in done.stdout and "sample 3 of 3" in done.stdout and "[[" in done.stdout
     must(shardwright("run", tmp_path / "out"))
     assert len(metrics(tmp_path / "out")) == STEPS

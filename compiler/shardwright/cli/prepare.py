@@ -250,7 +250,7 @@ def _training(report: DataReport) -> Iterator[tuple[str, str]]:
     yield "training", f"{t.steps:,} steps of {t.global_batch_size:,} sequences, {epochs:.3g} epochs"
     yield "sequences", f"{len(data.train):,} of {t.sequence_length:,} tokens to train on"
     if data.validation is not None:
-        yield "validation", f"{len(data.validation):,} sequences held out"
+        yield "held out", f"{len(data.validation):,} for validation"
     if (r := report.rate) is not None:
         per_core, wanted = (f"{x:,.0f}" if x >= 10 else f"{x:.2g}" for x in (r.per_core, r.wanted))
         cores = f"{r.cores:,} {'core' if r.cores == 1 else 'cores'} in all"

@@ -55,7 +55,10 @@ def _find_message(number: int, message: Message, trained: str, at: int) -> int:
         others = [(a, b) for other, a, b in taken if "text" in (reason, other) or reason == other == "call"]
         place, size = _find(trained, forms, at, others)
         if place < 0:
-            raise LostLabels(f"message {number}: the chat template does not write {words} as a label", reason)
+            ids = (str(call.get("id")) for call, _ in _calls(message) if isinstance(call, dict) and call.get("id"))
+            found = next((own for own in ids if reason == "call" and own in trained), None)
+            by_id = "" if found is None else f": it names a call by its id alone, here {_short(found)}"
+            raise LostLabels(f"message {number}: the chat template does not write {words} as a label{by_id}", reason)
         taken.append((reason, place, place + size))
     for _, function in _calls(message):
         printed = str(function.get("arguments")) if isinstance(function.get("arguments"), dict) else ""

@@ -157,6 +157,17 @@ def test_a_conversation_may_hold_the_stand_in() -> None:
     assert labels(template, messages) == [f"It is {STAND_IN}.!<|im_end|>", f"{STAND_IN}<|im_end|>"]
 
 
+def test_a_call_that_is_named_by_its_id_alone() -> None:
+    template = FIRST_CALL.replace("m.tool_calls[0].function | tojson", "m.tool_calls[0].id")
+    answer = {"content": "", "tool_calls": [{**call("weather"), "id": "call_17"}]}
+    with pytest.raises(
+        Refusal, match="the call of 'weather' as a label: it names a call by its id alone, here 'call_17'"
+    ):
+        labels(template, talk_of(answer))
+    named = {"content": "", "tool_calls": [{**call("weather"), "id": "weather:17"}]}
+    assert labels(template, talk_of(named))[0].startswith("weather:17")
+
+
 @pytest.mark.parametrize("turns", [1, 6])
 def test_a_turn_takes_two_renderings(turns: int) -> None:
     """Of what a chat template writes as one text that only grows: rendering is most of the time."""
