@@ -8,6 +8,7 @@ template may write an earlier turn in another way than the last one, and results
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
@@ -96,6 +97,10 @@ class _Turns:
     def _with_stand_in(self, number: int) -> Iterator[tuple[Message, str]]:
         """Yields (the message with the stand-in, the conversation's text with it), for each place where it shows."""
         for place, other in enumerate(_with_stand_in(self.messages[number], self.mark)):
+            if self._contents is not None:
+                first, last = self._contents[number]
+                yield other, self.text[:first] + self.mark + self.text[last:]
+                continue
             key = number, place
             if key not in self._others:  # the next turn asks again, and none after it
                 self._others = {known: text for known, text in self._others.items() if known[0] >= number - 1}
@@ -103,6 +108,34 @@ class _Turns:
                 self._others[key] = self._try(replaced, prompt=False)
             if self.mark in self._others[key]:
                 yield other, self._others[key]
+
+    @functools.cached_property
+    def _contents(self) -> list[Span] | None:
+        """Finds where each message's content stands, by one rendering with a stand-in of its own for each of them.
+
+        None unless the text is that rendering with the contents, or the contents without white space around them, in
+        the stand-ins' places. Messages have contents alone then, all of them text, and no calls.
+        """
+        contents = [message.get("content") for message in self.messages]
+        texts = [content for content in contents if isinstance(content, str) and content.strip()]
+        if len(texts) < len(self.messages) or any("tool_calls" in message for message in self.messages):
+            return None
+        marks = [f"{self.mark}x{number}x" for number in range(len(texts))]
+        marked = self._try([{**m, "content": mark} for m, mark in zip(self.messages, marks, strict=True)], prompt=False)
+        found: list[Span] = []
+        at = 0  # of the text
+        for mark, content in zip(marks, texts, strict=True):
+            literal, there, marked = marked.partition(mark)
+            first = at + len(literal)
+            follows = marked.partition(self.mark)[0]
+            forms = (content, content.strip(), content.lstrip(), content.rstrip())
+            fits = (form for form in forms if self.text.startswith(form + follows, first))
+            form = next(fits, None)
+            if not there or form is None or not self.text.startswith(literal, at):
+                return None
+            at = first + len(form)
+            found.append((first, at))
+        return found if self.text[at:] == marked else None
 
     def of(self, number: int) -> list[Span]:
         """Returns the turn's spans; none where the template leaves it out."""
