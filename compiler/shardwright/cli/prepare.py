@@ -222,11 +222,12 @@ def _notes(p: PartSummary, length: int) -> Iterator[str]:
     """Yields what there is to say of a source beside its row of the table, a sentence each."""
     if not p.documents:
         return
-    what = "conversations" if p.kind == "chat" else "documents"
+    what = "conversations" if p.kind == "chat" else "captions" if p.pictures else "documents"
     text = f"{p.documents:,} {what}"
     if p.pictures:
         text += f" with {p.pictures:,} images"
-    yield f"{text}; {p.padding:.1%} padding, {p.padding_alone:.1%} with one of them per sequence"
+    alone = "" if what == "captions" else f", {p.padding_alone:.1%} with one of them per sequence"
+    yield f"{text}; {p.padding:.1%} padding{alone}"
     if p.begin is not None:
         yield f"each document begins with {visible(p.begin) if p.begin else 'no token of its own (data.add_bos_token)'}"
     for count, why in (

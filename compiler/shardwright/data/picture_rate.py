@@ -1,22 +1,25 @@
-"""How many pictures a core of this machine makes ready in a second, and how many cores the plan's steps want."""
+"""Measures how many images a core of this machine makes ready in a second, and how many cores the plan's steps want."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from shardwright.data.pictures import PictureTable, open_pictures
+from shardwright.data.pairs import PairSight, is_of_pairs
+from shardwright.data.pictures import Picture, PictureTable, open_pictures
 from shardwright.data.prepare import prepared_folder
 from shardwright.data.sight import Sight
 from shardwright.data.sources import parts_of
 from shardwright.data.store import open_documents
 from shardwright.data.whole import whole_rows
+from shardwright.ir.recipe import DataSection, ImagesSection
 from shardwright.plan.plan import Plan
 
 SAMPLE = 32
@@ -25,8 +28,8 @@ SAMPLE = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PictureRate:
-    """per_core: pictures that a core decodes and prepares in a second. wanted: that all steps, as fast as planned, take
-    in a second. cores: of all hosts together; ranks: of the first pipeline stage, which share them out."""
+    """Holds images a second. per_core: that a core decodes and prepares; wanted: that all steps, as fast as planned,
+    take. cores: of all hosts together; ranks: of the first pipeline stage, which share them out."""
 
     per_core: float
     wanted: float
@@ -35,7 +38,7 @@ class PictureRate:
 
 
 def picture_rate(plan: Plan, folder: Path) -> PictureRate | None:
-    """folder: the compiled one, prepared. None where no row holds a picture. Errors: SW6132, SW6133."""
+    """Times some images; None where no sequence has one. folder: compiled and prepared. Errors: SW6132, SW6133."""
     seconds, pictures = 0.0, 0.0  # of a row, over the parts of the data
     whole = sum(part.weight for part in parts_of(plan.data))
     for part in parts_of(plan.data):
@@ -43,13 +46,17 @@ def picture_rate(plan: Plan, folder: Path) -> PictureRate | None:
         table = open_pictures(here)
         if table is None or part.images is None:
             continue
-        rows = whole_rows(here, open_documents(here), plan.training.sequence_length, packed=part.packing).members
+        documents = open_documents(here)
+        if is_of_pairs(part):
+            rows = np.arange(len(documents.ends))
+        else:
+            rows = whole_rows(here, documents, plan.training.sequence_length, packed=part.packing).members
         held = table.index[np.isin(table.index[:, 0], rows)]
         if not len(held):
             continue
         each = part.weight / whole * len(held) / len(rows)
         pictures += each
-        seconds += each * _seconds(Sight(folder / str(part.tokenizer), part.images), table, held)
+        seconds += each * _seconds(_processing(part, part.images, folder / str(part.tokenizer)), table, held)
     if not pictures:
         return None
     wanted = plan.training.global_batch_size * pictures / plan.predicted.time.step_seconds
@@ -58,12 +65,21 @@ def picture_rate(plan: Plan, folder: Path) -> PictureRate | None:
     return PictureRate(per_core=per_core, wanted=wanted, cores=max(1, math.ceil(wanted / per_core)), ranks=ranks)
 
 
-def _seconds(sight: Sight, table: PictureTable, held: npt.NDArray[np.int64]) -> float:
-    """A core takes for one of the pictures. held: their rows of the table's index."""
+def _processing(part: DataSection, images: ImagesSection, folder: Path) -> Callable[[Picture], object]:
+    """Returns what makes tensors of one image, as the ranks do. folder: of the processor."""
+    if is_of_pairs(part):
+        pairs, no_tokens = PairSight(folder, images), np.zeros((1, 0), dtype=np.int64)
+        return lambda picture: pairs.inputs(no_tokens, None, [[picture]])
+    sight = Sight(folder, images)
+    return lambda picture: sight.ready([[picture]])
+
+
+def _seconds(process: Callable[[Picture], object], table: PictureTable, held: npt.NDArray[np.int64]) -> float:
+    """Returns the seconds that a core takes for one of the images. held: their rows of the table's index."""
     sample = held[np.unique(np.linspace(0, len(held) - 1, SAMPLE).astype(np.int64))]
     found = [picture for row in sample for picture in dataclasses.replace(table, index=row[None]).of(int(row[0]))]
-    sight.ready([found[:1]])  # the first one pays for what is imported
+    process(found[0])  # the first one pays for what is imported
     begun = time.process_time()  # a core's seconds, whatever else runs here
     for picture in found:
-        sight.ready([[picture]])
+        process(picture)
     return (time.process_time() - begun) / len(found)

@@ -203,7 +203,10 @@ def _opened(name: str, data: bytes) -> Iterator[Any]:
     except Damaged:
         raise
     except Exception as error:  # of any of Pillow's decoders
-        raise Damaged(f"{name} is no picture that can be opened: {_first_line(error)}") from None
+        why = _first_line(error)
+        if "cannot identify" in why:  # Pillow names its own object
+            why = f"Pillow does not know its format (it begins with {data[:8]!r})"
+        raise Damaged(f"{name} is no picture that can be opened: {why}") from None
 
 
 def _load(name: str, image: Any) -> None:

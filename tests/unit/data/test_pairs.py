@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from transformers import AutoConfig, AutoProcessor
 
+from shardwright.cli.main import main
 from shardwright.compile import compile_recipe
 from shardwright.data.dataset import open_dataset
 from shardwright.data.prepare import prepare
@@ -46,6 +47,19 @@ def test_rows_are_what_the_processor_makes(model: str, tmp_path: Path) -> None:
     assert [Path(str(row[0].path)).name for row in block.pictures] == [Path(r["image"]).name for r in records]
     (part,) = summarize(plan, tmp_path / "out")
     assert part.pictures == part.documents == len(records) and part.cut and 0 < part.padding < 1
+
+
+def test_the_command_tells_of_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing of a caption is a label."""
+    records = write_pairs(tmp_path)
+    compiled(tmp_path)
+    assert main(["prepare", str(tmp_path / "out"), "--check", "2"]) == 0
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("jsonl ") and line[-2:] == " 0")
+    assert row.split()[2:] == ["2", row.split()[3], "-", "-", "0"]
+    assert main(["prepare", str(tmp_path / "out")]) == 0
+    text = capsys.readouterr().out
+    assert f"  {len(records)} captions with {len(records)} images; " in text and "<|startoftext|>" in text
+    assert "\nimages     a core of this machine decodes" in text and text.count("[[") == 3  # of the heads alone
 
 
 def lines(folder: Path, records: list[dict[str, Any]]) -> None:
