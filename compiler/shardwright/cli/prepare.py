@@ -220,6 +220,8 @@ def _left_out(p: PartSummary) -> Iterator[tuple[int, str, Sequence[str]]]:
 
 def _notes(p: PartSummary, length: int) -> Iterator[str]:
     """Yields what there is to say of a source beside its row of the table, a sentence each."""
+    if p.kind in ("tokens", "megatron"):
+        yield "holds token ids, all of which are read"
     if not p.documents:
         return
     what = "conversations" if p.kind == "chat" else "captions" if p.pictures else "documents"
