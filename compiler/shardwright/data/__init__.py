@@ -1,1 +1,1 @@
-"""What a run trains on: every kind of data becomes rows of token ids, tokenized once and memory-mapped. No torch."""
+"""Makes rows of token ids of every kind of data, tokenized once and memory-mapped. It needs no torch."""

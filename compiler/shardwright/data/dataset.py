@@ -1,4 +1,4 @@
-"""A plan's data, ready to be read: rows to train on, their order, rows held out, and the number of steps."""
+"""Opens a plan's data: rows to train on, their order, rows held out, and the number of steps."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _HELD_OUT = 0x76616C
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """steps: of the training, epochs resolved. parts: rows of each part of a mixture, which with the seed make the
-    order."""
+    """Holds opened data. steps: of the training, epochs resolved. parts: rows of each part of a mixture, which with the
+    seed make the order."""
 
     train: Rows
     order: Order
@@ -45,7 +45,7 @@ class Dataset:
 
 
 def open_dataset(plan: Plan, folder: Path, *, check_all: bool = False) -> Dataset:
-    """The data of a plan whose sources were prepared. Raises Refusal where it does not fit the plan.
+    """Opens the data of a plan whose sources were prepared. Raises Refusal where it does not fit the plan.
 
     check_all: every token id is looked at, not the first SAMPLED_TOKENS alone.
     """
@@ -83,12 +83,12 @@ def open_dataset(plan: Plan, folder: Path, *, check_all: bool = False) -> Datase
 
 
 def steps_of_epochs(epochs: float, steps_per_epoch: int) -> int:
-    """The last begun step counts as a whole one; 1e-9 for what a decimal fraction is off."""
+    """Counts steps; the last begun one counts as a whole one. 1e-9 is for what a decimal fraction is off."""
     return max(1, math.ceil(epochs * steps_per_epoch - 1e-9))
 
 
 def resolve(plan: Plan, folder: Path, *, check_all: bool = False) -> tuple[Plan, Dataset]:
-    """The plan with its epochs counted in steps, which are noted for `status`, and its data. Raises Refusal."""
+    """Returns the plan with its epochs counted in steps, which are noted for `status`, and its data. Raises Refusal."""
     data = open_dataset(plan, folder, check_all=check_all)
     if plan.training.epochs is None:
         return plan, data
@@ -100,7 +100,7 @@ def resolve(plan: Plan, folder: Path, *, check_all: bool = False) -> tuple[Plan,
 
 
 def noted_steps(plan: Plan, folder: Path) -> int:
-    """Steps of the training; 0 where epochs have not been counted yet."""
+    """Returns the steps of the training; 0 where epochs have not been counted yet."""
     if plan.training.epochs is None:
         return plan.training.steps
     try:
@@ -110,7 +110,7 @@ def noted_steps(plan: Plan, folder: Path) -> int:
 
 
 def with_steps(plan: Plan, steps: int) -> Plan:
-    """The plan with epochs resolved. Raises Refusal (SW6122) where its learning rate schedule does not fit in."""
+    """Returns the plan with epochs resolved. Raises Refusal (SW6122) where the learning rate schedule does not fit."""
     s = plan.scheduler
     warmup = s.warmup_steps if s.warmup_ratio is None else round(s.warmup_ratio * steps)
     too_long = s.warmup_ratio is None and 0 < warmup >= steps
@@ -159,7 +159,7 @@ def open_rows(plan: Plan, part: DataSection, folder: Path, limit: int | None) ->
 
 
 def _split(rows: Rows, fraction: float, seed: int, part: int) -> tuple[Rows, Rows]:
-    """(to train on, held out): rows drawn by the seed, both in their own order; at least one is held out."""
+    """Returns (to train on, held out): rows drawn by the seed, both in their own order; at least one is held out."""
     count = max(1, round(fraction * len(rows))) if len(rows) else 0
     chosen = np.random.default_rng([seed, _HELD_OUT, part]).permutation(len(rows))[:count]
     out = np.zeros(len(rows), dtype=np.bool_)
@@ -215,7 +215,7 @@ def _too_little(plan: Plan, counts: list[int]) -> Exception:
 
 
 def _more_sequences(plan: Plan, count: int) -> str:
-    """What gives more rows of this kind of data: whole conversations are not cut from a stream as other text is."""
+    """Says what gives more rows of this kind of data: conversations are not cut from a stream as other text is."""
     kinds = {part.kind for part in parts_of(plan.data)}
     ways = ["add text", "lower training.sequence_length"]
     if kinds == {"tokens"}:
@@ -236,7 +236,7 @@ def _more_sequences(plan: Plan, count: int) -> str:
 
 
 def validation_batches(count: int, rows_at_once: int, batches_at_once: int) -> Indices:
-    """(batches, rows_at_once), a multiple of `batches_at_once`: each held-out row once, -1 where none is left."""
+    """Returns (batches, rows_at_once), batches a multiple of `batches_at_once`: each held-out row once, then -1."""
     batches = -(-count // (rows_at_once * batches_at_once)) * batches_at_once
     numbers = np.full(batches * rows_at_once, -1, dtype=np.int64)
     numbers[:count] = np.arange(count)

@@ -1,4 +1,4 @@
-"""Pictures decoded in processes of their own, while the rank trains: `python -m shardwright.data.decoder` is one.
+"""Decodes images in processes of their own, while the rank trains: `python -m shardwright.data.decoder` is one.
 
 A request on standard input and an answer on standard output, both pickled; they are this program's own. Of a picture
 that lies in a file its path goes over, not its bytes.
@@ -39,14 +39,14 @@ def main() -> int:
 
 
 class Decoders:
-    """processes: as many as decode at once; they start with the first picture, and end with this process."""
+    """Decodes in so many processes at once; they start with the first image, and end with this process."""
 
     def __init__(self, processes: int) -> None:
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix="decode")
         self._own = threading.local()
 
     def decode(self, pictures: Sequence[Picture], most_pixels: int) -> list[Any]:
-        """RGB pictures of Pillow's, in order. Errors: SW6132, SW6137."""
+        """Returns Pillow's RGB images, in order. Errors: SW6132, SW6137."""
         return list(self._threads.map(lambda picture: self._one(picture, most_pixels), pictures))
 
     def _one(self, picture: Picture, most_pixels: int) -> Any:
@@ -76,7 +76,7 @@ class Decoders:
 
 
 def processes_of_a_rank(ranks: int) -> int:
-    """ranks: of this host, which share its cores."""
+    """Returns how many processes one rank starts. ranks: of this host, which share its cores."""
     return max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) // max(1, ranks)))
 
 

@@ -1,4 +1,4 @@
-"""Whether two hosts, or two days, have the same data: a digest of what the ranks read. No torch here."""
+"""Digests what the ranks read, to compare the data of two hosts, or of two days. It needs no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ prepared has a digest of all its tokens in its manifest."""
 
 
 def fingerprints(plan: Plan, folder: Path) -> dict[str, str]:
-    """data.path -> digest (hex) of each part that is read from files. The data was prepared. Raises OSError."""
+    """Returns data.path -> digest (hex) of each part that is read from files. It was prepared. Raises OSError."""
     found: dict[str, str] = {}
     for part in every_part(plan):
         total = hashlib.sha256()

@@ -1,6 +1,6 @@
-"""Megatron's indexed datasets: NAME.bin holds the ids, NAME.idx the lengths of its sequences and the documents.
+"""Reads Megatron's indexed datasets: NAME.bin holds the ids, NAME.idx the lengths of its sequences and the documents.
 
-Read as megatron-core 0.16 writes them (core/datasets/indexed_dataset.py, _IndexWriter).
+megatron-core 0.16 writes them so (core/datasets/indexed_dataset.py, _IndexWriter).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HEADER_BYTES = len(_MAGIC) + 8 + 1 + 8 + 8
 
 
 def open_megatron(path: str) -> Documents:
-    """path: without the endings. Raises Refusal (SW6119)."""
+    """Opens the dataset at `path`, which is without the endings. Raises Refusal (SW6119)."""
     try:
         return _open(path)
     except (OSError, ValueError) as error:

@@ -1,4 +1,5 @@
-"""Which rows a step takes: a function of the seed and the step alone, so that a resumed run goes on where it was."""
+"""Says which rows a step takes, as a function of the seed and the step alone, so that a resumed run goes on where it
+was."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from shardwright.data.rows import Indices
 
 
 class Shuffle:
-    """The rows of one part in an order of its own each epoch; the file's order without shuffle."""
+    """Puts the rows of one part in an order of its own each epoch; without shuffle it is the file's."""
 
     def __init__(self, count: int, seed: Sequence[int], *, shuffle: bool) -> None:
         self.count, self.seed, self.shuffle = count, tuple(seed), shuffle
@@ -31,13 +32,14 @@ class EpochOrder:
         self.steps_per_epoch = count // batch
 
     def indices(self, step: int) -> Indices:
-        """Rows of the global batch of `step` (from 1)."""
+        """Returns the rows of the global batch of `step` (from 1)."""
         epoch, position = divmod(step - 1, self.steps_per_epoch)
         return self._shuffle.epoch(epoch)[position * self.batch : (position + 1) * self.batch]
 
 
 class MixtureOrder:
-    """Row by row from the part that is owed most, so that every stretch of rows has the weights' shares, to a row.
+    """Takes row by row from the part that is owed most, so that every stretch of rows has the weights' shares, to a
+    row.
 
     Each part goes through its own rows, epoch after epoch. An epoch of the mixture has as many rows as all parts
     together: within it a part with more than its share of weight is repeated, and one with less is seen in part.
@@ -55,7 +57,7 @@ class MixtureOrder:
         self.steps_per_epoch = sum(counts) // batch
 
     def indices(self, step: int) -> Indices:
-        """As EpochOrder's."""
+        """Returns what EpochOrder's does."""
         rest = np.arange((step - 1) * self.batch, step * self.batch, dtype=np.int64)
         out, places = np.empty(self.batch, dtype=np.int64), np.arange(self.batch)
         for part, share in enumerate(self.shares):

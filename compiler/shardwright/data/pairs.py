@@ -1,4 +1,4 @@
-"""Pairs of a picture and a caption: read, looked at by the picture's header, written out, and read back as rows.
+"""Reads pairs of an image and a caption: looks at the image's header, writes them out, and reads them back as rows.
 
 A record's caption stands under `data.field`, its picture under `image`: a path relative to the file's folder, or an
 object with `bytes` or `path`, as Hugging Face datasets write them. pairs.json, beside the tokens: what fills a row up,
@@ -41,14 +41,15 @@ _AT_ONCE = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padding:
-    """fill: id behind a caption; closing: ids at the end of each that are the tokenizer's own."""
+    """Holds what is put around a caption. fill: id behind it; closing: ids at the end of each that are the tokenizer's
+    own."""
 
     fill: int
     closing: int
 
 
 class PairSight:
-    """The tokenizer and the image processor in `folder`. decoders: where pictures are decoded; None is here.
+    """Holds the tokenizer and the image processor in `folder`. decoders: where pictures are decoded; None is here.
 
     Raises Refusal: SW6133.
     """
@@ -64,7 +65,7 @@ class PairSight:
         """Every row has its picture."""
 
     def ids(self, captions: list[str]) -> list[list[int]]:
-        """With what the tokenizer puts around a caption, neither cut nor filled up."""
+        """Returns the ids with what the tokenizer puts around a caption, neither cut nor filled up."""
         found: list[list[int]] = self._tokenizer(captions, verbose=False, padding=False, truncation=False)["input_ids"]
         return found
 
@@ -78,7 +79,7 @@ class PairSight:
     def inputs(
         self, tokens: npt.NDArray[np.int64], trained: npt.NDArray[np.bool_] | None, rows: Sequence[Sequence[Picture]]
     ) -> dict[str, torch.Tensor]:
-        """What the forward takes beside the ids (B, S). Errors: SW6132."""
+        """Returns what the forward takes beside the ids (B, S). Errors: SW6132."""
         most, flat = self.images.max_pixels, [picture for row in rows for picture in row]
         seen = [decode(p, most) for p in flat] if self.decoders is None else self.decoders.decode(flat, most)
         return {"pixel_values": self._images(images=seen, return_tensors="pt")["pixel_values"]}
@@ -153,7 +154,7 @@ class PairReader:
 
 @dataclass(frozen=True, slots=True)
 class PairRows:
-    """A caption a row: cut at S in front of what closes it, or filled up. pictures: one a caption."""
+    """Reads a caption a row: cut at S in front of what closes it, or filled up. pictures: one a caption."""
 
     documents: Documents
     length: int
@@ -177,7 +178,7 @@ class PairRows:
 
 
 def pair_rows(folder: Path, documents: Documents, length: int, pictures: PictureTable) -> PairRows:
-    """folder: of the prepared source."""
+    """Opens the rows of a prepared source. folder: its own."""
     return PairRows(documents, length, read_padding(folder), pictures)
 
 
@@ -187,5 +188,5 @@ def read_padding(folder: Path) -> Padding:
 
 
 def is_of_pairs(part: DataSection) -> bool:
-    """Captions with a picture each; conversations with pictures are of kind chat."""
+    """Says whether a source holds captions with an image each; conversations with images are of kind chat."""
     return part.images is not None and part.kind != "chat"

@@ -1,4 +1,4 @@
-"""Pictures of conversations: found in a record, looked at by their headers, kept beside the tokens, and decoded.
+"""Finds images in a record, looks at their headers, keeps them beside the tokens, and decodes them.
 
 pictures.bin: of a picture that lies in a file its path (UTF-8), of one that lies in the record its bytes.
 pictures.npy: int64 (n, 6), in order: document, first byte and end in pictures.bin, 1 where these are a path, width and
@@ -46,7 +46,8 @@ class Damaged(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """path or data: where its bytes are. width, height: in pixels, as it is seen (its EXIF orientation applied)."""
+    """Says where an image's bytes are: path or data. width, height: in pixels, as it is seen (its EXIF orientation
+    applied)."""
 
     path: str | None
     data: bytes | None
@@ -56,8 +57,8 @@ class Picture:
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
-    """Conversations: damaged: left out because a picture is; crowded: because they hold more than images.per_row.
-    told: the first damaged pictures, and why."""
+    """Counts conversations. damaged: left out because a picture is; crowded: because they hold more than
+    images.per_row. told: the first damaged pictures, and why."""
 
     damaged: int = 0
     crowded: int = 0
@@ -65,8 +66,8 @@ class Counts:
 
 
 def take_pictures(given: object, messages: list[Message], where: str) -> tuple[list[Message], list[JsonValue]]:
-    """(messages as a template takes them, what the record says of each picture, in order of the text). given: the
-    record's `images`.
+    """Returns (messages as a template takes them, what the record says of each picture, in order of the text). given:
+    the record's `images`.
 
     A picture is a content part, `{"type": "image"}` with its `image`, `path` or `url`, or the next of the record's
     `images`; in plain text PLACEHOLDER stands for the latter. Errors: SW6130 a part that is no picture, SW6131
@@ -221,7 +222,7 @@ def _first_line(error: Exception) -> str:
 
 
 def decode(picture: Picture, most_pixels: int) -> Any:
-    """An RGB picture of Pillow's, its orientation applied, and made smaller where it is too large. Errors: SW6132."""
+    """Returns Pillow's RGB image, its orientation applied, and made smaller where it is too large. Errors: SW6132."""
     from PIL import ImageOps
 
     name = "a picture in the data" if picture.path is None else repr(picture.path)
@@ -257,7 +258,7 @@ def _rgb(image: Any) -> Any:
 
 
 def size_within(width: int, height: int, most_pixels: int) -> tuple[int, int]:
-    """Of at most so many pixels, in the same proportions; 1 pixel is the least side."""
+    """Returns a size of at most so many pixels, in the same proportions; 1 pixel is the least side."""
     if width * height <= most_pixels:
         return width, height
     scale = math.sqrt(most_pixels / (width * height))
@@ -266,7 +267,7 @@ def size_within(width: int, height: int, most_pixels: int) -> tuple[int, int]:
 
 
 class PictureWriter:
-    """Beside store.Writer, in the same folder."""
+    """Writes images beside store.Writer, in the same folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.counts = folder, Counts(told=[])
@@ -301,7 +302,7 @@ class PictureWriter:
 
 @dataclass(frozen=True, slots=True)
 class PictureTable:
-    """data: pictures.bin; index: pictures.npy."""
+    """Reads the images of a prepared source. data: pictures.bin; index: pictures.npy."""
 
     data: npt.NDArray[np.uint8]
     index: npt.NDArray[np.int64]
@@ -317,7 +318,7 @@ class PictureTable:
 
 
 def open_pictures(folder: Path) -> PictureTable | None:
-    """None where the data has none."""
+    """Opens a prepared source's images; None where the data has none."""
     if not (folder / INDEX_FILE).is_file():
         return None
     path = folder / BYTES_FILE

@@ -1,4 +1,4 @@
-"""Rows of exactly S token ids, read by number. B: rows asked for; S: training.sequence_length."""
+"""Reads rows of exactly S token ids by number. B: rows asked for; S: training.sequence_length."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PADDING_ID = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBlock:
-    """tokens: (B, S) ids. starts: (B, S) bool, True where a document begins; None where rows are whole.
+    """Holds rows. tokens: (B, S) ids. starts: (B, S) bool, True where a document begins; None where rows are whole.
 
     trained: (B, S) bool, False where a token is no label; None where all are. pictures: of each row, in the order of
     their placeholders; () where the data has none. lengths: (B,) tokens of each row before its padding; None where no
@@ -41,7 +41,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ArrayRows:
-    """tokens: (n, S)."""
+    """Reads rows of an array. tokens: (n, S)."""
 
     tokens: npt.NDArray[np.integer]
 
@@ -54,7 +54,7 @@ class ArrayRows:
 
 @dataclass(frozen=True, slots=True)
 class StreamRows:
-    """One stream of documents, cut every S tokens; the rest behind the last whole row is left out.
+    """Cuts one stream of documents every S tokens; the rest behind the last whole row is left out.
 
     packed: a document's parts on two rows are documents of their own.
     """
@@ -81,7 +81,7 @@ class StreamRows:
 
 @dataclass(frozen=True, slots=True)
 class DocumentRows:
-    """Whole documents, several a row where they are packed, padded behind and cut at S.
+    """Reads whole documents, several a row where they are packed, padded behind and cut at S.
 
     members: numbers of the documents, row by row; bounds: (n + 1,) where each row begins in them. pictures: of the
     documents; None where they have none.
@@ -132,7 +132,7 @@ class DocumentRows:
 
 @dataclass(frozen=True, slots=True)
 class SomeRows:
-    """Those of `rows` whose numbers are in `chosen`."""
+    """Reads those of `rows` whose numbers are in `chosen`."""
 
     rows: Rows
     chosen: Indices
@@ -146,7 +146,7 @@ class SomeRows:
 
 @dataclass(frozen=True, slots=True)
 class JoinedRows:
-    """The rows of several parts, numbered one part behind the other."""
+    """Reads the rows of several parts, numbered one part behind the other."""
 
     parts: Sequence[Rows]
 

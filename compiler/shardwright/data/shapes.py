@@ -1,4 +1,4 @@
-"""Pictures that are on every machine, as `path: python-stdlib` is text: white shapes drawn on black, and conversations
+"""Draws images that every machine has, as `path: python-stdlib` is text: white shapes drawn on black, and conversations
 that name them. `python -m shardwright.data.shapes DIR` draws others, to ask a trained model about."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COUNT, SEED = 2048, 1
 
 
 def draw(shape: str, generator: random.Random) -> Image:
-    """A shape of any size, anywhere in the picture."""
+    """Draws a shape of any size, anywhere in the image."""
     from PIL import Image, ImageDraw
 
     image = Image.new("RGB", (SIDE, SIDE))
@@ -46,8 +46,8 @@ def draw(shape: str, generator: random.Random) -> Image:
 
 
 def draw_shapes(folder: Path, count: int = COUNT, seed: int = SEED) -> Path:
-    """data.jsonl in `folder`, with pictures beside it; the same bytes for the same seed. Shapes follow each other, so
-    that there are as many of each. What is there already stays."""
+    """Writes data.jsonl in `folder`, with images beside it; the same bytes for the same seed. Shapes follow each other,
+    so that there are as many of each. What is there already stays."""
     written = folder / "data.jsonl"
     if written.is_file():
         return written

@@ -1,4 +1,4 @@
-"""The model's own processor at work: which text stands for a picture in a row, and the tensors of a micro-batch's
+"""Runs the model's own processor: it says which text stands for an image, and makes the tensors of a micro-batch's
 pictures. torch and transformers are imported where it is made.
 
 B rows of a micro-batch, S tokens of each.
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def loaded(load: Callable[[Path], T], folder: Path) -> T:
-    """What the files of a processor in `folder` make. Raises Refusal: SW6133."""
+    """Returns what the files of a processor in `folder` make. Raises Refusal: SW6133."""
     from shardwright.hf.processor import NoProcessor
 
     try:
@@ -45,7 +45,7 @@ def loaded(load: Callable[[Path], T], folder: Path) -> T:
 
 
 class Sight:
-    """The processor in `folder`. takes: names that the model's forward has; None where only texts are asked for.
+    """Holds the processor in `folder`. takes: names that the model's forward has; None where only texts are asked for.
     token: the text that stands for a picture. template: the processor's own chat template.
 
     integers_alone: the pictures' values do not matter, and nothing is decoded: a later stage asks for sizes and places.
@@ -76,8 +76,8 @@ class Sight:
         self._by_rows = "batch_num_images" in getattr(self._processor.image_processor, "model_input_names", ())
 
     def expand(self, text: str, spans: list[Span], pictures: Sequence[Picture]) -> tuple[str, list[Span]] | None:
-        """The text with each placeholder written out for its picture, and where the spans stand then; None where there
-        are more or fewer placeholders than pictures."""
+        """Returns the text with each placeholder written out for its picture, and where the spans stand then; None
+        where there are more or fewer placeholders than pictures."""
         pieces = text.split(self.token)
         if len(pieces) != len(pictures) + 1:
             return None
@@ -91,15 +91,15 @@ class Sight:
         return "".join(out), [(_moved(first, moves), _moved(last, moves)) for first, last in spans]
 
     def touches(self, text: str) -> bool:
-        """Whether two pictures stand side by side in it and are one to the type: it finds positions (grids of patches)
-        by runs of placeholders."""
+        """Says whether two images stand side by side in it and are one to the type: it finds positions (grids of
+        patches) by runs of placeholders."""
         names = getattr(self._processor.image_processor, "model_input_names", ())
         return "image_grid_thw" in names and self.token * 2 in text
 
     def inputs(
         self, tokens: npt.NDArray[np.int64], trained: npt.NDArray[np.bool_] | None, rows: Sequence[Sequence[Picture]]
     ) -> dict[str, torch.Tensor]:
-        """What the forward takes beside the ids (B, S). Errors: SW6132."""
+        """Returns what the forward takes beside the ids (B, S). Errors: SW6132."""
         import torch
 
         found = self.ready(rows) if any(rows) else {}
@@ -112,7 +112,7 @@ class Sight:
         return found
 
     def ready(self, rows: Sequence[Sequence[Picture]]) -> dict[str, torch.Tensor]:
-        """The tensors of the rows' pictures, decoded. Errors: SW6132."""
+        """Returns the tensors of the rows' images, decoded. Errors: SW6132."""
         images = self._decoded([picture for row in rows for picture in row])
         if not self._by_rows:
             return self._of_images(images)
@@ -129,7 +129,7 @@ class Sight:
 
     @functools.cached_property
     def blank(self) -> dict[str, torch.Tensor]:
-        """The tensors of a small picture of one colour."""
+        """Returns the tensors of a small image of one colour."""
         from PIL import Image
 
         return self._of_images([Image.new("RGB", (BLANK_SIDE, BLANK_SIDE))])
@@ -155,13 +155,13 @@ class Sight:
 
 
 def _suffix(tokens: npt.NDArray[np.int64], trained: npt.NDArray[np.bool_] | None) -> npt.NDArray[np.int64]:
-    """(B, S): 1 from the first token that is learned on. What stands behind an answer has seen it: were it part of the
-    prefix, the question would see the answer through it."""
+    """Returns (B, S): 1 from the first token that is learned on. What stands behind an answer has seen it: were it part
+    of the prefix, the question would see the answer through it."""
     if trained is None:
         return np.ones(tokens.shape, dtype=np.int64)
     return np.maximum.accumulate(trained.astype(np.int64), axis=1)
 
 
 def _moved(place: int, moves: list[tuple[int, int]]) -> int:
-    """moves: (end of a placeholder in the text, characters that it grows by)."""
+    """Returns where a place is then. moves: (end of a placeholder in the text, characters that it grows by)."""
     return place + sum(more for end, more in moves if place >= end)

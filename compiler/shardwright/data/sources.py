@@ -1,4 +1,4 @@
-"""The files behind one part of the data, and the key that says whether they were tokenized already."""
+"""Finds the files behind one part of the data, and the key that says whether they were tokenized already."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SKIPPED_STDLIB = ("site-packages", "test", "tests", "idlelib", "lib2to3", "__py
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSource:
-    """files: in a fixed order, () where this host has none; size_bytes: of all of them.
+    """Holds one source. files: in a fixed order, () where this host has none; size_bytes: of all of them.
 
     settings: hash of all that decides how they are read; key: of that and of the files' names, sizes and times.
     """
@@ -41,24 +41,24 @@ def parts_of(data: DataSection) -> tuple[DataSection, ...]:
 
 
 def every_part(plan: Plan) -> Iterator[DataSection]:
-    """The parts of the training and of the validation data."""
+    """Yields the parts of the training and of the validation data."""
     held_out = None if plan.validation is None else plan.validation.data
     for data in (plan.data, held_out):
         yield from () if data is None else parts_of(data)
 
 
 def prepared_parts(plan: Plan) -> Iterator[DataSection]:
-    """Those that are tokenized; the others are memory-mapped as they lie."""
+    """Yields those that are tokenized; the others are memory-mapped as they lie."""
     return (part for part in every_part(plan) if part.kind in TOKENIZED_KINDS)
 
 
 def packs(plan: Plan) -> bool:
-    """Whether documents that share a row are kept apart, in any part."""
+    """Says whether documents that share a row are kept apart, in any part."""
     return any(part.packing and part.kind in DOCUMENT_KINDS for part in every_part(plan))
 
 
 def locate(part: DataSection, folder: Path, *, look: bool = True) -> DataSource:
-    """folder: the compiled one, which holds the tokenizer. look: for the files, too."""
+    """Finds a source. folder: the compiled one, which holds the tokenizer. look: for the files, too."""
     files = tuple(files_behind(str(part.path), folder)) if look else ()
     settings = _digest(
         [
@@ -94,12 +94,12 @@ def locate(part: DataSection, folder: Path, *, look: bool = True) -> DataSource:
 
 
 def shapes_folder(folder: Path) -> Path:
-    """Where `path: drawn-shapes` is drawn, in the compiled folder."""
+    """Returns where `path: drawn-shapes` is drawn, in the compiled folder."""
     return folder / "run" / "data" / "shapes"
 
 
 def files_behind(path: str, folder: Path) -> list[str]:
-    """The files that data.path names, in a fixed order. folder: the compiled one."""
+    """Lists the files that data.path names, in a fixed order. folder: the compiled one."""
     if path == DRAWN:
         path = str(shapes_folder(folder).absolute() / "data.jsonl")
         return [path] if os.path.isfile(path) else []

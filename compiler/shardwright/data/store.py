@@ -1,4 +1,4 @@
-"""Prepared data on disk: one folder a source, memory-mapped by every rank.
+"""Keeps prepared data on disk: one folder a source, memory-mapped by every rank.
 
 tokens.bin: the ids of all documents, one behind the other. documents.bin: int64, where each document ends in it.
 trained.bin: one byte a token, 1 where it is a label; only where some are not. manifest.json is written last.
@@ -28,9 +28,9 @@ BUFFER_BYTES = 8 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenManifest:
-    """settings: of the DataSource; dtype: of tokens.bin; trained: labels among the tokens, None where all are;
-    empty: source files and records that held nothing; digest: SHA-256 (hex) of all that was written, "" in what an
-    earlier version wrote."""
+    """Describes a folder. settings: of the DataSource; dtype: of tokens.bin; trained: labels among the tokens, None
+    where all are; empty: source files and records that held nothing; digest: SHA-256 (hex) of all that was written, ""
+    in what an earlier version wrote."""
 
     format: int
     settings: str
@@ -47,7 +47,8 @@ class TokenManifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Documents:
-    """tokens: (n,) ids; ends: (documents,) int64; trained: (n,) bool, None where every token is a label."""
+    """Holds documents. tokens: (n,) ids; ends: (documents,) int64; trained: (n,) bool, None where every token is a
+    label."""
 
     tokens: npt.NDArray[np.integer]
     ends: npt.NDArray[np.int64]
@@ -80,18 +81,18 @@ class Writer:
         file.write(data)
 
     def add(self, ids: npt.NDArray[np.integer], trained: npt.NDArray[np.bool_] | None = None) -> None:
-        """A whole document."""
+        """Writes a whole document."""
         if len(ids):
             self.extend(ids, trained)
         self.end_document(())
 
     @property
     def at_begin(self) -> bool:
-        """Whether the next ids are the first ones of a document."""
+        """Says whether the next ids are the first ones of a document."""
         return self.tokens == self._first
 
     def extend(self, ids: npt.NDArray[np.integer], trained: npt.NDArray[np.bool_] | None = None) -> None:
-        """A piece of a document, not empty."""
+        """Writes a piece of a document, not empty."""
         self._write(self._tokens, ids.astype(self.dtype).tobytes())
         self.tokens += len(ids)
         self.largest_id = max(self.largest_id, int(ids.max()))
@@ -100,7 +101,7 @@ class Writer:
             self.trained += int(trained.sum())
 
     def end_document(self, closing: Sequence[int]) -> None:
-        """closing: ids behind it. A document without any of its own is counted as empty and left out."""
+        """Ends a document. closing: ids behind it. One without any of its own is counted as empty and left out."""
         if self.at_begin:
             self.empty += 1
             return
@@ -111,7 +112,7 @@ class Writer:
         self.documents += 1
 
     def finish(self, *, settings: str, kind: str, source_bytes: int) -> TokenManifest:
-        """Everything on disk, the manifest last."""
+        """Writes everything to disk, the manifest last."""
         self.close(sync=True)
         manifest = carried(
             TokenManifest,
@@ -141,7 +142,7 @@ class Writer:
 
 
 def read_manifest(folder: Path) -> TokenManifest | None:
-    """None where the folder was not finished, or is of another format."""
+    """Reads a folder's manifest; None where it was not finished, or is of another format."""
     try:
         found = TokenManifest(**json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -150,7 +151,7 @@ def read_manifest(folder: Path) -> TokenManifest | None:
 
 
 def open_documents(folder: Path) -> Documents:
-    """Raises Refusal (SW6120) where files are missing or shorter than the manifest says."""
+    """Maps a folder's documents. Raises Refusal (SW6120) where files are missing or shorter than the manifest says."""
     manifest = read_manifest(folder)
     if manifest is None:
         raise _damaged(folder, "it has no manifest")

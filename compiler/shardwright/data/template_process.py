@@ -46,7 +46,7 @@ def main(seconds: int) -> int:
 
 
 def _limit(kind: int, most: int) -> None:
-    """Or less, where the shell's own limit (ulimit) is lower: only root may raise that."""
+    """Sets a limit; a lower one where the shell's own limit (ulimit) is lower: only root may raise that."""
     _, hard = resource.getrlimit(kind)
     resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 

@@ -1,5 +1,5 @@
-"""Chat templates. They come with a stranger's tokenizer: transformers' sandbox renders them, in a process of its own
-that cannot compute for long, nor take much memory (template_process.py)."""
+"""Renders chat templates. They come with a stranger's tokenizer: transformers' sandbox renders them, in a process of
+its own that cannot compute for long, nor take much memory (template_process.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two kinds of tokenizer. transformers is imported only where one of its own is asked for."""
+"""Holds the two kinds of tokenizer. transformers is imported only where one of its own is asked for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ Ids = npt.NDArray[np.integer]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """ids: (n,); first, last: (n,) the characters of the text that each token stands for, [first, last)."""
+    """Holds a text's tokens. ids: (n,); first, last: (n,) the characters of the text that each token stands for,
+    [first, last)."""
 
     ids: Ids
     first: npt.NDArray[np.int64]
@@ -60,7 +61,7 @@ class ByteTokenizer:
 
 
 class HubTokenizer:
-    """One of transformers', from a folder."""
+    """Reads one of transformers' tokenizers from a folder."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer
@@ -110,12 +111,12 @@ class HubTokenizer:
         return str(self._hf.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def special(self) -> dict[str, str]:
-        """What a chat template may name: bos_token and the like."""
+        """Returns what a chat template may name: bos_token and the like."""
         return special_tokens(self._hf)
 
 
 def special_tokens(tokenizer: Any) -> dict[str, str]:
-    """tokenizer: transformers' own."""
+    """Returns the special tokens by name. tokenizer: transformers' own."""
     return {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
 
 
@@ -141,7 +142,7 @@ def begin_of_document(tokenizer: Tokenizer, add_bos_token: bool | str) -> list[i
 
 @functools.lru_cache(maxsize=4)
 def load_tokenizer(name: str, folder: Path) -> Tokenizer:
-    """name: "byte", or a folder relative to the compiled folder. Raises Refusal (SW6121)."""
+    """Loads a tokenizer. name: "byte", or a folder relative to the compiled folder. Raises Refusal (SW6121)."""
     if name == "byte":
         return ByteTokenizer()
     try:

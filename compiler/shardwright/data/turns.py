@@ -45,9 +45,9 @@ class Renders(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateShape:
-    """prompts: whether add_generation_prompt writes something. header: what stands in front of an answer: that, or what
-    the template writes there by itself. end: what closes a turn, without the white space behind it; "" where the next
-    role's token does, None where nobody can tell."""
+    """Says how a template writes turns. prompts: whether add_generation_prompt writes something. header: what stands in
+    front of an answer: that, or what the template writes there by itself. end: what closes a turn, without the white
+    space behind it; "" where the next role's token does, None where nobody can tell."""
 
     prompts: bool
     header: str

@@ -1,4 +1,4 @@
-"""Conversations stay whole: which share a row, decided once and kept beside the tokens."""
+"""Decides once which whole conversations share a row, and keeps that beside the tokens."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _table(documents: Documents, length: int, *, packed: bool, whole: bool = Fal
 
 
 def pack(lengths: Indices, documents: Indices, room: int) -> tuple[Indices, Indices]:
-    """(members, bounds) of rows.DocumentRows. lengths: of `documents`, each 1 to room.
+    """Returns (members, bounds) of rows.DocumentRows. lengths: of `documents`, each 1 to room.
 
     Best fit decreasing, as in arXiv 2404.10830 (Fewer Truncations Improve Language Modeling): the longest first, each
     into the fullest row that still has room for it. Rows stand in the order of their first document, and documents in
