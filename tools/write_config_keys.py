@@ -17,6 +17,8 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+from transformers.utils.import_utils import define_import_structure
 
 from shardwright.hf.known_keys import known_keys
 from shardwright.model import config_keys
@@ -89,7 +91,28 @@ def table() -> dict[str, Any]:
             if key not in common:
                 by_kind.setdefault(kind, []).append(key)
         entry["keys"] = dict(sorted(by_kind.items()))
-    return {"transformers": transformers.__version__, "common": dict(sorted(common.items())), "types": found}
+    needed = _processor_packages()
+    return {
+        "transformers": transformers.__version__,
+        "common": dict(sorted(common.items())),
+        "types": found,
+        "processors": dict(sorted(needed.items())),
+        "processor_of": {name: kind for name, kind in sorted(PROCESSOR_MAPPING_NAMES.items()) if kind in needed},
+    }
+
+
+def _processor_packages() -> dict[str, list[str]]:
+    """Processor class -> packages that transformers asks for before it imports it, torch and Pillow aside. Read from
+    its files' marks, whatever is installed here."""
+    structure = define_import_structure(str(Path(transformers.__file__).parent / "models" / "__init__.py"))
+    classes = set(PROCESSOR_MAPPING_NAMES.values())
+    return {
+        name: sorted(set(packages) - {"torch", "vision"})
+        for packages, modules in structure.items()
+        for names in modules.values()
+        for name in sorted(names)
+        if name in classes and set(packages) - {"torch", "vision"}
+    }
 
 
 def _entry(model_type: str) -> dict[str, Any]:

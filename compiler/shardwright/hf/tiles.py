@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from PIL import Image
 
 from shardwright.hf.picture_shapes import Tower
-from shardwright.hf.processor import options_of
+from shardwright.hf.processor import NoProcessor, options_of
+from shardwright.hf.raised import first_line
 
 SIDES = ((1, 1), (2, 2), (3, 3), (4, 4), (6, 6), (4, 3), (3, 4), (1, 4), (4, 1), (1, 12), (12, 1))
 """Of a picture, in sides of the tower's own: where a processor cuts by area, by proportions or by a list of sizes."""
@@ -16,17 +17,26 @@ SIDES = ((1, 1), (2, 2), (3, 3), (4, 4), (6, 6), (4, 3), (3, 4), (1, 4), (4, 1),
 
 def cuts(processor: Any, tower: Tower) -> list[tuple[int, int]]:
     """Of pictures of several sizes: (tiles, the whole one among them; tokens of a row that stand for them). tower:
-    whose pictures have one size."""
+    whose pictures have one size. Raises NoProcessor."""
     found = []
+    options = options_of(processor)
     for image in _pictures(tower):
-        made, written = processor._process_images([image], **options_of(processor))
+        made, written = _called(processor._process_images, image, options)
         found.append((_tiles(made, tower), str(written[0]).count(processor.image_token)))
     return found
 
 
 def most_tiles(images: Any, options: dict[str, Any], tower: Tower) -> int:
-    """images: a processor's part for pictures; options: that it is called with."""
-    return max(_tiles(images([image], **{**options, "return_tensors": "pt"}), tower) for image in _pictures(tower))
+    """images: a processor's part for pictures; options: that it is called with. Raises NoProcessor."""
+    options = {**options, "return_tensors": "pt"}
+    return max(_tiles(_called(images, image, options), tower) for image in _pictures(tower))
+
+
+def _called(processor: Callable[..., Any], image: Image.Image, options: dict[str, Any]) -> Any:
+    try:
+        return processor([image], **options)
+    except Exception as error:  # whatever a type's own class raises at this size
+        raise NoProcessor(first_line(error, 160)) from None
 
 
 def _pictures(tower: Tower) -> Iterator[Image.Image]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +15,21 @@ from shardwright.diagnostics import Diagnostic, KeyPath, Refusal, found
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.recipe import ModelSection, Recipe
 from shardwright.ir.weights import TOKENIZER_PATTERNS
-from shardwright.model.config_keys import brings_code, config_errors, is_tied, vocabulary_size
+from shardwright.model.config_keys import brings_code, config_errors, is_tied, processor_packages, vocabulary_size
 from shardwright.model.own_code import untrusted
-from shardwright.model.popular.hub import CONFIG_NAME, cached_config, config_here, no_id, read_config_file
+from shardwright.model.popular.hub import (
+    CONFIG_NAME,
+    PROCESSOR_FILES,
+    cached_config,
+    config_here,
+    no_id,
+    processor_here,
+    read_config_file,
+)
 from shardwright.model.popular.shipped import nearest_ids, shipped_config
 from shardwright.model.popular.snapshot import locate_weights
+from shardwright.model.refusals import missing_processor_package
+from shardwright.model.support import seeing_types, support
 from shardwright.model.weights_check import check_headers
 from shardwright.safe_read import parse_json, read_regular
 
@@ -36,6 +49,7 @@ def check_model(recipe: Recipe) -> tuple[Diagnostic, ...]:
         if not inline and recipe.model.trust_remote_code is None and brings_code(config):
             wrong.append(untrusted(recipe.model.source or "", config.get("model_type")))
         wrong += config_errors(config, ("model", "config") if inline else ("model", "source"), inline)
+        wrong += _processor(recipe.model, config)
     wrong += _weights(recipe.model, config)
     is_wrong = any(diagnostic.severity == "error" for diagnostic in wrong)
     vocabulary = None if config is None or is_wrong else vocabulary_size(config)
@@ -56,6 +70,33 @@ def _config(section: ModelSection) -> tuple[JsonObject | None, tuple[Diagnostic,
         return (read_config_file(path) if path.is_file() else None), ()  # the files' check has told a missing one
     config = config_here(source, section.revision)
     return config, () if config is not None else (_unknown(source, ("model", "source")),)
+
+
+def _processor(section: ModelSection, config: JsonObject) -> Iterator[Diagnostic]:
+    """SW2080, of a model that is trained on images. A warning where its own processor is not on this machine: `compile`
+    does not look then."""
+    model_type = config.get("model_type")
+    sees = section.task == "image-text-to-text" or (section.task == "auto" and model_type not in support().types)
+    if not isinstance(model_type, str) or model_type not in seeing_types() or not sees:
+        return
+    here = None if section.config is not None else processor_here(section)
+    name, packages = processor_packages(model_type, None if here is None else _processor_class(here[0]))
+    for package in packages:
+        if importlib.util.find_spec(package.replace("-", "_")) is None:
+            why = f"its {name} needs {package}, which is not installed here"
+            told = missing_processor_package(model_type, why, package)
+            is_certain = section.config is not None or here is not None
+            yield told if is_certain else dataclasses.replace(told, severity="warning")
+
+
+def _processor_class(folder: Path) -> str | None:
+    """The class that the files beside the weights name; None where they name none."""
+    for file in PROCESSOR_FILES:
+        with suppress(OSError, ValueError):
+            document = parse_json(read_regular(folder / file))
+            if isinstance(document, dict) and isinstance(name := document.get("processor_class"), str):
+                return name
+    return None
 
 
 def _unknown(name: str, key: KeyPath) -> Diagnostic:

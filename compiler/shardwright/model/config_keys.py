@@ -149,6 +149,13 @@ def brings_code(config: JsonObject) -> bool:
     return model_type not in {*known.types, *known.others, *seeing_types(), *PAIR_TYPES}
 
 
+def processor_packages(model_type: str, processor_class: str | None) -> tuple[str, tuple[str, ...]]:
+    """(class, packages that it needs beside torch and Pillow) of a processor. processor_class: what the model's own
+    files name; None: transformers' class of the type."""
+    name = processor_class or _table()["processor_of"].get(model_type, "")
+    return name, tuple(_table()["processors"].get(name, ())) if is_of_installed() else ()
+
+
 def vocabulary_size(config: JsonObject) -> int | None:
     """None where it is not known without transformers (a part of a configuration in parts)."""
     model_type = config.get("model_type")

@@ -23,18 +23,20 @@ from shardwright.hf.processor import (
 from shardwright.hf.tiles import cuts, most_tiles
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.vision import Vision
+from shardwright.model.refusals import missing_processor_package
 
 
 def with_usual_tiles(vision: Vision, config: PretrainedConfig, *, inline: bool) -> Vision:
     """As the type's own defaults cut a picture, or the processor that a configuration in the recipe gets; whole where
-    it has none."""
+    it has none, or one that needs a package which is not here (compiling tells)."""
     if not vision.patches:
         return vision
+    tower = tower_of(config)
     try:
         if inline:
-            return _cut(vision, cuts(inline_processor(config), tower_of(config)))
-        return dataclasses.replace(vision, tiles=most_tiles(*usual_processor(config), tower_of(config)))
-    except Exception:  # whatever a stranger's class raises at these sizes
+            return _cut(vision, cuts(inline_processor(config), tower))
+        return dataclasses.replace(vision, tiles=most_tiles(*usual_processor(config), tower))
+    except NoProcessor:
         return vision
 
 
@@ -42,13 +44,10 @@ def with_own_tiles(graph: ModelGraph, folder: Path) -> ModelGraph:
     """As the processor in `folder` cuts. The graph itself where its files cannot be used: preparing tells why. Where a
     package is missing, compiling does (check_processor)."""
     assert graph.vision is not None
+    tower = tower_of(_config(graph))
     try:
-        processor = load_processor(folder)
+        found = cuts(load_processor(folder), tower)
     except NoProcessor:
-        return graph
-    try:
-        found = cuts(processor, tower_of(_config(graph)))
-    except Exception:  # whatever a stranger's class raises at these sizes
         return graph
     return dataclasses.replace(graph, vision=_cut(graph.vision, found))
 
@@ -70,18 +69,9 @@ def check_processor(graph: ModelGraph, folder: Path) -> None:
     try:
         load_processor(folder)
     except MissingPackage as why:
-        raise _missing(graph, why) from None
+        raise Refusal(missing_processor_package(graph.model_type, str(why), why.package)) from None
     except NoProcessor:
         return  # preparing tells why
-
-
-def _missing(graph: ModelGraph, why: MissingPackage) -> Refusal:
-    return refusal(
-        "SW2080",
-        f"the processor of a {graph.model_type!r} cannot be loaded: {why}",
-        f"pip install {why.package}, here and on every host of the run.",
-        ("model",),
-    )
 
 
 def inline_processor_files(graph: ModelGraph) -> dict[str, bytes]:
@@ -90,7 +80,7 @@ def inline_processor_files(graph: ModelGraph) -> dict[str, bytes]:
     try:
         return pair_processor_files(config) if graph.contrastive else processor_files(inline_processor(config), config)
     except MissingPackage as why:
-        raise _missing(graph, why) from None
+        raise Refusal(missing_processor_package(graph.model_type, str(why), why.package)) from None
     except NoProcessor as why:
         raise refusal(
             "SW2020",

@@ -61,6 +61,12 @@ def encoder_decoder(model_type: str, key: KeyPath | None, *, decoder_alone: bool
     return found("SW2017", key, message, f"{help}.", POPULAR)
 
 
+def missing_processor_package(model_type: str, why: str, package: str) -> Diagnostic:
+    """SW2080. why: which class needs the package."""
+    message = f"the processor of a {model_type!r} cannot be loaded: {why}"
+    return found("SW2080", ("model",), message, f"pip install {package}, here and on every host of the run.")
+
+
 def wrong_keys(
     config: JsonObject,
     known: Set[str],

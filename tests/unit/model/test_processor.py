@@ -1,14 +1,20 @@
-"""A processor whose package is missing names the package, at compile."""
+"""A processor whose package is missing names the package, at `check` and at compile."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
 
+from shardwright.cli.main import main
 from shardwright.diagnostics import Refusal
-from shardwright.hf.processor import MissingPackage, inline_processor, load_processor, processor_files
+from shardwright.hf.processor import MissingPackage, NoProcessor, inline_processor, load_processor, processor_files
+from shardwright.ir.vision import Vision
 from shardwright.model import processor
 from shardwright.model.graph import trace_model_graph
 from tests.parity.sight import MODELS
@@ -39,3 +45,50 @@ def test_the_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         processor.check_processor(graph, tmp_path)
     (told,) = refused.value.diagnostics
     assert told.code == "SW2080" and "torchvision" in told.message and "pip install torchvision" in str(told.help)
+
+
+PIXTRAL: dict[str, Any] = {"model_type": "mistral3", "text_config": {"model_type": "mistral"}}
+
+
+@pytest.mark.parametrize("place", ["inline", "folder", "of another class", "not here"])
+def test_check_names_the_package_without_transformers(
+    place: str,
+    tmp_path: Path,
+    write_recipe: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchvision" else found(name))
+    model: dict[str, Any] = {"source": "./model", "weights": "random"}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(PIXTRAL))
+    if place == "inline":
+        model = {"config": PIXTRAL, "weights": "random"}
+    elif place != "not here":
+        kind = "PixtralProcessor" if place == "folder" else "Idefics3Processor"
+        (tmp_path / "model" / "processor_config.json").write_text(json.dumps({"processor_class": kind}))
+    data = {"kind": "synthetic"}
+    exits = main(["check", str(write_recipe({"model": model, "data": data, "parallelism": {}}))])
+    told, is_refused = capsys.readouterr().err, place in ("inline", "folder")
+    assert (exits == 1) == is_refused, told
+    assert ("error[SW2080]" in told) == is_refused and ("warning[SW2080]" in told) == (place == "not here")
+    assert place == "of another class" or "PixtralProcessor needs torchvision" in told
+
+
+def test_only_what_a_processor_raises_leaves_images_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistake of our own is no type whose processor cannot be asked."""
+    config = processor._config(trace_model_graph({"model_type": "llava", **MODELS["llava"]}, "auto", inline=True))
+    vision = Vision(patch=4, patches=16, patches_per_token=4.0, layers=(), tower=(), projector=())
+
+    def raises(error: Exception) -> Callable[..., Any]:
+        def called(*args: object, **kwargs: object) -> Any:
+            raise error
+
+        return called
+
+    monkeypatch.setattr(processor, "most_tiles", raises(NoProcessor("it has none")))
+    assert processor.with_usual_tiles(vision, config, inline=False) is vision
+    monkeypatch.setattr(processor, "most_tiles", raises(TypeError("a mistake of ours")))
+    with pytest.raises(TypeError):
+        processor.with_usual_tiles(vision, config, inline=False)
