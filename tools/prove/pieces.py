@@ -130,6 +130,7 @@ PIECES: dict[str, Piece] = {
         areas=("noise-scale",),
     ),
     "bytes": Piece(tests=("tests/parity/test_bytes.py",), speaks_of=(*ENGINE, *COST), areas=("bytes",)),
+    "compiled": Piece(tests=("tests/parity/test_compiled.py",), speaks_of=(*ENGINE, *DATA)),
     "packing-parity": Piece(tests=("tests/parity/test_packing.py",), speaks_of=(*ENGINE, *DATA)),
     "contrastive-parity": Piece(
         tests=("tests/parity/test_contrastive.py",), speaks_of=(*ENGINE, *DATA), areas=("contrastive-parity",)
