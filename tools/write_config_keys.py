@@ -21,8 +21,10 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.utils.import_utils import define_import_structure
 
 from shardwright.hf.known_keys import known_keys
+from shardwright.ir.words import PAIR_TYPES
 from shardwright.model import config_keys
 from shardwright.model.config import COMMON_KEYS, refused_value
+from shardwright.model.support import seeing_types
 from tests.zoo.configs import tiny_config
 from tests.zoo.overrides import IMPOSSIBLE
 
@@ -96,6 +98,11 @@ def table() -> dict[str, Any]:
         "transformers": transformers.__version__,
         "common": dict(sorted(common.items())),
         "types": found,
+        "in_parts": {
+            name: sorted(names - common.keys())
+            for name in sorted({*seeing_types(), *PAIR_TYPES} - found.keys())
+            if (names := _names(name))
+        },
         "processors": dict(sorted(needed.items())),
         "processor_of": {name: kind for name, kind in sorted(PROCESSOR_MAPPING_NAMES.items()) if kind in needed},
     }
@@ -129,6 +136,14 @@ def _entry(model_type: str) -> dict[str, Any]:
         return {key: value for key, value in {**entry, "heads": heads(model_type)}.items() if value}
     print(f"{model_type}: its class has no defaults", file=sys.stderr)
     return {"keys": {}}
+
+
+def _names(model_type: str) -> set[str]:
+    """Every key that the class reads; empty where it has no defaults."""
+    config_class = CONFIG_MAPPING[model_type]
+    with contextlib.suppress(Exception):
+        return {*config_class().to_dict(), *config_class.attribute_map, *known_keys(config_class)}
+    return set()
 
 
 def _sizes(default: Any) -> Iterator[tuple[str, int]]:

@@ -124,10 +124,8 @@ def config_errors(config: JsonObject, key: KeyPath, inline: bool) -> tuple[Diagn
     if not is_of_installed() or (not inline and brings_code(config)):
         return ()
     model_type = config.get("model_type")
-    if isinstance(model_type, str) and model_type in PAIR_TYPES:
-        return ()  # its class judges it, as of the others that see
-    if isinstance(model_type, str) and model_type in seeing_types() and model_type not in support().types:
-        return ()
+    if isinstance(model_type, str) and model_type in {*seeing_types(), *PAIR_TYPES} - support().types.keys():
+        return tuple(_names(config, model_type, key)) if inline else ()
     if not isinstance(model_type, str) or model_type not in support().types:
         where = (*key, "model_type") if inline and model_type is not None else key
         return (_no_type(model_type, where),)
@@ -186,6 +184,15 @@ def _no_type(model_type: JsonValue, where: KeyPath) -> Diagnostic:
     if table.others[model_type] == "encoder-decoder":
         return encoder_decoder(model_type, where, decoder_alone=False)
     return no_causal_lm(model_type, table.types, where)
+
+
+def _names(config: JsonObject, model_type: str, key: KeyPath) -> Iterator[Diagnostic]:
+    """SW2005 of a configuration in parts, whose values the class judges."""
+    names = _table()["in_parts"].get(model_type)
+    if names is not None:
+        known = {*names, *_table()["common"], *published_keys(model_type)}
+        takes = f"configuration of a {model_type}"
+        yield from wrong_keys(config, known, lambda name, value: "", key, inline=True, takes=takes)
 
 
 def _values(config: JsonObject, known: TypeKeys, key: KeyPath, inline: bool, model_type: str) -> Iterator[Diagnostic]:

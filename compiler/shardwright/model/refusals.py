@@ -10,7 +10,7 @@ from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.model.support import nearest_types
 
 POPULAR = ("llama", "qwen2", "gpt2")
-_WRITTEN_BY_PROGRAMS = frozenset({"architectures", "transformers_version", "torch_dtype", "auto_map"})
+_WRITTEN_BY_PROGRAMS = frozenset({"architectures", "transformers_version", "auto_map"})
 """One of these tells that a configuration is a published config.json, not typed by hand."""
 _MISSPELT = 0.87
 """Similarity (difflib) from which an unknown name is taken for a misspelt key: one letter in eight."""
@@ -87,7 +87,8 @@ def wrong_keys(
             if not inline:  # config.json files of folders carry keys that transformers ignores
                 continue
             # A name that is nearly that of a key which the file leaves out is misspelt, whoever wrote it.
-            if is_published and not difflib.get_close_matches(name, known - config.keys(), n=1, cutoff=_MISSPELT):
+            left_out = () if name.startswith("_") else known - config.keys()
+            if is_published and not difflib.get_close_matches(name, left_out, n=1, cutoff=_MISSPELT):
                 unread.append(name)
                 continue
             message = f"unknown key {name!r} for model_type {config['model_type']!r}"

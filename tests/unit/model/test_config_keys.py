@@ -97,6 +97,7 @@ UNREAD: dict[str, set[str]] = {
     "mimo-v2-flash": {"hybrid_layer_pattern", "swa_rope_theta", "topk_method"},
     "smollm2": {"is_llama_config", "rope_interleaved"},
     "qwen2.5-mrope": {"use_mrope"},
+    "llava-1.5": {"vocab_size"},  # the text part's counts
 }
 """Keys that nothing in transformers reads, of some of them."""
 
@@ -126,6 +127,8 @@ def test_a_published_configuration_pasted_into_a_recipe_is_what_it_is_in_a_folde
         ("nemotron-h", {"hybrid_overide_pattern": "M-"}, "hybrid_override_pattern"),
         ("llama-3.1", {"num_key_values_heads": 8}, "num_key_value_heads"),
         ("minimax-m2", {"rotary_dims": 64}, "rotary_dim"),
+        ("qwen2.5-vl", {"num_hidden_layer": 36}, "num_hidden_layers"),
+        ("mistral-small-3.1", {"vision_configs": {}}, "vision_config"),
     ],
 )
 def test_a_misspelt_key_of_a_published_configuration_is_refused(
@@ -151,6 +154,7 @@ def test_a_misspelt_key_of_a_published_configuration_is_refused(
         ("mimo-v2-flash", "sliding_window_size", "sliding_window", 129),
         ("pythia", "rotary_pct", "rope_parameters.partial_rotary_factor", 0.25),
         ("bloom", "n_embed", "hidden_size", 1024),
+        ("qwen2.5-vl", "hidden_size", "text_config.hidden_size", 2048),
         ("lfm2", "block_ff_dim", "intermediate_size", 6656),
         ("gemma-3-1b", "rope_local_base_freq", "rope_parameters.sliding_attention.rope_theta", 10000),
     ],
