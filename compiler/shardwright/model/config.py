@@ -19,10 +19,11 @@ from shardwright.hf.known_keys import known_keys
 from shardwright.hf.task import Task, task_named, task_of_type, trained_types
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.ir.words import TaskName
-from shardwright.model.config_keys import METADATA_KEYS, size_problem
+from shardwright.model.config_keys import size_problem
 from shardwright.model.own_code import FINGERPRINT
 from shardwright.model.popular.shipped import published_keys
 from shardwright.model.refusals import (
+    METADATA_KEYS,
     encoder_decoder,
     no_causal_lm,
     no_pairs,

@@ -37,36 +37,6 @@ _SIZES = (
 MOST_LAYERS = 2048
 ANY_VALUE = "any"
 """In place of kinds: the key takes what it is given."""
-METADATA_KEYS = frozenset(
-    [
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "_commit_hash",
-        "_name_or_path",
-        "architectures",
-        "attn_implementation",
-        "auto_map",
-        "compression_config",
-        "custom_pipelines",
-        "dtype",
-        "experts_implementation",
-        "gradient_checkpointing",
-        "model_name",
-        "name_or_path",
-        "pretraining_tp",
-        "quantization",
-        "quantization_config",
-        "task_specific_params",
-        "tokenizer_class",
-        "torch_dtype",
-        "transformers.js_config",
-        "transformers_version",
-        "unsloth_fixed",
-        "unsloth_version",
-        "use_cache",
-    ]
-)
-"""Keys of published files that say who wrote them, how the weights are stored, or how a program runs them."""
 TIED = "tie_word_embeddings"
 SIZES = ("vocab_size", "hidden_size", "num_attention_heads")
 _WORDS: dict[str, str] = {"b": "true or false", "i": "an integer", "f": "a number", "s": "text", "l": "a list"}

@@ -10,6 +10,36 @@ from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.model.support import nearest_types
 
 POPULAR = ("llama", "qwen2", "gpt2")
+METADATA_KEYS = frozenset(
+    [
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_commit_hash",
+        "_name_or_path",
+        "architectures",
+        "attn_implementation",
+        "auto_map",
+        "compression_config",
+        "custom_pipelines",
+        "dtype",
+        "experts_implementation",
+        "gradient_checkpointing",
+        "model_name",
+        "name_or_path",
+        "pretraining_tp",
+        "quantization",
+        "quantization_config",
+        "task_specific_params",
+        "tokenizer_class",
+        "torch_dtype",
+        "transformers.js_config",
+        "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_cache",
+    ]
+)
+"""Keys of published files that say who wrote them, how the weights are stored, or how a program runs them."""
 _WRITTEN_BY_PROGRAMS = frozenset({"architectures", "transformers_version", "auto_map"})
 """One of these tells that a configuration is a published config.json, not typed by hand."""
 _MISSPELT = 0.87
@@ -93,11 +123,12 @@ def wrong_keys(
                 continue
             message = f"unknown key {name!r} for model_type {config['model_type']!r}"
             help = f"model.config takes the keys of transformers' {takes}."
-            yield found("SW2005", where, message, help, difflib.get_close_matches(name, sorted(known), n=3))
+            near = difflib.get_close_matches(name, sorted(known - METADATA_KEYS), n=3)
+            yield found("SW2005", where, message, help, near)
         elif wrong := problem(name, value):
             help = f"See transformers' {takes} for what this key takes."
             yield found("SW2006", where, f"{name}: {value!r} {wrong}", help)
     if unread:
         message = f"transformers reads no {', '.join(map(repr, unread))} of a {config['model_type']!r} configuration"
-        help = "The model is built without. Delete these keys, or say what they mean in keys that transformers reads."
+        help = "The model is built without them. Delete them, or say what they mean in keys that transformers reads."
         yield found("SW2005", key, message, help, severity="warning")

@@ -16,6 +16,7 @@ from shardwright.diagnostics import Refusal
 from shardwright.model.config import resolve_config
 from shardwright.model.config_keys import config_errors, is_of_installed, type_keys, vocabulary_size
 from shardwright.model.popular.shipped import shipped_config, shipped_ids
+from shardwright.model.refusals import METADATA_KEYS
 from tests.conftest import SMALL_RECIPE
 from tests.zoo.configs import RUNNABLE, TYPES, tiny_config
 from tests.zoo.overrides import IMPOSSIBLE
@@ -142,6 +143,9 @@ def test_a_misspelt_key_of_a_published_configuration_is_refused(
     # Without the marks of a program a configuration was typed by hand: each unknown key is an error.
     typed = {key: value for key, value in PUBLISHED["smollm2"].items() if key in {*LLAMA, "is_llama_config"}}
     assert codes(typed) == ["SW2005"]
+    # Nobody means a key that says how files are stored.
+    (told,) = config_errors({**LLAMA, "qk_norm_type": "x"}, KEY, inline=True)
+    assert not set(told.valid) & METADATA_KEYS
 
 
 @pytest.mark.parametrize(
