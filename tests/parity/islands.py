@@ -8,6 +8,7 @@ import json
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,8 @@ def simulate(
     """members: of each outer step, as the store wrote them down; others take the first member's state when it is
     through. None: all of them in each."""
     models = [initial_model(MODELS[case.model], SEED) for _ in range(islands)]
+    for name, parameter in (each for model in models for each in model.named_parameters()):
+        parameter.requires_grad_(not any(fnmatchcase(name, each) for each in case.freeze))
     optimizers = [plain(model, case) for model in models]
     anchor = {name: p.detach().clone() for name, p in models[0].named_parameters()}
     momentum = {name: torch.zeros_like(p) for name, p in anchor.items()}

@@ -25,6 +25,7 @@ from tests.parity.islands import (
 
 pytestmark = pytest.mark.launch
 WEIGHT_ABSOLUTE = 1e-5
+FROZEN = ("model.embed_tokens.weight", "model.layers.0.*", "*norm*")
 LAYOUTS: dict[str, tuple[int, Case]] = {
     "zero-0": (2, one_island(zero_stage=0)),
     "zero-1": (2, one_island()),
@@ -37,9 +38,14 @@ LAYOUTS: dict[str, tuple[int, Case]] = {
     "expert": (2, one_island(expert=2, model="mixtral")),
     "three-islands": (3, one_island(data=1)),
     "pipeline-data": (2, one_island(data=2, pipeline=2)),
+    "frozen-zero-0": (2, one_island(zero_stage=0, freeze=FROZEN)),
+    "frozen-zero-1": (2, one_island(freeze=FROZEN)),
+    "frozen-zero-3": (2, one_island(zero_stage=3, freeze=FROZEN)),
+    "frozen-pipeline": (2, one_island(data=1, pipeline=2, freeze=FROZEN)),
+    "frozen-tensor": (2, one_island(data=1, tensor=2, freeze=FROZEN)),
 }
 """Islands, and what each of them is."""
-QUICK = [("zero-1", "average"), ("zero-1", "overlap-2")]
+QUICK = [("zero-1", "average"), ("zero-1", "overlap-2"), ("frozen-zero-1", "nesterov")]
 TABLE = [
     *((layout, outer) for layout in LAYOUTS for outer in ("average", "nesterov", "overlap-2")),
     *((layout, "overlap-1") for layout in ("zero-0", "zero-3", "pipeline")),

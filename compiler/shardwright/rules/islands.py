@@ -39,7 +39,6 @@ def check_islands(recipe: Recipe) -> Iterator[Diagnostic]:
     beside: dict[str, tuple[bool, str]] = {
         "target": (not ENGINES[recipe.target].islands, f"Write `target: {DEFAULT}`."),
         "training.precision": (recipe.training.precision == "fp16", "Write `precision: bf16` or fp32."),
-        "model.freeze": (bool(recipe.model.freeze), "Remove it: frozen parameters were not tried."),
         "data.images": (
             any(part.images is not None for _, part in recipe.data_parts()),
             "Train a model on text: pictures were not tried.",
