@@ -208,10 +208,18 @@ def _balance(problem: Problem) -> PlanBalance | None:
     return PlanBalance(coefficient=coefficient, affinity=affinity)
 
 
+def _check_adapters(problem: Problem) -> None:
+    if problem.recipe.lora is not None:
+        from shardwright.model.probed import check_adapters
+
+        check_adapters(problem.graph, problem.recipe.lora)
+
+
 def _planned(
     problem: Problem, inputs: Inputs, estimate: Estimate, partition: StagePartition, tensor_map: TensorParallelMap
 ) -> Plan:
     recipe, graph, engine = with_save_interval(problem, estimate), problem.graph, ENGINES[problem.recipe.target]
+    _check_adapters(problem)
     if errors := (*data_errors(recipe, graph), *check_checkpoint_folder(recipe.checkpoint.directory)):
         raise Refusal(*errors)
     plan = build_plan(

@@ -32,6 +32,7 @@ from shardwright.modules.loss import CausalLoss
 from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
 from shardwright.train.leaving import leave
+from shardwright.train.parameters import check_parameters
 from tests.figures import training_apart
 from tests.parity.groups import share_groups
 from tests.parity.harness import STEPS, Case, reference, write_inputs
@@ -42,6 +43,7 @@ PLAIN_TOTAL = CausalLoss.total
 def measure(case: Case, folder: Path) -> dict[str, float]:
     plan = compiled(case, folder)
     trainer = build_trainer(plan, folder)
+    check_parameters(plan, dist.get_rank(), trainer.held(), trainer.transposed)
     widest = _watch_logits()
     results = train(plan, folder, trainer, 1, STEPS)
     check_masters(trainer.owned())

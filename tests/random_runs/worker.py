@@ -164,11 +164,13 @@ def trained(case: Case, out: Path, steps: range, resume: Path | None) -> dict[st
     from shardwright.modules.dropout import seed_dropout
     from shardwright.modules.learning_rate import learning_rate
     from shardwright.plan.serialize import read_plan
+    from shardwright.train.parameters import check_parameters
 
     plan = read_plan(out)
     opened = open_megatron(plan) if case.engine == "megatron" else None
     data, rank = open_dataset(plan, out), dist.get_rank()
     trainer = runtime_of(plan).build_trainer(plan, out, resumes=resume is not None)
+    check_parameters(plan, rank, trainer.held(), trainer.transposed)
     at, batches = plan.ranks[rank].data, Batches(plan, data)
     seed_dropout(plan, rank)
     if resume is not None:

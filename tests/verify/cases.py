@@ -278,9 +278,35 @@ DeepSpeedZeroOptimizer._optimizer_step = first_group_alone
         {"lora": {"rank": 16, "alpha": 32, "dropout": 0.1}},
         """
 import dataclasses
+from shardwright.hf import lora
+plain = lora.lora_config
+lora.lora_config = lambda plan, **more: plain(dataclasses.replace(plan, alpha=2 * plan.alpha), **more)
+""",
+    ),
+    "lora on a mixture": (
+        "deepseek-ai/DeepSeek-V3",
+        {"data": 4, "zero_stage": 3},
+        {"lora": {"rank": 16, "alpha": 32, "dropout": 0.1}},
+        """
 from shardwright.modules import lora
-plain = lora._config
-lora._config = lambda plan, **more: plain(dataclasses.replace(plan, alpha=2 * plan.alpha), **more)
+plain = lora.inject
+def doubled_in_shared_experts(model, section, paths):
+    plain(model, section, paths)
+    for name, module in model.named_modules():
+        if "shared_experts" in name and hasattr(module, "scaling"):
+            module.scaling = {key: 2 * scale for key, scale in module.scaling.items()}
+lora.inject = doubled_in_shared_experts
+""",
+    ),
+    "freeze": (
+        "Qwen/Qwen3-8B",
+        {"tensor": 2, "data": 2, "zero_stage": 2},
+        {"model": {"freeze": ["model.layers.1?.*", "*norm*", "model.embed_tokens"]}},
+        """
+from shardwright.plan.plan import PlanModel
+from shardwright.train import session
+PlanModel.is_frozen = lambda self, parameter: "norm" in parameter
+session.check_parameters = lambda *_: None
 """,
     ),
 }

@@ -44,6 +44,7 @@ from shardwright.modules.names import is_padding
 from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
 from shardwright.train.leaving import leave
+from shardwright.train.parameters import check_parameters
 from tests.figures import training_apart
 from tests.parity.groups import share_groups
 from tests.parity.reference import Reference, token_rows, train
@@ -115,6 +116,7 @@ def measure(model_type: str, folder: Path) -> dict[str, Any]:
     dist.barrier()
     plan = compiled.plan
     trainer = build_trainer(plan, folder)
+    check_parameters(plan, dist.get_rank(), trainer.held(), trainer.transposed)
     batches = Batches(plan, open_dataset(plan, folder))
     results, moments = [], []
     for k in range(1, STEPS + 1):

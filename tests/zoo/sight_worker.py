@@ -28,6 +28,7 @@ from shardwright.model import graph
 from shardwright.modules.batches import MicroBatch
 from shardwright.modules.learning_rate import learning_rate
 from shardwright.recipe.load import load_recipe
+from shardwright.train.parameters import check_parameters
 from tests.figures import training_apart
 from tests.parity.reference import Reference, train
 from tests.zoo.pipeline_worker import BETAS, CLIPPING, LAYOUT, STEPS, clipped, first_moments, main, of_a_range
@@ -129,6 +130,7 @@ def _measured(model_type: str, folder: Path) -> dict[str, Any]:
             dist.barrier()  # after a refusal too: the others wait
     plan = compiled.plan
     trainer = build_trainer(plan, folder)
+    check_parameters(plan, dist.get_rank(), trainer.held(), trainer.transposed)
     results, moments = [], []
     for k, step in enumerate(steps, 1):
         rate = learning_rate(plan.optimizer, plan.scheduler, STEPS, k)

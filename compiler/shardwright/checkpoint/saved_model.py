@@ -12,9 +12,10 @@ from shardwright.checkpoint.manifest import CHECKSUMS, damages, read_checksums
 from shardwright.checkpoint.read import CheckpointReader
 from shardwright.data.sources import every_part
 from shardwright.diagnostics import Refusal, refusal
+from shardwright.hf.lora import adapter_names
 from shardwright.ir.own_code import OwnCode
 from shardwright.ir.weights import TOKENIZER_PATTERNS
-from shardwright.modules.lora import adapter_names, merged
+from shardwright.modules.lora import merged
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import read_plan
 

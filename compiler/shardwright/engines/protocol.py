@@ -55,10 +55,11 @@ class LiveFragment:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldParameter:
     """shape: of this rank's part, before any flattening over data ranks. resident_bytes: what is in memory of it, in
-    the type that the model computes with."""
+    the type that the model computes with. is_trained: whether it gets gradients."""
 
     shape: tuple[int, ...]
     resident_bytes: int
+    is_trained: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

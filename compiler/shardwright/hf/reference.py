@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from shardwright.hf.balance import AFFINITIES, routers_of
 from shardwright.hf.objective import IGNORED
@@ -67,8 +69,51 @@ def train(
         losses.append(float(loss.detach()))
         rates.append(rate)
     weights = {name: optimizer.masters.get(name, p).detach() for name, p in model.named_parameters()}
-    unused = optimizer.unused | (weights.keys() - optimizer.masters.keys())
-    return Reference(losses, norms, rates, weights, unused, evaluations)
+    return Reference(losses, norms, rates, weights, optimizer.unused, evaluations)
+
+
+def add_plain_adapters(
+    model: nn.Module, stack: str, names: tuple[str, ...] | None, *, rank: int, alpha: float, seed: int
+) -> None:
+    """Freeze the model and add alpha / rank B A x to the output of each linear of its decoder layers that has one of
+    these names, by forward hooks: LoRA (arXiv 2106.09685) without peft, which it is compared with.
+
+    names: None for every linear but routers. A and B have peft's names, and the values that peft draws from `seed`.
+    """
+    model.requires_grad_(False)
+    torch.manual_seed(seed)
+    for path, module in list(model.named_modules()):
+        leaf = path.rpartition(".")[2]
+        auto = leaf != "gate" and not any(part in leaf for part in ("router", "norm", "embed"))
+        if not (path.startswith(stack + ".") and (auto if names is None else leaf in names)):
+            continue
+        if not isinstance(module, nn.Linear | Conv1D):
+            continue
+        into, out = module.weight.shape if isinstance(module, Conv1D) else reversed(module.weight.shape)
+        a, b = nn.Linear(into, rank, bias=False), nn.Linear(rank, out, bias=False)
+        nn.init.kaiming_uniform_(a.weight, a=math.sqrt(5))
+        nn.init.zeros_(b.weight)
+        module.register_forward_hook(partial(_add_adapter, a, b, alpha / rank))
+        module.add_module("lora_A", nn.ModuleDict({"default": a}))
+        module.add_module("lora_B", nn.ModuleDict({"default": b}))
+
+
+def _add_adapter(
+    a: nn.Linear, b: nn.Linear, scale: float, module: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor
+) -> torch.Tensor:
+    adapted: torch.Tensor = output + scale * b(a(inputs[0]))
+    return adapted
+
+
+def merge_plain_adapters(model: nn.Module, weights: dict[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
+    """Return the weights of a model that add_plain_adapters adapted, with W + scale B A in place of each adapted W."""
+    merged = dict(weights)
+    for path, module in model.named_modules():
+        if hasattr(module, "lora_A"):
+            a, b = (weights[f"{path}.lora_{x}.default.weight"] for x in "AB")
+            change = scale * (b @ a)
+            merged[f"{path}.weight"] = merged[f"{path}.weight"] + (change.t() if isinstance(module, Conv1D) else change)
+    return merged
 
 
 class PlainBalance:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -21,6 +22,7 @@ from shardwright.hf.contrastive import probe_pairs
 from shardwright.hf.depth import keeps_every_kind
 from shardwright.hf.experts import why_no_expert_ranks as no_expert_ranks
 from shardwright.hf.floats import untagged
+from shardwright.hf.lora import why_not_adapted
 from shardwright.hf.packing import why_not_packed
 from shardwright.hf.pictures import NoPictures, once_a_picture
 from shardwright.hf.probe import NotCuttable, Probed, find_cut, find_together, logits_of, probe
@@ -30,11 +32,13 @@ from shardwright.hf.skeleton import Batch
 from shardwright.hf.task import CAUSAL_LM, Task, task_named
 from shardwright.ir.apart import share_apart
 from shardwright.ir.cut import Cut, Range
+from shardwright.ir.lora import LoraSection, target_modules
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.names import pattern
 from shardwright.ir.recipe import FLASH
 from shardwright.ir.words import TaskName
 from shardwright.layout.experts import expert_modules
+from shardwright.optional_packages import missing_peft
 
 WITH_PICTURES = "its rows hold pictures, which is not proved"
 MOST_PARAMETERS = 250_000_000
@@ -220,6 +224,53 @@ def _router_affinity(model_type: str, text: str, attention: str) -> str | NoBala
             return affinity_of(model, CAUSAL_LM.example(model.config))
         except Exception as error:  # whatever a type's own code raises at this size
             return NoBalance(f"a tiny copy does not run ({first_line(error, 120)})")
+
+
+def check_adapters(graph: ModelGraph, lora: LoraSection) -> None:
+    """Try the adapters on a tiny copy, before anything is paid for. Raises Refusal: SW3221.
+
+    Does nothing where peft is not installed (each rank says so), of a type with code of its own, or of pairs.
+    """
+    if missing_peft() or graph.model_type not in CONFIG_MAPPING or task_named(graph.task).contrastive:
+        return
+    names = target_modules(graph, lora)
+    planned = frozenset(
+        pattern(p.name.removesuffix(".weight"))
+        for layer in graph.layers
+        for p in layer.parameters
+        if layer.kind == "decoder" and p.name.split(".")[-2:] in [[name, "weight"] for name in names]
+    )
+    text = _text(task_named(graph.task).small(dict(graph.config), depth=False))
+    attention = "eager" if graph.attention == FLASH else graph.attention
+    why = _why_not_adapted(graph.model_type, graph.task, text, attention, graph.cut.stack, lora, names, planned)
+    if why:
+        raise refusal(
+            "SW3221",
+            f"adapters do not train on a tiny copy of this {graph.model_type!r}: {why}",
+            "Name other modules in lora.target_modules, or remove the `lora` section.",
+            ("lora", "target_modules"),
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _why_not_adapted(
+    model_type: str,
+    task: TaskName,
+    text: str,
+    attention: str,
+    stack: str,
+    lora: LoraSection,
+    names: tuple[str, ...],
+    planned: frozenset[str],
+) -> str:
+    with _aside(), warnings.catch_warnings():
+        try:
+            model = _random_model(model_type, task, text, attention)
+            ids, beside = task_named(task).shown(model)
+            warnings.simplefilter("ignore")  # peft says that it turns GPT-2's weights round
+            return why_not_adapted(model, stack, lora, names, planned, lambda: logits_of(model, ids, beside))
+        except Exception as error:  # whatever a type's own code raises at this size
+            return f"it does not run with them ({first_line(error, 120)})"
 
 
 @functools.lru_cache(maxsize=256)

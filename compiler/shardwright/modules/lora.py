@@ -1,26 +1,20 @@
-"""LoRA through peft: adapters put beside the linears of the decoder layers, everything else frozen.
-
-peft is imported here and nowhere else, and only where the plan asks for it.
-"""
+"""LoRA on a rank: the plan's adapters beside the linears of the decoder layers, everything else frozen."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from shardwright.diagnostics import Refusal, refusal
+from shardwright.hf.lora import ADAPTER, adapter_names, inject, linear_paths, lora_config
 from shardwright.hf.task import Task
 from shardwright.optional_packages import missing_peft
 from shardwright.plan.plan import Plan, PlanLora
 
-_ADAPTER = "default"
-"""peft's name for the only adapter, a part of its parameters' names."""
-_MODEL = "model_to_adapt"
-"""Where the model is inside of the module that peft is given."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
@@ -35,13 +29,8 @@ def add_adapters(model: nn.Module, plan: Plan, transposed: frozenset[str]) -> No
     if absent := missing_peft():
         raise Refusal(absent)
     torch.manual_seed(plan.training.seed)
-    paths = [
-        name
-        for name, _ in model.named_modules()
-        if name.startswith(plan.model.cut.stack + ".") and name.rpartition(".")[2] in plan.lora.target_modules
-    ]
     try:
-        _inject(model, _config(plan.lora, target_modules=[f"{_MODEL}.{path}" for path in paths]))
+        inject(model, plan.lora, linear_paths(model, plan.model.cut.stack, plan.lora.target_modules))
     except ValueError as error:  # a module that only looks like a linear by its parameters
         raise refusal(
             "SW6252",
@@ -50,22 +39,7 @@ def add_adapters(model: nn.Module, plan: Plan, transposed: frozenset[str]) -> No
             ("lora", "target_modules"),
         ) from None
     found = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-    check_adapters(found, planned_adapters(plan, transposed))
-
-
-def _inject(model: nn.Module, config: Any) -> None:
-    """Exactly the modules that `config` names, by their paths behind `_MODEL`.
-
-    peft rewrites the targets of mixtures of experts by the configuration's `model_type`: paths that end in gate_proj,
-    up_proj or down_proj become the routed experts' parameters, dense layers and shared experts lose theirs
-    (peft.utils.transformers_weight_conversion). It does so only for a model that has a `config`: the module around
-    this one has none.
-    """
-    from peft import inject_adapter_in_model
-
-    around = nn.Module()
-    around.add_module(_MODEL, model)
-    inject_adapter_in_model(config, around)
+    check_adapters(found, planned_adapters(plan, transposed), rank=dist.get_rank() if dist.is_initialized() else 0)
 
 
 def planned_adapters(plan: Plan, transposed: frozenset[str]) -> dict[str, tuple[int, ...]]:
@@ -83,7 +57,7 @@ def planned_adapters(plan: Plan, transposed: frozenset[str]) -> dict[str, tuple[
     return found
 
 
-def check_adapters(found: dict[str, tuple[int, ...]], planned: dict[str, tuple[int, ...]]) -> None:
+def check_adapters(found: dict[str, tuple[int, ...]], planned: dict[str, tuple[int, ...]], *, rank: int = 0) -> None:
     """found, planned: trained parameter -> shape. Raises Refusal: SW6256 with the first names that differ."""
     differences = [
         f"{name}: {_shape(found.get(name))}, planned {_shape(planned.get(name))}"
@@ -94,7 +68,7 @@ def check_adapters(found: dict[str, tuple[int, ...]], planned: dict[str, tuple[i
         shown = "; ".join(differences[:3])
         raise refusal(
             "SW6256",
-            f"{len(differences)} of {len(planned)} planned adapter tensors differ in the model: {shown}",
+            f"rank {rank}: {len(differences)} of {len(planned)} planned adapter tensors differ in the model: {shown}",
             "Nothing was trained. Name other modules in lora.target_modules, or install a peft version that"
             " pyproject.toml names, and compile again.",
             ("lora",),
@@ -105,14 +79,8 @@ def _shape(shape: tuple[int, ...] | None) -> str:
     return "absent" if shape is None else "x".join(map(str, shape))
 
 
-def _config(lora: PlanLora, **more: Any) -> Any:
-    from peft import LoraConfig
-
-    return LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, **more)
-
-
 def is_rewritten_by_peft(lora: PlanLora, model: nn.Module) -> bool:
-    """Whether peft, given the adapter folder, would adapt other modules of this model than the run did (see _inject).
+    """Whether peft, given the adapter folder, would adapt other modules of this model than the run did (hf/lora.py).
     Versions without that module rewrite nothing."""
     if missing_peft():
         return False
@@ -120,7 +88,7 @@ def is_rewritten_by_peft(lora: PlanLora, model: nn.Module) -> bool:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
     except ImportError:
         return False
-    config = _config(lora, target_modules=list(lora.target_modules))
+    config = lora_config(lora, target_modules=list(lora.target_modules))
     try:
         convert_peft_config_for_transformers(config, model=model, conversions=None)
     except ValueError:  # a part of what it fuses
@@ -135,7 +103,7 @@ def write_config(lora: PlanLora, task: Task, base: str, folder: Path, *, fan_in_
     """
     if absent := missing_peft():
         raise Refusal(absent)
-    config = _config(
+    config = lora_config(
         lora,
         target_modules=list(lora.target_modules),
         task_type=task.peft_type,
@@ -167,18 +135,13 @@ def unique(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]
     return found
 
 
-def adapter_names(module: str) -> tuple[str, str]:
-    """A's and B's, as the model has them."""
-    return f"{module}.lora_A.{_ADAPTER}.weight", f"{module}.lora_B.{_ADAPTER}.weight"
-
-
 def is_adapter(name: str) -> bool:
-    return name.endswith((f".lora_A.{_ADAPTER}.weight", f".lora_B.{_ADAPTER}.weight"))
+    return name.endswith((f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"))
 
 
 def saved_name(name: str) -> str:
     """As peft writes and loads it."""
-    return "base_model.model." + name.replace(f".{_ADAPTER}.", ".")
+    return "base_model.model." + name.replace(f".{ADAPTER}.", ".")
 
 
 def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lora: PlanLora, *, turned: bool) -> torch.Tensor:

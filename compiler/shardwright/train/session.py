@@ -40,6 +40,7 @@ from shardwright.train.measured import AttemptSummary
 from shardwright.train.noise_scale import MeasuredNoise, noise_meter
 from shardwright.train.outer import Outer, OuterResult
 from shardwright.train.ownership import RANKS, lease_of, taken_over
+from shardwright.train.parameters import check_parameters, parameter_counts
 from shardwright.train.store_links import Unreached
 from shardwright.train.tracking import Tracking
 from shardwright.watch.journal import Evaluations, Metrics, OuterSteps, Saves, write_json, write_status
@@ -67,7 +68,9 @@ class Session:
         self._batches = Batches(self.plan, data, sight)
         self._trainer = runtime_of(self.plan).build_trainer(self.plan, folder, resumes=bool(resume))
         self.engine, self.device = self._trainer.engine, self._trainer.device
-        write_json(folder / "run" / "ranks" / f"rank-{rank:05d}.json", live_record(self._trainer.held(), rank))
+        held = self._trainer.held()
+        write_json(folder / "run" / "ranks" / f"rank-{rank:05d}.json", live_record(held, rank))
+        check_parameters(self.plan, rank, held, self._trainer.transposed)
         self.data_rank = self.plan.ranks[rank].data
         seed_dropout(self.plan, rank)
         self.done = self._saved = load_checkpoint(self.plan, self._trainer, Path(resume)) if resume else 0
@@ -241,13 +244,14 @@ class Session:
 def live_record(held: Mapping[str, HeldParameter], rank: int) -> dict[str, JsonValue]:
     """parameter_bytes: resident parameters in the compute dtype (under ZeRO-3, this data rank's partitions).
 
-    shapes: Hugging Face name -> the shape of this rank's part, before ZeRO's flattening.
+    shapes: Hugging Face name -> the shape of this rank's part, before ZeRO's flattening. trained, frozen: how many.
     """
     return {
         "rank": rank,
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "parameter_bytes": sum(p.resident_bytes for p in held.values()),
+        **parameter_counts(held),
         "shapes": {name: list(p.shape) for name, p in held.items()},
     }
 

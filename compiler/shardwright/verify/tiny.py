@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 
+from shardwright.ir.freeze import frozen_patterns
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.ir.lora import LoraSection
+from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.words import PartialCheckpointing
 from shardwright.layout.strategy import Strategy
@@ -113,9 +116,30 @@ def held_out_rows(s: Strategy) -> int:
     return batch_of(s) + 1
 
 
-def tiny_recipe(recipe: Recipe, s: Strategy, data: JsonObject, held_out: JsonObject | None) -> JsonObject:
+def tiny_freeze(graph: ModelGraph, freeze: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return what `model.freeze` names of the tiny copy, whose parameters are `names`. Where it freezes some of the
+    layers, the copy's layers at the same share of the depth."""
+    stack = graph.cut.stack + "."
+
+    def number(name: str) -> int:
+        return int(name.removeprefix(stack).split(".")[0]) if name.startswith(stack) else 0
+
+    whole = max(number(p.name) for layer in graph.layers for p in layer.parameters) + 1
+    depth = max(map(number, names)) + 1
+    found = []
+    for entry in frozen_patterns(graph, freeze):
+        if entry.startswith(stack) and not entry.startswith(f"{stack}*"):
+            rest = entry.removeprefix(stack).partition(".")[2]
+            entry = f"{stack}{number(entry) * depth // whole}.{rest}"
+        found += [entry] if fnmatch.filter(names, entry) else []
+    return tuple(dict.fromkeys(found))
+
+
+def tiny_recipe(
+    recipe: Recipe, s: Strategy, data: JsonObject, held_out: JsonObject | None, freeze: tuple[str, ...] = ()
+) -> JsonObject:
     """The document beside the tiny model and its tokens. fp32: in half precision a wrong sum hides in the rounding.
-    data, held_out: keys that name the tokens."""
+    data, held_out: keys that name the tokens. freeze: the tiny copy's `model.freeze`."""
     training = recipe.training
     return {
         "version": 1,
@@ -125,6 +149,7 @@ def tiny_recipe(recipe: Recipe, s: Strategy, data: JsonObject, held_out: JsonObj
             "weights": "pretrained",
             "loss": s.loss,
             "router_aux_loss": recipe.model.router_aux_loss or "off",
+            **({"freeze": list(freeze)} if freeze else {}),
         },
         "cluster": {"nodes": 1, "gpus_per_node": s.world_size, "gpu": "cpu"},
         "training": {

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -115,14 +116,17 @@ def _prepare(
 
     from shardwright.data.dataset import open_dataset
     from shardwright.data.prepare import prepare
-    from shardwright.hf.reference import PlainBalance, train
+    from shardwright.hf.reference import PlainBalance, merge_plain_adapters, train
     from shardwright.hf.rope import length_dependent
     from shardwright.hf.task import task_of
     from shardwright.hf.token_ids import token_ids
 
     if graph.sees:
         raise _no_copy(graph, "its rows hold pictures, and a tiny copy has none yet")
-    vocabulary = _tiny_model(graph, strategy, folder, recipe.training.sequence_length)
+    if recipe.lora is not None and (absent := missing_peft()):
+        raise Refusal(absent)
+    vocabulary, names = _tiny_model(graph, strategy, folder, recipe.training.sequence_length)
+    freeze = tiny.tiny_freeze(graph, recipe.model.freeze, names)
     batch = tiny.batch_of(small)
     packed, of_talks = packs(recipe), talks(recipe)
     special = token_ids(AutoConfig.from_pretrained(folder / tiny.MODEL, trust_remote_code=False)).special
@@ -139,6 +143,7 @@ def _prepare(
         small,
         data.write(folder / tiny.TOKENS),
         None if held_out is None else held_out.write(folder / tiny.HELD_OUT),
+        freeze,
     )
     plan = _compiled(graph, document, folder)
     plain = task_of(graph.model_type).auto_class.from_pretrained(
@@ -161,8 +166,9 @@ def _prepare(
         ]
         rows = opened.validation
         held_out_rows = None if rows is None else alone(rows.read(np.arange(len(rows))), padded=padded)
+    _freeze_and_adapt(plain, plan, recipe, freeze)
     wanted = train(
-        _with_adapters(plain, plan),
+        plain,
         blocks,
         lr=tiny.LR,
         betas=tiny.BETAS,
@@ -175,6 +181,9 @@ def _prepare(
         every=tiny.EVERY,
         balance=None if balance is None else PlainBalance(plain, balance.coefficient, balance.affinity),
     )
+    if recipe.lora is not None:
+        scale = recipe.lora.alpha / min(recipe.lora.rank, tiny.RANK)
+        wanted = dataclasses.replace(wanted, weights=merge_plain_adapters(plain, wanted.weights, scale))
     return wanted, plan, held_out_rows
 
 
@@ -188,8 +197,11 @@ def _configuration(document: JsonObject) -> PretrainedConfig:
     return config
 
 
-def _tiny_model(graph: ModelGraph, strategy: Strategy, folder: Path, sequence_length: int) -> int:
-    """Weights and configuration of the tiny model, written to `folder`. Returns the size of its vocabulary."""
+def _tiny_model(
+    graph: ModelGraph, strategy: Strategy, folder: Path, sequence_length: int
+) -> tuple[int, tuple[str, ...]]:
+    """Weights and configuration of the tiny model, written to `folder`. Returns the size of its vocabulary, and its
+    parameters' names."""
     import torch
     from transformers.utils import logging
 
@@ -216,7 +228,8 @@ def _tiny_model(graph: ModelGraph, strategy: Strategy, folder: Path, sequence_le
         config.save_pretrained(folder / tiny.MODEL)
     except Exception as error:  # whatever a type's own code raises at this size
         raise _no_copy(graph, f"{type(error).__name__}: {error}") from None
-    return int(config.get_text_config().vocab_size)
+    names = tuple(name for name, _ in model.named_parameters(remove_duplicate=False))
+    return int(config.get_text_config().vocab_size), names
 
 
 def _compiled(graph: ModelGraph, document: JsonObject, folder: Path, out: str = "out") -> Plan:
@@ -232,28 +245,22 @@ def _compiled(graph: ModelGraph, document: JsonObject, folder: Path, out: str = 
     return compiled.plan
 
 
-def _with_adapters(model: nn.Module, plan: Plan) -> nn.Module:
-    """As a plain peft run has it."""
-    if plan.lora is None:
-        return model
-    if absent := missing_peft():
-        raise Refusal(absent)
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from transformers.pytorch_utils import Conv1D
+def _freeze_and_adapt(model: nn.Module, plan: Plan, recipe: Recipe, freeze: Sequence[str]) -> None:
+    """In place, by the recipe and the model alone: whatever the plan and peft make of them is compared with it."""
+    from shardwright.hf.reference import add_plain_adapters
 
-    stack, names = f"{plan.model.cut.stack}.", plan.lora.target_modules
-    adapted = {n: m for n, m in model.named_modules() if n.startswith(stack) and n.rpartition(".")[2] in names}
-    config = LoraConfig(
-        r=plan.lora.rank,
-        lora_alpha=plan.lora.alpha,
-        target_modules=list(adapted),
-        fan_in_fan_out=any(isinstance(m, Conv1D) for m in adapted.values()),
-        task_type="CAUSAL_LM",
-    )
-    torch.manual_seed(plan.training.seed)
-    adapted_model: nn.Module = get_peft_model(model, config)
-    return adapted_model
+    for name, parameter in model.named_parameters():
+        if any(fnmatchcase(name, entry) or fnmatchcase(name, f"{entry}.*") for entry in freeze):
+            parameter.requires_grad_(False)
+    if recipe.lora is not None:
+        add_plain_adapters(
+            model,
+            plan.model.cut.stack,
+            recipe.lora.target_modules,
+            rank=min(recipe.lora.rank, tiny.RANK),
+            alpha=recipe.lora.alpha,
+            seed=tiny.SEED,
+        )
 
 
 def _no_copy(graph: ModelGraph, why: str) -> Refusal:
@@ -271,8 +278,6 @@ def _measure(folder: Path, plan: Plan, wanted: Reference, say: Say) -> tuple[Com
     rows = _metrics(out)
     say("exporting its last checkpoint")
     used = {name: weight for name, weight in wanted.weights.items() if name not in wanted.unused}
-    if plan.lora is not None:
-        used = {name.replace(".default.", "."): weight for name, weight in used.items()}  # as peft saves them
     first: dict[str, torch.Tensor] = {}
     try:
         first = _exported(plan, out, folder / "first")
@@ -353,24 +358,23 @@ def _off(rows: list[Row], key: str, wanted: Sequence[float | None], *, relative:
 
 
 def _exported(plan: Plan, out: Path, target: Path) -> dict[str, torch.Tensor]:
-    """The trained parameters: the model's, or the adapters."""
+    """The model's parameters, adapters merged into them, and the adapters themselves as the checkpoint has them."""
     import torch
-    from safetensors.torch import load_file
 
     from shardwright.checkpoint.export import export_checkpoint
+    from shardwright.checkpoint.read import CheckpointReader
     from shardwright.hf.task import task_of
-    from shardwright.modules.lora import ADAPTER_WEIGHTS
 
     newest = max((out / "checkpoints").glob("step-*"))
     # DeepSpeed's reader of ZeRO-3 checkpoints prints what it does, where the verdict goes.
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        export_checkpoint(newest, target)
-        if plan.lora is not None:
-            return load_file(target / ADAPTER_WEIGHTS)
+        export_checkpoint(newest, target, merge=plan.lora is not None)
         model = task_of(plan.model.model_type).auto_class.from_pretrained(
             target, dtype=torch.float32, local_files_only=True, trust_remote_code=False
         )
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    with CheckpointReader(newest) as reader:
+        adapters = {name: reader.whole(name, "fp32") for name in reader.manifest.tensors if ".lora_" in name}
+    return {name: parameter.detach() for name, parameter in model.named_parameters()} | adapters
 
 
 def _metrics(out: Path) -> list[Row]:

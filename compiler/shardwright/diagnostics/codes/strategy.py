@@ -81,6 +81,7 @@ STRATEGY_CODES: dict[str, str] = {
     "SW3203": "no layout is legal",
     "SW3204": "no cluster meets the deadline",
     "SW3220": "a learning rate of 0 leaves updates untrained",
+    "SW3221": "LoRA's adapters do not train on a tiny copy of the model",
     "SW3303": "a question about a layout that cannot be read",
     "SW3321": "the folder's recipe is not its plan's",
     "SW3322": "the folder's model is not its plan's",

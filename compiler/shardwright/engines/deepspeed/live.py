@@ -17,7 +17,7 @@ from torch import nn
 
 from shardwright.engines.deepspeed.secondary import forget_secondary
 from shardwright.engines.protocol import HeldParameter, LiveFragment
-from shardwright.modules.lora import plain_name
+from shardwright.modules.lora import unique
 from shardwright.modules.names import is_padding, named_buffers, named_parameters
 from shardwright.plan.plan import Plan
 
@@ -84,12 +84,10 @@ def set_loss_scale(engine: Any, saved: dict[str, float]) -> None:
 
 def held_parameters(module: nn.Module) -> dict[str, HeldParameter]:
     held = {}
-    for name, p in module.named_parameters():
-        if is_padding(p):
-            continue
+    for name, p in unique((name, p) for name, p in module.named_parameters() if not is_padding(p)).items():
         # ds_tensor is ZeRO-3's own partition of the parameter.
         resident = getattr(p, "ds_tensor", p).numel() * p.element_size()
-        held[plain_name(name)] = HeldParameter(shape=_shard_shape(p), resident_bytes=resident)
+        held[name] = HeldParameter(shape=_shard_shape(p), resident_bytes=resident, is_trained=p.requires_grad)
     return held
 
 

@@ -236,11 +236,16 @@ class MegatronTrainer:
 
     def held(self) -> dict[str, HeldParameter]:
         """Without the rows that pad a vocabulary."""
-        sizes: dict[str, int] = {}
+        held: dict[str, HeldParameter] = {}
         for piece in (p for p in self.found if not p.is_buffer):
-            size = piece.numel * piece.parameter.element_size()
-            sizes[piece.name] = sizes.get(piece.name, 0) + size
-        return {name: HeldParameter(shape=self.shards.shape(name), resident_bytes=size) for name, size in sizes.items()}
+            name, earlier = piece.name, held.get(piece.name)
+            held[name] = HeldParameter(
+                shape=self.shards.shape(name),
+                resident_bytes=piece.numel * piece.parameter.element_size()
+                + (earlier.resident_bytes if earlier else 0),
+                is_trained=piece.parameter.requires_grad and (earlier is None or earlier.is_trained),
+            )
+        return held
 
     def counters(self) -> Counters:
         return Counters(updates=self.states.updates, loss_scale=None)

@@ -12,7 +12,7 @@ from shardwright.engines.protocol import Counters, HeldParameter, LiveFragment, 
 from shardwright.hf.plain_optimizer import PlainOptimizer
 from shardwright.modules.batches import HeldOut, MicroBatch
 from shardwright.modules.expert.balance import router_balance, share_of_micro_batch
-from shardwright.modules.lora import add_adapters, plain_name
+from shardwright.modules.lora import add_adapters, unique
 from shardwright.modules.loss import CausalLoss, ChunkedLoss, compute_loss_inside, micro_batch_loss
 from shardwright.modules.materialize import Filler
 from shardwright.modules.names import named_buffers, named_parameters
@@ -92,8 +92,10 @@ class ReferenceTrainer:
 
     def held(self) -> dict[str, HeldParameter]:
         return {
-            plain_name(name): HeldParameter(shape=tuple(p.shape), resident_bytes=p.numel() * p.element_size())
-            for name, p in self.engine.named_parameters()
+            name: HeldParameter(
+                shape=tuple(p.shape), resident_bytes=p.numel() * p.element_size(), is_trained=p.requires_grad
+            )
+            for name, p in unique(self.engine.named_parameters()).items()
         }
 
     def counters(self) -> Counters:
