@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from shardwright.hf.reference import add_plain_adapters
 from shardwright.ir.apart import apart, series_apart, weights_apart
 from tests import warm
 from tests.figures import lines_apart
 from tests.parity.balance import add_balance
-from tests.parity.models import MODELS
+from tests.parity.models import MIXTURES, MODELS
 from tests.parity.reference import Reference, initial_model, token_rows, train
 
 STEPS, LENGTH, SEED, WARMUP = 8, 32, 11, 3
@@ -221,9 +222,13 @@ def reference(case: Case, tokens: np.ndarray, dtype: torch.dtype = torch.float32
 
 
 def with_adapters(model: torch.nn.Module, case: Case) -> torch.nn.Module:
-    """As a plain peft run has it: every linear of the decoder layers."""
+    """As a plain peft run has it: every linear of the decoder layers. Of a mixture of experts, whose dense and shared
+    layers peft leaves out, by forward hooks."""
     from peft import LoraConfig, get_peft_model
 
+    if case.model in MIXTURES:
+        add_plain_adapters(model, "model.layers", None, rank=case.lora_rank, alpha=LORA_ALPHA, seed=SEED)
+        return model
     torch.manual_seed(SEED)
     turned = MODELS[case.model]["model_type"] == "gpt2"
     config = LoraConfig(

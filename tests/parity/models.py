@@ -137,6 +137,18 @@ MODELS = {
         "moe_intermediate_size": 48,
         "first_k_dense_replace": 1,
     },
+    "glm4_moe": {
+        **LLAMA,
+        "model_type": "glm4_moe",
+        "head_dim": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 48,
+        "first_k_dense_replace": 1,
+    },
     "gpt_oss": {
         **LLAMA,
         "model_type": "gpt_oss",
@@ -169,3 +181,5 @@ MODELS = {
     "opt-dropout": OPT,
     "gpt2-dropout": {**GPT2, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
 }
+MIXTURES = ("deepseek_v3", "glm4_moe", "dense-first")
+"""Mixtures of experts with dense layers beside them, the first two with a shared expert too."""

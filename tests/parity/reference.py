@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwright.hf.reference import Reference, Rows, cosine, next_token_loss, train
+from shardwright.hf.reference import Reference, Rows, add_plain_adapters, cosine, next_token_loss, train
 
-__all__ = ["Reference", "cosine", "initial_model", "next_token_loss", "token_rows", "train"]
+__all__ = ["Reference", "add_plain_adapters", "cosine", "initial_model", "next_token_loss", "token_rows", "train"]
 
 
 def initial_model(config: dict[str, Any], seed: int) -> nn.Module:

@@ -15,11 +15,14 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from shardwright.ir.apart import apart, tensor_apart, weights_apart
+from shardwright.checkpoint.read import CheckpointReader
+from shardwright.ir.apart import apart, series_apart, tensor_apart, weights_apart
 from tests.figures import lines_apart, same
 from tests.parity.harness import (
+    LORA_ALPHA,
     LOSS_ABSOLUTE,
     NORM_RELATIVE,
+    SEED,
     STEPS,
     WEIGHT_ABSOLUTE,
     Case,
@@ -32,12 +35,14 @@ from tests.parity.harness import (
     write_inputs,
 )
 from tests.parity.launched import launched
+from tests.parity.models import MIXTURES, MODELS
+from tests.parity.reference import initial_model
 
 pytestmark = pytest.mark.launch
 
 CASES: dict[str, Case] = {
     f"{model} {name}": dataclasses.replace(Case(model=model, data=2, lora_rank=4), **fields)
-    for model in ("llama", "gpt2", "llama-tied", "qwen2")
+    for model in ("llama", "gpt2", "llama-tied", "qwen2", *MIXTURES)
     for name, fields in {
         "zero0": {"zero_stage": 0},
         "zero1": {"zero_stage": 1},
@@ -49,7 +54,7 @@ CASES: dict[str, Case] = {
         "chunked-zero3": {"zero_stage": 3, "loss": "chunked"},
     }.items()
 }
-SAMPLE = ("llama zero0", "gpt2 zero1", "llama-tied full-zero3", "qwen2 chunked-zero2")
+SAMPLE = ("llama zero0", "gpt2 zero1", "llama-tied full-zero3", "qwen2 chunked-zero2", "deepseek_v3 zero1")
 
 
 def check(name: str, figures: dict[str, Any]) -> None:
@@ -131,3 +136,63 @@ def test_checkpoints_resume_and_export(tmp_path: Path) -> None:
     assert len(first) == STEPS
     adapters = {n.replace(".default", ""): p for n, p in wanted.weights.items() if "lora_" in n}
     assert weights_apart(load_file(tmp_path / "adapters" / "adapter_model.safetensors"), adapters) <= WEIGHT_ABSOLUTE
+
+
+@pytest.mark.parametrize(
+    ("model", "stage", "second"),
+    [
+        ("deepseek_v3", 3, {"data": 1, "zero_stage": 0}),
+        *(
+            pytest.param(model, stage, {"data": 2, "zero_stage": (stage + 2) % 4}, marks=pytest.mark.prove)
+            for model in MIXTURES
+            for stage in range(4)
+        ),
+    ],
+)
+def test_a_mixture_resumes_and_merges(model: str, stage: int, second: dict[str, Any], tmp_path: Path) -> None:
+    """On its own layout bit for bit, on another one within the rounding; merged by hand: W + alpha / r B A."""
+    case = Case(model=model, data=2, zero_stage=stage, lora_rank=4, pretrained=True)
+    tokens = write_inputs(case, tmp_path)
+    recipe = json.loads((tmp_path / "recipe.yaml").read_text()) | {"checkpoint": {"every_steps": 3}}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    other = {
+        **recipe,
+        "cluster": {**recipe["cluster"], "gpus_per_node": second["data"]},
+        "parallelism": {**recipe["parallelism"], **second, "micro_batch_size": case.batch // second["data"] // 2},
+    }
+    (tmp_path / "second.yaml").write_text(json.dumps(other))
+    out, elsewhere = tmp_path / "out", tmp_path / "second"
+    must(shardwright("compile", tmp_path / "recipe.yaml", "-o", out))
+    must(shardwright("compile", tmp_path / "second.yaml", "-o", elsewhere))
+    must(shardwright("run", out))
+    first, trained = metrics(out), adapters_of(newest_checkpoint(out))
+    wanted = reference(case, tokens)
+    check(model, lines_apart(first, wanted))
+    assert weights_apart(trained, {n: p for n, p in wanted.weights.items() if ".lora_" in n}) <= WEIGHT_ABSOLUTE
+    for rank in range(2):
+        live = json.loads((out / "run" / "ranks" / f"rank-{rank:05d}.json").read_text())
+        assert live["trained"]["tensors"] == len(trained)
+        assert live["frozen"]["tensors"] == len(wanted.weights) - len(trained)
+
+    must(shardwright("export", newest_checkpoint(out), "-o", tmp_path / "merged", "--merge"))
+    found = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).named_parameters())
+    merged = {name: p.detach().clone() for name, p in initial_model(MODELS[model], SEED).named_parameters()}
+    for name in (n.removesuffix(".lora_A.default.weight") for n in trained if ".lora_A." in n):
+        a, b = (trained[f"{name}.lora_{x}.default.weight"] for x in "AB")
+        merged[f"{name}.weight"] += LORA_ALPHA / 4 * b @ a
+    assert weights_apart(found, merged) <= 1e-6
+    experts = [name for name in found if ".experts." in name]
+    assert experts and any("shared_expert" in n or ".layers.0.mlp." in n for n in trained)
+
+    for folder in (out, elsewhere):
+        must(shardwright("run", folder, "--resume", out / "checkpoints" / "step-00000003"))
+    again, there = metrics(out), metrics(elsewhere)
+    assert same([m["loss"] for m in again], [m["loss"] for m in first])
+    assert weights_apart(adapters_of(newest_checkpoint(out)), trained) == 0
+    assert series_apart([m["loss"] for m in there[-5:]], [m["loss"] for m in first[-5:]]) <= LOSS_ABSOLUTE
+    assert weights_apart(adapters_of(newest_checkpoint(elsewhere)), trained) <= WEIGHT_ABSOLUTE
+
+
+def adapters_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    with CheckpointReader(checkpoint) as reader:
+        return {name: reader.whole(name, "fp32") for name in reader.manifest.tensors if ".lora_" in name}

@@ -22,6 +22,8 @@ EXPERTS = (
     *("ernie4_5_moe", "dots1", "qwen3_next", "minimax_m2", "llama4_text"),
 )
 ADAPTED = ("llama", "qwen2", "qwen3", "mistral", "gpt2", "gemma2", "olmo2")
+ADAPTED_MIXTURES = ("deepseek_v3", "glm4_moe", "qwen3_moe", "deepseek_v2", "dots1", "mixtral")
+"""One seed in three of the theme has one of these in place of what it drew: the others stay what they were."""
 MEGATRON = ("llama", "qwen3", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "mistral", "qwen2")
 BALANCED = ("mixtral", "qwen3_moe", "deepseek_v3")
 DROPPED = ("gpt2", "llama", "opt", "mixtral", "gpt_neox")
@@ -76,7 +78,7 @@ def draw(seed: int) -> Case:
     r = random.Random(seed)
     theme = r.choices(list(THEMES), weights=list(THEMES.values()))[0]
     world = r.choice((1, 2, 2, 2, 4, 4)) if theme not in ("reference",) else 1
-    config = _config(r, theme)
+    config = _config(r, theme, seed)
     moe = _is_mixture(config)
     target = theme if theme in ("megatron", "reference") else "deepspeed"
     first = _layout(r, theme, world, target, moe)
@@ -126,7 +128,7 @@ def _is_mixture(config: Json) -> bool:
     return any(config.get(name) for name in names)
 
 
-def _config(r: random.Random, theme: str) -> Json:
+def _config(r: random.Random, theme: str, seed: int) -> Json:
     kinds = {
         "types": RUNNABLE,
         "experts": EXPERTS,
@@ -136,7 +138,12 @@ def _config(r: random.Random, theme: str) -> Json:
         "ropes": ("llama", "phi3", "qwen2", "mistral", "qwen3_moe"),
         "freeze": ("llama", "qwen2", "qwen3", "gpt2", "mistral", "gemma2", "olmo2", "mixtral", "deepseek_v3"),
     }
-    config = tiny_config(r.choice(kinds.get(theme, (*POPULAR, *EXPERTS))), seed=r.randrange(1000))
+    model_type = r.choice(kinds.get(theme, (*POPULAR, *EXPERTS)))
+    if theme == "adapters" and seed % 3 == 0:
+        model_type = ADAPTED_MIXTURES[seed // 3 % len(ADAPTED_MIXTURES)]
+    config = tiny_config(model_type, seed=r.randrange(1000))
+    if theme == "adapters" and seed % 3 == 0:
+        config |= {k: v for k, v in (("first_k_dense_replace", 1), ("mlp_only_layers", [0])) if k in config}
     kind = config["model_type"]
     if kind in MEGATRON and theme == "megatron":
         config |= {k: v for k, v in _plain_switches(config).items() if k in config}

@@ -18,7 +18,7 @@ from tests.random_runs.draw import THEMES, draw
 from tests.random_runs.launch import run
 from tests.random_runs.plain import sequences
 
-SAMPLE = (103, 105, 106, 107, 109, 111, 112, 113, 121, 122)
+SAMPLE = (103, 105, 106, 107, 109, 111, 112, 113, 121, 122, 1116)
 """Of `make test-more`, drawn from themes that differ."""
 FULL = range(1000, 1480)
 """Of `make prove`: at least RUNS of them train, the others are refused."""

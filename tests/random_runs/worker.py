@@ -22,8 +22,9 @@ import torch
 import transformers
 from torch import distributed as dist
 
+from tests.parity.reference import add_plain_adapters
 from tests.random_runs import plain
-from tests.random_runs.draw import SAVED, STEPS, TEXT_IDS, Case, draw
+from tests.random_runs.draw import ADAPTED_MIXTURES, SAVED, STEPS, TEXT_IDS, Case, draw
 
 SECONDS = 90
 """That a collective may take: the other ranks wait for rank 0's compile and its plain loop."""
@@ -227,8 +228,11 @@ def plain_run(case: Case, plan: Any, folder: Path) -> plain.Plain:
 def with_adapters(model: Any, case: Case) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    lora = case.recipe["lora"]
-    torch.manual_seed(case.recipe["training"]["seed"])
+    lora, seed = case.recipe["lora"], case.recipe["training"]["seed"]
+    if case.config["model_type"] in ADAPTED_MIXTURES:  # whose dense and shared experts peft leaves out
+        add_plain_adapters(model, "model.layers", None, rank=lora["rank"], alpha=lora["alpha"], seed=seed)
+        return model
+    torch.manual_seed(seed)
     config = LoraConfig(
         r=lora["rank"],
         lora_alpha=lora["alpha"],
