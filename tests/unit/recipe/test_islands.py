@@ -125,6 +125,11 @@ def test_degrees_of_an_island_are_taken(tmp_path: Path) -> None:
     assert found.parallelism.data == 2
 
 
+def test_islands_freeze_parameters(tmp_path: Path) -> None:
+    found = recipe(tmp_path, model={"freeze": ["model.norm.weight"]})
+    assert found.model.freeze and not [d for d in check_executable(found) if d.code == "SW1924"]
+
+
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
