@@ -15,14 +15,14 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from shardwright.atomic import umask
+from shardwright.checkpoint.generation_config import write_generation_config
 from shardwright.checkpoint.read import CheckpointReader
 from shardwright.checkpoint.saved_model import (
-    GENERATION,
     is_byte_level,
     open_checkpoint,
     tokenizer_files,
@@ -185,13 +185,7 @@ def _write_configs(plan: Plan, model: PreTrainedModel, dtype: torch.dtype, check
         _bring_own_code(plan.model.own_code, task, model, checkpoint / "model", folder)
     describe_what_is_there(model)
     model.config.save_pretrained(folder)
-    if isinstance(getattr(model, "generation_config", None), GenerationConfig):  # one that compares writes no text
-        if is_byte_level(plan):  # what the type's default ids mean is a byte of text here, and no end
-            for kind in ("bos", "eos", "pad"):
-                setattr(model.generation_config, f"{kind}_token_id", None)
-        model.generation_config.save_pretrained(folder)
-    if (checkpoint / "model" / GENERATION).is_file():
-        shutil.copyfile(checkpoint / "model" / GENERATION, folder / GENERATION)
+    write_generation_config(plan, model, checkpoint, folder)
 
 
 def describe_what_is_there(model: PreTrainedModel) -> None:

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 from transformers.utils import logging
 
+from shardwright.checkpoint.generation_config import end_ids, own_generation_config
 from shardwright.checkpoint.manifest import MANIFEST
 from shardwright.checkpoint.read import CheckpointReader
 from shardwright.checkpoint.saved_model import (
@@ -145,7 +146,7 @@ def _continue(loaded: Loaded, wish: Wish, folder: Path) -> Generated:
     torch.manual_seed(wish.seed)
     with torch.inference_mode():
         made = model.generate(ids, attention_mask=torch.ones_like(ids), **beside)[0, length:]
-    ends = _ends(model.generation_config.eos_token_id)
+    ends = end_ids(model.generation_config.eos_token_id)
     return Generated(
         text=tokenizer.decode(made, skip_special_tokens=True),
         prompt_tokens=length,
@@ -156,17 +157,9 @@ def _continue(loaded: Loaded, wish: Wish, folder: Path) -> Generated:
 
 
 def _special_ids(model: Any, tokenizer: Any) -> dict[str, Any]:
-    """The ends that the folder's generation_config.json names (chat models have several), where the tokenizer has any:
-    of bytes alone the type's default id would be a byte of text."""
-    if tokenizer.eos_token_id is None:
-        return {"pad_token_id": 0}
-    ends = model.generation_config.eos_token_id
-    ends = tokenizer.eos_token_id if ends is None else ends
-    return {"eos_token_id": ends, "pad_token_id": sorted(_ends(ends))[0]}
-
-
-def _ends(ids: int | list[int] | None) -> set[int]:
-    return set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
+    """The ends that the model's generation_config names (chat models have several), else the tokenizer's."""
+    ends = end_ids(model.generation_config.eos_token_id) or end_ids(tokenizer.eos_token_id)
+    return {"eos_token_id": ends or None, "pad_token_id": ends[0] if ends else 0}
 
 
 def asked_about(loaded: Loaded, prompt: str, images: tuple[Path, ...], folder: Path) -> dict[str, torch.Tensor]:
@@ -210,8 +203,7 @@ def _of_checkpoint(checkpoint: Path, device: torch.device, trust_code: str | Non
         for name, buffer in model.named_buffers():
             if name in weights.names():
                 buffer.copy_(weights.read(name, None))
-    if (checkpoint / "model" / GENERATION).is_file():
-        model.generation_config = GenerationConfig.from_pretrained(checkpoint / "model", local_files_only=True)
+    model.generation_config = own_generation_config(plan, model, checkpoint)
     dtype = torch.float32 if device.type == "cpu" else DTYPES[plan.training.precision]
     loaded = Loaded(model=model.to(device, dtype).eval(), tokenizer=tokenizer)
     part = next((part for part in every_part(plan) if part.images is not None), None)
@@ -270,6 +262,8 @@ def _of_folder(folder: Path, device: torch.device, trust_code: str | None) -> Lo
         local_files_only=True,
         trust_remote_code=False,
     )
+    if tokenizer.eos_token_id is None and not (folder / GENERATION).is_file():
+        model.generation_config.eos_token_id = None  # the type's default id, which may be a byte of text
     loaded = Loaded(model=model.to(device).eval(), tokenizer=tokenizer)
     if not (folder / "processor_config.json").is_file() and not (folder / "preprocessor_config.json").is_file():
         return loaded

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -20,6 +21,7 @@ from shardwright.diagnostics import refusal
 from shardwright.ir.json_value import JsonObject, JsonValue
 
 _RENDERER = Renderer()
+_ANSWER = "8Kd2vN6jF"
 
 
 Expand = Callable[[str, list[Span]], tuple[str, list[Span]]]
@@ -135,3 +137,30 @@ def template_of(tokenizer: Tokenizer, given: str | None) -> str:
             "Write one as data.template, or take the tokenizer of the model's instruction-tuned sibling.",
         )
     return template
+
+
+def end_of_turn(tokenizer: Tokenizer, template: str) -> int | None:
+    """The id of the token that ends an answer and is trained with it: <|im_end|>, <|eot_id|>, often the tokenizer's
+    eos_token. None where the answer's end is no token of its own, or the template leaves it out of what is trained."""
+    for messages in _sample_answers():
+        try:
+            text, spans, _ = _RENDERER.render(template, messages, None, tokenizer.special(), turns=True)
+        except (HiddenTurn, TemplateError, Overrun):  # a template may want a system message, or parts for the content
+            continue
+        place = text.rfind(_ANSWER)
+        tail = next((text[place + len(_ANSWER) : last] for first, last in spans if first <= place < last), "")
+        tokens = [int(token) for token in tokenizer.encode([tail])[0]] if tail else []
+        if (end := next((token for token in reversed(tokens) if tokenizer.is_control(token)), None)) is not None:
+            return end
+    return None
+
+
+def _sample_answers() -> Iterator[list[Message]]:
+    """Conversations that hold one answer. It comes last, as gpt-oss ends that turn alone with <|return|>; then, for
+    templates that end a turn with the next role's token (GLM's <|user|>), a question follows."""
+    for follows, instructed, in_parts in itertools.product((False, True), repeat=3):
+        said = [("user", "hi"), ("assistant", _ANSWER)] + [("user", "hi")] * follows
+        yield [
+            {"role": role, "content": cast(JsonValue, [{"type": "text", "text": text}]) if in_parts else text}
+            for role, text in [("system", "hi")] * instructed + said
+        ]

@@ -27,6 +27,7 @@ class Encoded:
     last: npt.NDArray[np.int64]
 
 
+_CONTROL = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -43,6 +44,7 @@ class ByteTokenizer:
         self.begin: list[int] = []
         self.end: list[int] = []
         self.bos: int | None = None
+        self.pad: int | None = None
 
     def encode(self, texts: list[str]) -> list[Ids]:
         return [np.frombuffer(without_surrogates(text).encode("utf-8"), dtype=np.uint8) for text in texts]
@@ -59,6 +61,9 @@ class ByteTokenizer:
     def special(self) -> dict[str, str]:
         return {}
 
+    def is_control(self, token: int) -> bool:
+        return False
+
 
 class HubTokenizer:
     """Reads one of transformers' tokenizers from a folder."""
@@ -71,6 +76,7 @@ class HubTokenizer:
         self.size = len(self._hf)
         self.end = [] if self._hf.eos_token_id is None else [int(self._hf.eos_token_id)]
         self.bos = None if self._hf.bos_token_id is None else int(self._hf.bos_token_id)
+        self.pad = None if self._hf.pad_token_id is None else int(self._hf.pad_token_id)
         self.dtype = "uint16" if self.size <= 2**16 else "int32"
         template = self._hf.chat_template
         # Several by name: for tools, for retrieval.
@@ -114,6 +120,11 @@ class HubTokenizer:
         """Returns what a chat template may name: bos_token and the like."""
         return special_tokens(self._hf)
 
+    def is_control(self, token: int) -> bool:
+        """Whether the id stands for a token such as <|im_end|>, and not for a piece of text."""
+        known = token in self._hf.all_special_ids or token in self._hf.added_tokens_decoder
+        return known or bool(_CONTROL.fullmatch(self.decode(np.asarray([token])).strip()))
+
 
 def special_tokens(tokenizer: Any) -> dict[str, str]:
     """Returns the special tokens by name. tokenizer: transformers' own."""
@@ -121,8 +132,8 @@ def special_tokens(tokenizer: Any) -> dict[str, str]:
 
 
 Tokenizer = ByteTokenizer | HubTokenizer
-"""begin, end: the ids in front of and behind each document; bos: the id of its bos_token, None for none; dtype: the
-smallest that holds every id; template: Jinja2, None for none."""
+"""begin, end: the ids in front of and behind each document; bos, pad: the ids of its bos_token and pad_token, None for
+none; dtype: the smallest that holds every id; template: Jinja2, None for none."""
 
 
 def begin_of_document(tokenizer: Tokenizer, add_bos_token: bool | str) -> list[int]:
