@@ -6,8 +6,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from shardwright.checkpoint.manifest import checksum
+from shardwright.checkpoint.manifest import MANIFEST, checksum
 from shardwright.diagnostics import Refusal, refusal
+from shardwright.hf.checkpoint_kinds import other_program
 from shardwright.ir.recipe import DataSection
 from shardwright.ir.words import Precision
 from shardwright.layout.strategy import Strategy, printed_axes
@@ -134,6 +135,9 @@ def same_ranks(plan: Plan, saved: Plan) -> bool:
 def not_whole(
     path: Path, why: str, help: str = "Give one `step-XXXXXXXX` folder, or start again with --resume never."
 ) -> Refusal:
+    """SW6201, or SW6220 for a checkpoint of another program."""
+    if not (path / MANIFEST).exists() and (other := other_program(path)) is not None:
+        return Refusal(other)
     return refusal("SW6201", f"{str(path)!r} is not a whole checkpoint: {why}", help)
 
 

@@ -35,6 +35,7 @@ from shardwright.data.tokenizers import special_tokens
 from shardwright.data.turns import Message, TemplateError
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.hf.byte_tokenizer import byte_tokenizer
+from shardwright.hf.checkpoint_kinds import other_program
 from shardwright.hf.own_code import needs_own_code, own_code_in, register
 from shardwright.hf.task import CAUSAL_LM, CONTRASTIVE, task_of_type
 from shardwright.ir.json_value import JsonValue
@@ -244,6 +245,8 @@ def _of_folder(folder: Path, device: torch.device, trust_code: str | None) -> Lo
         document = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except OSError:
         alone = (folder / "adapter_config.json").is_file()
+        if not alone and (other := other_program(folder)) is not None:
+            raise Refusal(other) from None
         why = "it holds adapters alone" if alone else "it is neither a checkpoint nor a Hugging Face model"
         raise _unusable(folder, why, _rather(folder, alone=alone)) from None
     if needs_own_code(document):

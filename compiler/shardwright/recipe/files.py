@@ -7,8 +7,10 @@ import difflib
 import glob
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from shardwright.diagnostics import Diagnostic, KeyPath, found
+from shardwright.hf.checkpoint_kinds import other_program
 from shardwright.ir.recipe import MADE_HERE, DataSection, Recipe
 from shardwright.recipe.describe import name, quote
 from shardwright.recipe.paths import GLOB_KINDS
@@ -38,7 +40,8 @@ def _model_folder(source: str) -> Iterator[Diagnostic]:
         yield _missing(key, f"the folder {quote(source, 200)} {cause}", source, "A hub id is written org/name.")
     elif not os.path.isfile(os.path.join(source, "config.json")):
         message = f"{name(key)}: the folder {quote(source, 200)} has no config.json"
-        yield found("SW1302", key, message, "Give the folder that `save_pretrained` wrote.")
+        other = other_program(Path(source), key)
+        yield other or found("SW1302", key, message, "Give the folder that `save_pretrained` wrote.")
 
 
 def _data(data: DataSection, section: KeyPath, sequence_length: int) -> Iterator[Diagnostic]:

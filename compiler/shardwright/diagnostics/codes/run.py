@@ -76,6 +76,7 @@ RUN_CODES: dict[str, str] = {
     "SW6216": "another run has taken over the folder",
     "SW6218": "checkpoints of other islands",
     "SW6211": "pretrained weights that cannot be read",
+    "SW6220": "a checkpoint of another program",
     "SW6219": "pretrained weights that are not finite",
     "SW6301": "training started and did not finish",
     "SW6302": "a rank cannot reach rank 0",
