@@ -107,7 +107,7 @@ def draw(seed: int) -> Case:
     if theme == "freeze":
         norm, embedding = ("*ln_*", "*wte*") if config["model_type"] == "gpt2" else ("*norm*", "*embed*")
         recipe["model"]["freeze"] = r.choice(([embedding], [norm], ["*.0.*"], ["*.mlp.*"], [norm, embedding]))
-    if config["model_type"] in BALANCED and theme == "experts" and recipe["data"].get("kind") == "tokens":
+    if config["model_type"] in BALANCED and theme == "experts":
         recipe["model"]["router_aux_loss"] = r.choice((0.01, 0.5))
     if theme == "dropout" or r.random() < 0.3:
         recipe["validation"] = _validation(r, recipe["data"])

@@ -102,21 +102,46 @@ def summed_loss(model: nn.Module, batches: Iterator[tuple[torch.Tensor, torch.Te
 
 
 class Routers:
-    """DeepSeek-V3's balance loss (arXiv 2412.19437, equations 17 to 20) of the sequences that went through a model."""
+    """DeepSeek-V3's balance loss (arXiv 2412.19437, equations 17 to 20) of the rows that went through a model, whose
+    documents went through alone."""
 
     def __init__(self, model: nn.Module, sigmoid: bool) -> None:
         self.sigmoid = sigmoid
         self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
         gates = [m for name, m in model.named_modules() if name.endswith((".mlp.gate", ".block_sparse_moe.gate"))]
         assert gates
+        self.gates = len(gates)
         for gate in gates:
             gate.register_forward_hook(lambda _m, _a, output: self.layers.append((output[0], output[2])))
 
-    def take(self) -> torch.Tensor:
-        """The mean over layers and sequences since the last call; each went through alone."""
-        losses = [row_loss(logits, chosen, 1, 0, self.sigmoid) for logits, chosen in self.layers]
+    def take(self, documents: list[int]) -> torch.Tensor:
+        """The mean over layers and rows since the last call. documents: of each row, how many went through."""
+        passes = iter([self.layers[at : at + self.gates] for at in range(0, len(self.layers), self.gates)])
+        losses = []
+        for n in documents:
+            for layer in zip(*itertools.islice(passes, n), strict=True):
+                logits, chosen = (torch.cat(parts) for parts in zip(*layer, strict=True))
+                losses.append(row_loss(logits, chosen, 1, 0, self.sigmoid))
+        assert next(passes, None) is None
         self.layers.clear()
         return torch.stack(losses).mean()
+
+
+def documents(block: TokenBlock) -> list[Sequences]:
+    """Each row's documents in full, those without a label too; no padding."""
+    lengths = [block.tokens.shape[1]] * len(block.tokens) if block.lengths is None else block.lengths.tolist()
+    found = []
+    for row, length in enumerate(lengths):
+        ids = torch.from_numpy(block.tokens[row, :length].astype(np.int64))
+        trained = torch.ones(length, dtype=torch.bool)
+        if block.trained is not None:
+            trained = torch.from_numpy(block.trained[row, :length])
+        begins = [] if block.starts is None else np.flatnonzero(block.starts[row, :length]).tolist()
+        edges = sorted({0, *begins, length})
+        labels = torch.where(trained, ids, IGNORED)
+        labels[edges[:-1]] = IGNORED
+        found.append([(ids[a:b], labels[a:b]) for a, b in itertools.pairwise(edges)])
+    return found
 
 
 def alone(block: TokenBlock, padded: bool = False) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -170,10 +195,13 @@ def train(
     for step in range(1, STEPS + 1):
         block = read(step)
         micro = case.recipe["parallelism"]["micro_batch_size"]
+        rows = documents(block)
         batches = batched_rows(block, micro) if case.theme == "dropout" else alone(block, padded)
+        if routers:
+            batches = ((ids[None], labels[None]) for row in rows for ids, labels in row)
         total, count = summed_loss(model, batches)
         loss = total / count
-        balance = coefficient * routers.take() if routers else torch.zeros(())
+        balance = coefficient * routers.take([len(row) for row in rows]) if routers else torch.zeros(())
         (loss + balance).backward()  # type: ignore[no-untyped-call]
         for name, p in live.items():
             if p.grad is not None:
