@@ -128,6 +128,16 @@ def _scatter_uneven(scatter: Callable[..., Any]) -> Callable[..., Any]:
     return reduce_scatter
 
 
+def _within(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, called with the mode on."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return function(*args, **kwargs)
+
+    return call
+
+
 def build_on(device: torch.device) -> None:
     """Where Megatron's modules get their memory from here on: meta gives them none."""
     cuda: Any = torch.cuda
@@ -161,4 +171,9 @@ def run_on_cpu() -> None:
     for module in (cuda, cuda.random):
         module.get_rng_state = lambda device="cuda": torch.get_rng_state()
         module.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)
-    _OnCpu().__enter__()
+    here = _OnCpu()
+    # torch sets a mode aside for the length of a call that it sees, which a backward pass is: what is recomputed inside
+    # of it needs the mode, too.
+    autograd: Any = torch.autograd
+    autograd._engine_run_backward = _within(here, autograd._engine_run_backward)
+    here.__enter__()
