@@ -149,6 +149,12 @@ def alone(block: TokenBlock, padded: bool = False) -> Iterator[tuple[torch.Tenso
         yield ids[None], labels[None]
 
 
+def chooses_keys(config: dict[str, Any]) -> bool:
+    """Whether attention looks at some keys alone, of which many have a score of exactly 0: which of those are taken
+    depends on the row's length, in transformers too."""
+    return any("index_topk" in part for part in (config, config.get("text_config", {})))
+
+
 def train(
     case: Case,
     model: nn.Module,
@@ -163,7 +169,7 @@ def train(
         for name, p in model.named_parameters():
             if fnmatch.fnmatchcase(name, pattern):
                 p.requires_grad_(False)
-    half, padded = training["precision"] == "bf16", case.theme == "ropes"
+    half, padded = training["precision"] == "bf16", case.theme == "ropes" or chooses_keys(case.config)
     live = {name: p for name, p in model.named_parameters() if p.requires_grad}
     masters = {name: p.detach().clone() if half else p for name, p in live.items()}
     if half:

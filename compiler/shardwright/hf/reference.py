@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
+from transformers import AutoConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from shardwright.hf.balance import AFFINITIES, routers_of
 from shardwright.hf.objective import IGNORED
 from shardwright.hf.plain_optimizer import PlainOptimizer
+from shardwright.hf.task import task_of
 
 Rows = list[dict[str, Any]]
 """The rows of one global batch, as model inputs with "labels". Each entry is a forward of its own. Beside them may
@@ -32,6 +36,26 @@ class Reference:
     weights: dict[str, torch.Tensor]
     unused: frozenset[str]
     held_out: dict[int, float] = field(default_factory=dict)
+
+
+def loaded(folder: Path, attention: str | None = None) -> PreTrainedModel:
+    """The model of a folder with safetensors, in fp32, its parameters as the files have them: of Youtu's types
+    from_pretrained empties the padding id's row of the embedding, and of the head that is tied to it."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    model: PreTrainedModel = task_of(config.model_type).auto_class.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        attn_implementation=attention,
+        local_files_only=True,
+        trust_remote_code=False,
+    )
+    embedding = model.get_input_embeddings()
+    names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is embedding.weight]
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors, torch.no_grad():
+            for name in set(names) & set(tensors.keys()):
+                embedding.weight.copy_(tensors.get_tensor(name))
+    return model
 
 
 def train(

@@ -111,14 +111,12 @@ def _prepare(
 ) -> tuple[Reference, Plan, Rows | None]:
     """The tiny model's weights and tokens, its compiled folder `out`, what one process makes of them, and the rows that
     are held out."""
-    import torch
     from transformers import AutoConfig
 
     from shardwright.data.dataset import open_dataset
     from shardwright.data.prepare import prepare
-    from shardwright.hf.reference import PlainBalance, merge_plain_adapters, train
+    from shardwright.hf.reference import PlainBalance, loaded, merge_plain_adapters, train
     from shardwright.hf.rope import length_dependent
-    from shardwright.hf.task import task_of
     from shardwright.hf.token_ids import token_ids
 
     if graph.sees:
@@ -146,13 +144,7 @@ def _prepare(
         freeze,
     )
     plan = _compiled(graph, document, folder)
-    plain = task_of(graph.model_type).auto_class.from_pretrained(
-        folder / tiny.MODEL,
-        dtype=torch.float32,
-        attn_implementation=plan.model.attention,
-        local_files_only=True,
-        trust_remote_code=False,
-    )
+    plain = loaded(folder / tiny.MODEL, plan.model.attention)
     balance = plan.model.router_aux_loss
     if isinstance(data, Tokens):
         blocks = [data.rows(step * batch, (step + 1) * batch) for step in range(tiny.STEPS)]
@@ -327,8 +319,7 @@ def _evaluated_without_dropout(folder: Path, graph: ModelGraph, held_out: Rows) 
     the weights that came of it is that of one process, which drops nothing out."""
     import torch
 
-    from shardwright.hf.reference import mean_loss
-    from shardwright.hf.task import task_of
+    from shardwright.hf.reference import loaded, mean_loss
 
     document = json.loads((folder / "recipe-out.json").read_text("utf-8"))
     document["model"]["source"] = f"./{tiny.MODEL}-{DROPOUT}"
@@ -339,13 +330,7 @@ def _evaluated_without_dropout(folder: Path, graph: ModelGraph, held_out: Rows) 
     plan, out = _compiled(graph, document, folder, DROPOUT), folder / DROPOUT
     _launch(out)
     _exported(plan, out, folder / f"{DROPOUT}-exported")
-    model = task_of(plan.model.model_type).auto_class.from_pretrained(
-        folder / f"{DROPOUT}-exported",
-        dtype=torch.float32,
-        attn_implementation=plan.model.attention,
-        local_files_only=True,
-        trust_remote_code=False,
-    )
+    model = loaded(folder / f"{DROPOUT}-exported", plan.model.attention)
     with torch.no_grad():
         wanted = float(mean_loss(model.eval(), held_out, own_loss=plan.model.cut.loss == "next_token"))
     found = [row["loss"] for row in _lines(out / "run" / "evaluation.jsonl")]
@@ -359,19 +344,16 @@ def _off(rows: list[Row], key: str, wanted: Sequence[float | None], *, relative:
 
 def _exported(plan: Plan, out: Path, target: Path) -> dict[str, torch.Tensor]:
     """The model's parameters, adapters merged into them, and the adapters themselves as the checkpoint has them."""
-    import torch
 
     from shardwright.checkpoint.export import export_checkpoint
     from shardwright.checkpoint.read import CheckpointReader
-    from shardwright.hf.task import task_of
+    from shardwright.hf.reference import loaded
 
     newest = max((out / "checkpoints").glob("step-*"))
     # DeepSpeed's reader of ZeRO-3 checkpoints prints what it does, where the verdict goes.
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         export_checkpoint(newest, target, merge=plan.lora is not None)
-        model = task_of(plan.model.model_type).auto_class.from_pretrained(
-            target, dtype=torch.float32, local_files_only=True, trust_remote_code=False
-        )
+        model = loaded(target)
     with CheckpointReader(newest) as reader:
         adapters = {name: reader.whole(name, "fp32") for name in reader.manifest.tensors if ".lora_" in name}
     return {name: parameter.detach() for name, parameter in model.named_parameters()} | adapters
