@@ -192,7 +192,7 @@ def describe_what_is_there(model: PreTrainedModel) -> None:
     """Takes out of the configuration what it says of tensors that an export does not hold: their quantisation, and
     layers for multi-token prediction, which transformers' class does not build."""
     names = list(model.state_dict())
-    for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
+    for config in {id(c): c for c in (model.config, model.config.get_text_config(decoder=True))}.values():
         for key in ("quantization_config", "compression_config"):
             if hasattr(config, key):
                 delattr(config, key)

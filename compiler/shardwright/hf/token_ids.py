@@ -26,7 +26,7 @@ class TokenIds:
 
 def token_ids(config: PretrainedConfig) -> TokenIds:
     """Read the ids of `config` and of the configurations inside of it, by name."""
-    text = config.get_text_config()
+    text = config.get_text_config(decoder=True)
     size = int(getattr(text, "vocab_size", None) or getattr(config, "vocab_size", None) or VOCABULARY)
     named = [(name, number) for name, number in _named(config.to_dict()) if 0 <= number < size]
     others = {number for name, number in named if not name.startswith(_IN_TEXT)}
