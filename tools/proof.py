@@ -23,6 +23,7 @@ AREAS = {
     "parity": "layouts of Llama, GPT-2 and Qwen2, 8 steps",
     "parity-wide": "expert ranks and context ranks, 8 steps",
     "islands": "several islands against one process",
+    "random-runs": "random recipes against a plain loop, four steps and a resume",
     "resume": "resume after losing the last checkpoint",
     "resume-matrix": "resume on another layout, five steps",
     "zoo-zero": "every causal-LM type, data 2, ZeRO-2",
@@ -57,7 +58,10 @@ def table() -> str:
         path = BENCHMARKS / f"{area}.json"
         if path.exists():
             document = json.loads(path.read_text(encoding="utf-8"))
-            cells = _resume(document) if area.startswith("resume") else _measured(area, document["cases"])
+            if area.startswith("resume"):
+                cells = _resume(document)
+            else:
+                cells = _random(document) if area == "random-runs" else _measured(area, document["cases"])
             rows.append(f"| [{what}](../benchmarks/{area}.json) | {document['date']} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
@@ -67,6 +71,15 @@ def _resume(document: dict[str, Any]) -> list[str]:
     if "loss_absolute" in next(iter(cases)):
         return [f"{len(cases)} pairs of layouts", f"{worst_of_cases(cases, 'loss_absolute'):.1e}", "", ""]
     return [f"{sum(c['bit_for_bit'] for c in cases)} of {len(cases)} bit for bit", "", "", ""]
+
+
+def _random(document: dict[str, Any]) -> list[str]:
+    """Cases that trained have an outcome; those of fp32 have the figures."""
+    runs = [case for case in document["cases"].values() if "outcome" in case]
+    outcomes = [case["outcome"] for case in runs]
+    exact = [case for case in runs if case["outcome"] == "equal" and " bf16 " not in case["words"]]
+    count = f"{outcomes.count('equal')} of {len(runs)} equal, {outcomes.count('refused')} refused"
+    return [count, *(f"{worst_of_cases(exact, key):.1e}" for key in ("loss", "norm", "weights"))]
 
 
 def _measured(area: str, cases: dict[str, dict[str, Any]]) -> list[str]:
