@@ -76,8 +76,9 @@ def _processor(section: ModelSection, config: JsonObject) -> Iterator[Diagnostic
     """SW2080, of a model that is trained on images. A warning where its own processor is not on this machine: `compile`
     does not look then."""
     model_type = config.get("model_type")
-    sees = section.task == "image-text-to-text" or (section.task == "auto" and model_type not in support().types)
-    if not isinstance(model_type, str) or model_type not in seeing_types() or not sees:
+    if not isinstance(model_type, str) or model_type not in seeing_types():
+        return
+    if section.task != "image-text-to-text" and (section.task != "auto" or model_type in support().types):
         return
     here = None if section.config is not None else processor_here(section)
     name, packages = processor_packages(model_type, None if here is None else _processor_class(here[0]))

@@ -76,6 +76,16 @@ def test_check_names_the_package_without_transformers(
     assert place == "of another class" or "PixtralProcessor needs torchvision" in told
 
 
+def test_check_refuses_a_model_type_that_is_no_word(
+    tmp_path: Path, write_recipe: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": ["gpt2"], "n_embd": 64}))
+    model = {"source": "./model", "weights": "random"}
+    assert main(["check", str(write_recipe({"model": model, "parallelism": {}}))]) == 1
+    assert "error[SW2" in capsys.readouterr().err
+
+
 def test_only_what_a_processor_raises_leaves_images_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mistake of our own is no type whose processor cannot be asked."""
     config = processor._config(trace_model_graph({"model_type": "llava", **MODELS["llava"]}, "auto", inline=True))
