@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -380,3 +381,27 @@ def test_chunks_of_an_interleaved_pipeline_are_placed_and_bounded() -> None:
             assert s.activation_checkpointing.full % s.virtual_stages == 0
         else:
             assert bound.least_seconds(s) <= e.time.step_seconds
+
+
+BACKWARD = """
+import torch
+from shardwright.engines.megatron.cpu import run_on_cpu
+
+class Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        print(torch.ones(1).is_cuda, torch.ones(1, device="cuda").device.type)
+        return gradient * 2
+
+run_on_cpu()
+Recomputed.apply(torch.ones(2, requires_grad=True)).sum().backward()
+"""
+
+
+def test_what_is_recomputed_in_a_backward_pass_runs_on_the_cpu_too() -> None:
+    done = subprocess.run([sys.executable, "-c", BACKWARD], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["True", "cpu"], done.stderr
