@@ -74,12 +74,15 @@ def _resume(document: dict[str, Any]) -> list[str]:
 
 
 def _random(document: dict[str, Any]) -> list[str]:
-    """Cases that trained have an outcome; those of fp32 have the figures."""
+    """Figures are of runs in fp32. Of training with dropout on several ranks validations alone are compared."""
     runs = [case for case in document["cases"].values() if "outcome" in case]
     outcomes = [case["outcome"] for case in runs]
     exact = [case for case in runs if case["outcome"] == "equal" and " bf16 " not in case["words"]]
     count = f"{outcomes.count('equal')} of {len(runs)} equal, {outcomes.count('refused')} refused"
-    return [count, *(f"{worst_of_cases(exact, key):.1e}" for key in ("loss", "norm", "weights"))]
+    return [
+        count,
+        *(f"{worst_of_cases([c for c in exact if key in c], key):.1e}" for key in ("loss", "norm", "weights")),
+    ]
 
 
 def _measured(area: str, cases: dict[str, dict[str, Any]]) -> list[str]:
